@@ -1,11 +1,11 @@
-"""The operations of an engine: plain torch, or the Triton kernels. One object, chosen at construction.
+"""The backend of an engine: its operations in plain torch or by Triton kernels, chosen when the engine is made.
 
     backend   tables of a plan     K/V written, moved    attention           of a draft's level      selection of trees
     torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
     triton    pages, one launch    store_kv, move_kv     tree_attention;     paged_attention         one launch each
                                                          ragged, of prompts
 
-Every plan refers to the backend that made it, and every worker is given it: code below asks no flag which one it is.
+Every plan refers to the backend that made it, and every worker gets that object, so no code asks which one it is.
 """
 
 from typing import Protocol
@@ -30,7 +30,7 @@ class Backend(PlanBackend, TreeBackend, Protocol):
     name: str
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
-        """The K/V and attention of a draft in progress, by a drafter that keeps its own K/V in `store`."""
+        """K/V and attention of a draft in progress, for a drafter that keeps its own K/V in `store`."""
 
 
 def choose_backend(
@@ -43,12 +43,12 @@ def choose_backend(
     in_tiles: bool = False,
     captured: bool = False,
 ) -> Backend:
-    """The backend that `EngineConfig.attention` means; "auto" is Triton on a GPU that can run the kernels.
+    """Make the backend for `EngineConfig.attention`; "auto" is Triton on a GPU that can run the kernels.
 
-    head_dim: the largest head of all models that keep K/V. in_tiles: forwards run in tiles of rows, as deterministic
-    layers without fusion do, which the kernels cannot. captured: forwards may be captured, so the host must not read
-    anything back in them. Raises ConfigError when "triton" was requested and cannot run with this device, dtype, head
-    or tiles.
+    head_dim: the largest head of all models that keep K/V. in_tiles: forwards run in tiles of rows (deterministic
+    layers that are not fused do); the kernels cannot. captured: forwards may be captured, so the host must read nothing
+    back during them. Raises ConfigError if "triton" was requested and cannot run with this device, dtype, head or
+    tiles.
     """
     obstacle = ""
     if attention == "triton" or (attention == "auto" and device.type == "cuda"):

@@ -1,9 +1,9 @@
 """The bridge into Hugging Face models: one attention function, and nothing else.
 
 `transformers` calls the function registered as "specdec" from every attention layer, with post-RoPE queries and the new
-tokens' keys and values, and passes our `specdec_ctx` keyword through untouched. The function hands the layer to that
-context. No mask function is registered under the name, so transformers builds no masks at all. Only the engine's own
-copy of a model names the function (`private_copy.py`), so a user's model is left as it was.
+tokens' keys and values, and passes on our keyword `specdec_ctx`. The function hands the call to that context. No mask
+function is registered under this name, so transformers builds no masks. Only the engine's private copy of a model uses
+the function (`private_copy.py`); the user's model is not changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ IGNORED_KWARGS = frozenset(
     | {"cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings"}
     | {"logits_to_keep", "num_items_in_batch", "return_shared_kv_states", "return_dict"}
 )
-"""Keywords of an attention call that do not change its result here; any other tensor is refused."""
+"""Keywords of an attention call that are ignored, since they do not change its result. Any other tensor is refused."""
 
 
 class AttentionCall(NamedTuple):
     """One layer's call of attention, as transformers passes it.
 
     query [X, Hq, T, D], key and value [X, Hkv, T, D] after RoPE, with rows packed [1, B*N] or as a batch [B*N, 1];
-    sinks [Hq] or None; extra: the keywords that specdec has no name for.
+    sinks [Hq] or None; extra: all other keywords.
     """
 
     layer: int
@@ -56,13 +56,13 @@ class AttentionCall(NamedTuple):
     def answer(
         self, forward: LayerContext, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend with packed rows -> [X, T, Hq, D], as transformers expects it."""
+        """Attend with packed rows -> [X, T, Hq, D], the shape that transformers expects."""
         out = forward.attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
         return out.view(len(self.query), -1, *out.shape[1:])
 
 
 class AttentionContext(Protocol):
-    """The forward that the attention function delegates to."""
+    """A forward to which the attention function hands its calls."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Compute this call -> [X, T, Hq, D]."""
@@ -82,7 +82,7 @@ def specdec_attention(
     specdec_ctx: AttentionContext | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: queries [1, Hq, B*N, D] or [B*N, Hq, 1, D] in, heads after rows out."""
+    """The registered attention function: takes queries [1, Hq, B*N, D] or [B*N, Hq, 1, D], returns heads after rows."""
     if specdec_ctx is None:
         raise SpecDecError(
             "the attention implementation 'specdec' works inside a specdec engine only; "
@@ -91,7 +91,7 @@ def specdec_attention(
     layer = int(getattr(module, "layer_idx", -1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(layer, query, key, value, scaling, sliding_window, s_aux, softcap, extra)
-    return specdec_ctx.attend(call).contiguous(), None  # some models take a view of it
+    return specdec_ctx.attend(call).contiguous(), None  # some models call `view` on it
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)
@@ -99,12 +99,12 @@ AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward: its plan, the view it reads and writes KV through, and each layer's window.
+    """One forward: its plan, the view through which it reads and writes KV, and the window of each layer.
 
-    attention: an `Attend` of this forward for each (group, window, shares) that its layers have.
-    states: hidden states [1, B*N, H], by the number of the layer that they enter; filled as the layers run.
-    other_ranks: the same forward on the ranks after the first, each with its own heads; empty on one device.
-    recurrent: computes the recurrent layers; None: there are none.
+    attention: the `Attend` of this forward for each (group, window, shares) of its layers. states: hidden states [1,
+    B*N, H], keyed by the layer that they enter; filled while the layers run. other_ranks: this forward's contexts on
+    the ranks after the first, each with its rank's heads; empty on one device. recurrent: computes the recurrent
+    layers; None: the model has none.
     """
 
     plan: KVPlan
@@ -153,7 +153,7 @@ class ForwardContext:
         return self.recurrent.recur(layer, rows)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attention of a layer of Hugging Face. Its K/V are stored first, unless it reads another layer's."""
+        """Attention of a layer of transformers. Stores its K/V first, unless the layer reads another layer's."""
         q, k, v = call.rows()
         destination = self.destination(call.layer)
         if destination is None:
@@ -175,7 +175,7 @@ class ForwardContext:
         v: torch.Tensor | None,
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
-        """See `LayerContext`. k and v are read back from the pools."""
+        """See `LayerContext`. Attention reads k and v from the pools."""
         if self.other_ranks and not self.view.writable:
             return self._attend_on_ranks(layer, q, **options)
         return self._attend_own(layer, q, **options)
@@ -183,16 +183,16 @@ class ForwardContext:
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept = self.view.layer(layer)
         attend = self.attention[kept.group, self.windows[layer], self.view.spec(layer).shares]
-        shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
+        shape = self.plan.positions.shape  # a tile may have more rows than B * N: the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
         out = attend(query, kept.k, kept.v, **options).flatten(0, 1)  # [B * N, Hq, D]
         return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """`attend_rows` of a frozen drafter on rank 0, whose K/V heads lie on all ranks: each rank gets the queries of
-        its heads and attends, and rank 0 collects [T, Hq, D]. Ranks with one K/V head get the same queries if there are
-        too few to divide."""
+        """`attend_rows` for a frozen drafter, which runs on rank 0 and reads K/V heads of all ranks. Each rank attends
+        with the queries of its heads, and rank 0 collects [T, Hq, D]. Ranks that hold copies of one K/V head get the
+        same queries if there are too few to divide."""
         ranks = self.view.ranks
         assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
         count, attended = len(ranks), []
@@ -206,9 +206,10 @@ class ForwardContext:
 
 
 def record_states(layers: Sequence[nn.Module]) -> None:
-    """Hook the layers of a private copy: each forward's context gets the states that it asks for in `states`.
+    """Hook the layers of a private copy, so that a forward's context gets the hidden states it has keys for in
+    `states`.
 
-    The hooks are never removed; a context that asks for no state costs one look-up a layer.
+    The hooks stay; if a context asks for no state, they cost one look-up per layer.
     """
 
     def entering(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
@@ -230,6 +231,6 @@ def record_states(layers: Sequence[nn.Module]) -> None:
 
 
 def _states_asked_for(kwargs: dict[str, Any]) -> dict[int, torch.Tensor | None]:
-    """`states` of the context of a layer's call; empty where it asks for none."""
+    """`states` of the context in a layer's keywords; empty if the context asks for none."""
     states: dict[int, torch.Tensor | None] = getattr(kwargs.get("specdec_ctx"), "states", {})
     return states

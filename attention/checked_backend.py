@@ -1,14 +1,14 @@
 """A backend that compares every plan with the request table before a forward uses it: see `kvcache/sanitize.py`.
 
-It wraps the backend that computes, and changes none of its results. For B rows with S tokens committed:
+It wraps another backend and changes none of its results. It checks, for B rows with S tokens committed:
 
-    write[b, n]   the slot of position S + n of the row, in the group asked for; the null slot on padding; of one owner
-    pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S; for a draft in
-                  progress the same of slots
-    start, P      cover [0, S) in the primary group, and what some query can see of it in a windowed one
-    attention     of a finite query is finite: freed slots, and those never written, hold NaN
+    write[b, n]   the slot of position S + n of the row in its group, with one owner; the null slot on padding
+    pages[b, j]   the page of position start + j * page_size of the row, if that is below S;
+                  for a draft in progress, the slot of each such position
+    start, P      cover [0, S) in the primary group, and the part that some query sees in a windowed one
+    attention     is finite for a finite query: freed slots and unwritten slots hold NaN
 
-All of it is tensor operations without a value read, so a captured round does it at every replay.
+All checks are tensor operations that read nothing back, so a captured round repeats them at every replay.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from specdec.kvcache.store import KVStore, LayerKV
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
-    """The backend and the capture that an engine should use: these two, or checked ones if the environment asks."""
+    """The backend and the capture for an engine: these two, or wrapped ones if the environment asks for checks."""
     if not sanitize_requested():
         return backend, capture
     cache.sanitizer = sanitizer = Sanitizer(cache.table)
@@ -38,7 +38,7 @@ def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tupl
 
 
 class CheckedBackend:
-    """A backend whose plans and answers `sanitizer` checks."""
+    """Wraps a backend: `sanitizer` checks its plans and its attention results."""
 
     def __init__(self, backend: Backend, sanitizer: Sanitizer) -> None:
         self.backend = backend
@@ -73,7 +73,7 @@ class CheckedBackend:
     def _check_draft(
         self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
-        """Compare `read` [B, L], slots of committed keys from position start [B] on, with the table."""
+        """Compare `read` [B, L] with the table: slots of committed keys from position start [B] on."""
         rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
         positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
         expected = self._slots_at(group, rows, positions)
@@ -83,7 +83,7 @@ class CheckedBackend:
         self.sanitizer.record_fault(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
 
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
-        """The slot of every place, and of the oldest and the newest key that it sees."""
+        """Check the slot of every place, and of the oldest and the newest key that the place sees."""
         assert isinstance(plan.prefix, PackTables)
         table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.row_of]
         real = pack.exists & (rows != table.padding_row)
@@ -105,7 +105,8 @@ class CheckedBackend:
             note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:
-        """A run may begin at any committed position; trees and frozen drafts begin right after the last one."""
+        """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last
+        one."""
         planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
@@ -148,7 +149,8 @@ class CheckedBackend:
     def check_finite(
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
     ) -> None:
-        """Check the answers `out` [B, N, Hq, D] to `query` [B, Hq, N, D], a part of a plan's requests and columns."""
+        """Check attention results `out` [B, N, Hq, D] of `query` [B, Hq, N, D], a part of a plan's requests and
+        columns."""
         broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
         null = torch.zeros_like(positions)
         if plan.pack is not None:
@@ -158,11 +160,11 @@ class CheckedBackend:
         self.sanitizer.record_fault(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
-        """Which rows are no padding, [B]."""
+        """Mask [B] of rows that are not padding."""
         return plan.rows != self.sanitizer.table.padding_row
 
     def _own(self, plan: KVPlan) -> torch.Tensor:
-        """Which queries exist, [B, N]."""
+        """Mask [B, N] of queries that are not padding."""
         if plan.pack is not None:
             return (plan.pack.exists & (plan.rows[plan.pack.row_of] != self.sanitizer.table.padding_row))[None]
         steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
@@ -172,7 +174,7 @@ class CheckedBackend:
 
 @dataclass(frozen=True, slots=True)
 class CheckedAttention:
-    """`attend` under a plan, or a part of its rows, whose answers must be finite where the queries are."""
+    """`attend` for a plan or a part of its rows. Finite queries must get finite results."""
 
     checks: CheckedBackend
     attend: Attend
@@ -190,7 +192,7 @@ class CheckedAttention:
 
 
 class CheckedDraftBlock:
-    """A draft in progress whose attention must be finite where its queries are."""
+    """A draft in progress. Finite queries must get finite results."""
 
     def __init__(self, block: DraftBlock, store: KVStore, draft: DraftPlan, sanitizer: Sanitizer) -> None:
         self.block = block
@@ -220,5 +222,5 @@ class CheckedDraftBlock:
 
 
 def _broken(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Finite queries [B, Hq, N, D] whose answers [B, N, Hq, D] are not finite: [B, N]."""
+    """Mask [B, N] of finite queries [B, Hq, N, D] whose results [B, N, Hq, D] are not finite."""
     return query.isfinite().all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)

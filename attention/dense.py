@@ -1,16 +1,16 @@
-r"""Attention in plain torch: the CPU path, and the reference of every kernel.
+r"""Attention in plain torch: the CPU path, and the reference for every kernel.
 
 Query i of a forward sees key j under one rule, whatever the forward is:
 
     visible(i, j) = known(i, j)  and  q_i - p_j < window         window None: no limit
     out_i         = sum_j softmax_j( cap(scaling * q_i . k_j) ) v_j,   cap(x) = c tanh(x / c)
 
-`known` says which keys exist for a query: the committed prefix for all queries, an ancestor or the node itself in a
-tree, the rows up to its own in a chunk. Windows count positions: depth in a tree, never the node's index. A model with
-attention sinks adds one learnt logit per head to the softmax's denominator.
+known(i, j) says whether key j exists for query i: always in the committed prefix; in a tree, if j is i or its ancestor;
+in a chunk, if j <= i. Windows count positions: in a tree the depth, never the node's index. A model with attention
+sinks adds one learnt logit per head to the softmax's denominator.
 
-`dense_attention` is the one implementation, `VisibleKeys` and others choose its keys; `deterministic_attention.py` is
-apart: it cuts the keys by absolute position.
+`dense_attention` computes it; `VisibleKeys` and others choose its keys. `deterministic_attention.py` is a second
+implementation, which cuts the keys by absolute position.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def visible(
 
 
 def bias_of(seen: torch.Tensor) -> torch.Tensor:
-    """Bias of scores: 0 where seen [B, N, L], else -inf; [B, 1, N, L] float32, to be broadcast over heads."""
+    """Bias added to scores: 0 where seen [B, N, L], else -inf -> [B, 1, N, L] float32, broadcast over heads."""
     bias = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device)
     return bias.masked_fill_(~seen, -torch.inf)[:, None]
 
@@ -56,12 +56,13 @@ def dense_attention(
     """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, DV]
     in v's dtype.
 
-    A key that no query may see must be finite: its weight is 0. A query that sees no key gives 0 or NaN.
+    Keys that no query sees must be finite, since their weight 0 is multiplied with V. The result of a query that sees
+    no key is 0 or NaN.
     """
     if softcap is not None or sinks is not None:
         return _with_extras(query, k, v, bias, scaling, softcap, sinks).transpose(1, 2)
     dtype = v.dtype
-    if query.device.type == "cpu" and dtype.itemsize < 4:  # its fused operator is several times slower in 16 bits
+    if query.device.type == "cpu" and dtype.itemsize < 4:  # torch's fused operator is several times slower in 16 bits
         query, k, v = query.float(), k.float(), v.float()
     bias = bias.to(query.dtype)
     out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
@@ -77,8 +78,8 @@ def _with_extras(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with a softcap or sinks, which the fused operator lacks -> [B, Hq, N, DV]; the softmax in float32, or
-    in float64 for float64."""
+    """Attention with a softcap or sinks, which torch's fused operator lacks -> [B, Hq, N, DV]. The softmax runs in
+    float32, or in float64 for float64 inputs."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = k.shape[1]
     grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
@@ -97,12 +98,12 @@ def _with_extras(
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Keys that the queries of one forward see, on all layers with one window.
+    """The keys that queries of one forward see, in all layers of one group and window.
 
-    `slots`: [B, L] in the group of those layers, prefix columns first, then the N tokens of the block if it has keys.
-    `bias`: [B, 1, N, L] float32, 0 or -inf, broadcast over heads.
-    The block's K/V are read back from the slots that the forward has just written, so one gather serves both. A masked
-    column gathers a key of its own request, so a stale or broken key of another cannot leak through a zero weight.
+    `slots`: [B, L] in the layers' group: the prefix, then the N tokens of the forward if they have keys. `bias`: [B, 1,
+    N, L] float32, 0 or -inf, broadcast over heads. The forward's own K/V are read from the slots that it has just
+    written, so one gather serves prefix and block. A masked column gathers a key of the same request, so a NaN in
+    another request's slot cannot leak through a zero weight.
     """
 
     slots: torch.Tensor
@@ -112,7 +113,7 @@ class VisibleKeys:
     def from_plan(
         cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, group: GroupId, window: int | None
     ) -> "VisibleKeys":
-        """The keys that layers of one group, with this window (None: full attention), see under `plan`.
+        """The keys that layers of one group and window (None: full attention) see under `plan`.
 
         slots: [B, L] of the prefixes in that group, from position start [B] on.
         """
@@ -151,7 +152,7 @@ class VisibleKeys:
 
 
 def known_in_block(plan: KVPlan) -> torch.Tensor:
-    """Which of the forward's own tokens exist for each query, by a tree or in order: [B, N, N] bool."""
+    """Which of the forward's own tokens each query may see, by the tree or in order: [B, N, N] bool."""
     if plan.tree is not None:
         return plan.tree.ancestors
     batch, num_queries = plan.positions.shape
@@ -160,7 +161,7 @@ def known_in_block(plan: KVPlan) -> torch.Tensor:
 
 
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots that a query at the end of the prefix sees through `window`, and the position [B] of the first.
+    """Slots that a query right after the prefix sees through `window`, and the position [B] of the first slot.
 
     slots [B, L] begin at position 0; the result is [B, W], O(window) wide.
     """

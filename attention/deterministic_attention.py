@@ -1,12 +1,12 @@
-"""The cut of `tree_attention` in plain torch, for the CPU: a row's bits are a function of its own path there too.
+"""`tree_attention` in plain torch, for the CPU, with the same cut of keys: a row's bits depend on its own path only.
 
     tiles   BLOCK_K keys at multiples of BLOCK_K by position, each a softmax of its own: maximum, sum, accumulator
-    a row   its tiles scaled to their common maximum, added up in ascending order, then the sink
+    a row   scale its tiles to their common maximum, add them in ascending order, then add the sink
 
-A product is always [ROWS, D] x [D, BLOCK_K] or [ROWS, BLOCK_K] x [BLOCK_K, D], batched: its bits depend neither on the
-number of products nor on the place of a row among ROWS. Everything else is one operation per element, without fused or
-vectorised sums. Complete committed tiles are shared by all rows of a request; each node of a tree gathers the keys
-after them by itself. Computes in float32, or in float64 for float64. The host reads lengths, so it cannot be captured.
+Every product is a batched [ROWS, D] x [D, BLOCK_K] or [ROWS, BLOCK_K] x [BLOCK_K, D]: its bits depend neither on the
+number of products nor on a row's place among ROWS. Everything else is one operation per element, without fused or
+vectorised sums. All rows of a request share its complete committed tiles; each node of a tree gathers the later keys
+for itself. It computes in float32, or in float64 for float64 inputs. The host reads lengths, so it cannot be captured.
 """
 
 import torch
@@ -18,7 +18,7 @@ from specdec.kvcache.fp8_pool import FieldPool, read_rows
 BLOCK_K = ALIGN
 ROWS = 16
 
-_SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # scores below give subnormal weights
+_SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # lower scores give subnormal weights
 
 SoftmaxState = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Softmax state of J key tiles: maximum and sum [J, B, Hkv, R], accumulator [J, B, Hkv, R, D]."""
@@ -64,7 +64,7 @@ def deterministic_attention(
     num_tiles = int((shared_newest // BLOCK_K - first_tile).amax()) + 1 if batch else 0
     key_pos = (first_tile[:, None] + torch.arange(max(num_tiles, 0), device=query.device))[:, :, None] * BLOCK_K
     key_pos = key_pos + torch.arange(BLOCK_K, device=query.device)  # [B, J, BLOCK_K]
-    pos = torch.maximum(torch.minimum(key_pos.flatten(1), shared_newest[:, None]), oldest[:, None])  # or the nearest
+    pos = torch.maximum(torch.minimum(key_pos.flatten(1), shared_newest[:, None]), oldest[:, None])  # clamped
     slots = _slots(pos, own, pages, start, own_base, page_size).view_as(key_pos)
     keys, values = (_tiles(pool, slots, shared_newest >= oldest, dtype) for pool in (pool_k, pool_v))
 
@@ -79,7 +79,7 @@ def deterministic_attention(
     for begin in range(0, rows.shape[2], ROWS):
         some = slice(begin, begin + ROWS)
         tiles = slice(None)
-        if not is_tree:  # the tiles that some row here sees; the others would change nothing
+        if not is_tree:  # only tiles that some row sees; others change nothing
             from_tile = int((row_low[:, some].amin(1) // BLOCK_K - first_tile).amin().clamp(min=0))
             to_tile = int((row_high[:, some].amax(1) // BLOCK_K - first_tile).amax()) + 1
             tiles = slice(from_tile, max(from_tile, to_tile))
@@ -114,7 +114,8 @@ def _slots(
 
 
 def _tiles(pool: FieldPool, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 where a request has no keys, whose slots hold anything."""
+    """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 for keys that do not exist, since their slots hold
+    anything."""
     tiles = read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(1, 0, 3, 2, 4)
     tiles = tiles.to(dtype).contiguous()
     return tiles if bool(exist.all()) else tiles.masked_fill(~exist[:, None, None, None], 0.0)
@@ -179,10 +180,11 @@ def _tile_states(
 
 
 def _fold(state: SoftmaxState, sink: torch.Tensor | None) -> torch.Tensor:
-    """The tiles of each row added up, oldest first: sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees nothing."""
+    """Add up the tiles of each row, oldest first, then sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees
+    nothing."""
     maximum, sums, accs = state  # scaled in place
     if not len(maximum):
-        return accs.sum(0)  # of no tiles
+        return accs.sum(0)  # no tiles: zeros
     top = maximum.amax(0)
     top = _finite(top if sink is None else torch.maximum(top, sink))
     scale = torch.exp(maximum - top)
@@ -201,6 +203,6 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_rows(x: torch.Tensor, dim: int, value: int = 0) -> torch.Tensor:
-    """`dim` filled up to whole row tiles."""
+    """Pad `dim` to whole row tiles."""
     missing = -x.shape[dim] % ROWS
     return pad(x, (0,) * (2 * (x.dim() - 1 - dim)) + (0, missing), value=value) if missing else x

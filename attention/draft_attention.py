@@ -1,8 +1,8 @@
-"""Attention of drafts that begin at many places of texts at once: chains of single tokens, and blocks.
+"""Attention for many drafts at once, which begin at many places of texts: chains of single tokens, and blocks.
 
-Each is the `DraftAttend` of a draft head's own modules: one softmax over the text as far as a place sees it, and the
-draft's own rows. Texts may be packed into rows: position 0 begins one. A drafter learns with it, and the doctor looks
-with it at every place of an answer.
+Each class is the `DraftAttend` of a draft head's modules: one softmax over the visible text and the draft's own rows.
+Several texts may be packed into a row; position 0 begins a text. Training uses it, and so does the doctor, to draft at
+every place of an answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ DraftAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether query and key share a document [B, T, T], position of the query minus that of the key [T, T])."""
+    """(do query and key belong to one text [B, T, T], query position minus key position [T, T])."""
     doc = (pos == 0).cumsum(1)
     place = torch.arange(pos.shape[1], device=pos.device)
     return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
 
 
 def in_float32(attend: DraftAttend) -> DraftAttend:
-    """Wraps `attend` so that scores are not rounded, as in kernels: for a reference in 16 bits."""
+    """Wrap `attend` so that it does not round scores, as kernels do not: for a reference in 16 bits."""
     return lambda layer, q, k, v: attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
 
 
 class ChainAttention:
-    """Attention of chains over positions [B, T]. It keeps the keys and values of every step, by draft layer.
+    """Attention of chains over positions [B, T]. It keeps the keys and values of every step for each draft layer.
 
-    windows: of each draft layer, None: full. rows: where drafts begin that go on after step 0; None: everywhere.
+    windows: one per draft layer, None: full. rows: places whose drafts go on after step 0; None: all places.
     """
 
     def __init__(self, windows: Sequence[int | None], scaling: float, pos: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class ChainAttention:
         window, seen, distance, length = self.windows[layer], self.seen, self.distance, ks[0].shape[2]
         if self.step and self.rows is not None:
             seen, distance = seen[:, self.rows], distance[self.rows]
-        own = range(1, self.step + 1)  # steps after 0 within the window
+        own = range(1, self.step + 1)  # later steps within the window
         if window is not None:
             seen = seen & (distance + self.step < window)
             own = range(max(1, self.step - window + 1), self.step + 1)
@@ -76,8 +76,8 @@ class ChainAttention:
 class BlocksAttention:
     """Attention of blocks of `size` tokens at places [B, A] of texts at positions [B, T].
 
-    keys_values: of the text in a draft layer, k and v [B, Hkv, T, D] after RoPE. causal: rows of a block see those up
-    to their own; otherwise each other. anchored: windows count from a block's first row.
+    keys_values: k and v [B, Hkv, T, D] of the text after RoPE, for each draft layer. causal: a row of a block sees the
+    rows up to itself; otherwise all rows. anchored: windows count from the first row of the block.
     """
 
     def __init__(

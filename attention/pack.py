@@ -1,12 +1,12 @@
-"""Runs of tokens of many requests in one row, without padding between them: the input of a forward over prompts.
+"""A pack: runs of tokens of many requests in one row, without padding between them. Forwards over prompts read packs.
 
     run        0         1     2             R = 3, T = 10
     row        a a a a a b b b c .           row_of  0 0 0 0 0 1 1 1 2 2
     cu_len     0         5     8 9           the place after the last run is padding
     positions  3 4 5 6 7 0 1 2 9 0           each run begins at a position of its own, 3 0 9
 
-R and T are known on the host and decide shapes; lengths are data on the device, so a captured forward is replayed with
-others. A run may be empty. Padding writes to the null slot and sees nothing.
+The host knows R and T, which decide shapes. Lengths are data on the device, so a captured forward can be replayed with
+other lengths. A run may be empty. Padding writes to the null slot and sees nothing.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from specdec.kvcache.table import RequestTable
 
 
 class Pack(NamedTuple):
-    """R runs in one row of T places; int64 but for `exists`.
+    """R runs in one row of T places. All tensors but `exists` are int64.
 
-    rows [R]: rows of the request table. start, length [R]: position of a run's first token, and its number of tokens.
-    cu_len [R + 1]: tokens before each run. For each place: row_of [T], its run (padding: the last one); positions [T],
-    0 on padding; exists [T], False on padding.
+    rows [R]: rows of the request table. start, length [R]: first position and number of tokens of each run. cu_len [R +
+    1]: tokens before each run. For each place: row_of [T], its run (padding: the last one); positions [T], 0 on
+    padding; exists [T], False on padding.
     """
 
     rows: torch.Tensor
@@ -35,7 +35,7 @@ class Pack(NamedTuple):
 
     @classmethod
     def from_lengths(cls, rows: torch.Tensor, start: torch.Tensor, length: torch.Tensor, num_tokens: int) -> "Pack":
-        """Packs runs of `length` [R] tokens, which begin at positions `start` [R], into `num_tokens` places."""
+        """Pack runs of `length` [R] tokens that begin at positions `start` [R] into `num_tokens` places."""
         cu_len = torch.cat([length.new_zeros(1), length.cumsum(0)])
         places = torch.arange(num_tokens, device=length.device)
         row_of = torch.searchsorted(cu_len[1:], places, right=True).clamp(max=len(rows) - 1)
@@ -49,7 +49,7 @@ class Pack(NamedTuple):
         return (self.cu_len[1:] - 1).clamp(min=0)
 
     def last_tokens(self) -> "Pack":
-        """A pack of the last token of each run alone: T is R. An empty run becomes a place of padding."""
+        """A pack of only the last token of each run, so T is R. An empty run becomes padding."""
         ahead = (self.length - 1).clamp(min=0)
         places = torch.arange(len(self.rows), device=self.rows.device)
         cu_len = torch.arange(len(self.rows) + 1, device=self.rows.device)
@@ -58,23 +58,23 @@ class Pack(NamedTuple):
 
 
 class RunSlots(NamedTuple):
-    """Slots of the keys of R runs in one group: the slot of the key at position p of run r is slots[line[r], p -
-    begin[r]]. begin None: 0 for all."""
+    """Slots of the keys of R runs in one group: key p of run r is at slots[line[r], p - begin[r]]. begin None: all
+    0."""
 
     slots: torch.Tensor
     line: torch.Tensor
     begin: torch.Tensor | None
 
     def slots_at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of these positions of these runs, both of one shape; a position outside is clamped to the line."""
+        """Slots of `positions` of runs `run` (tensors of one shape). A position outside its line is clamped to it."""
         column = positions if self.begin is None else positions - self.begin[run]
         return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
 
 
 class PackTables(NamedTuple):
-    """Slots that a forward over a pack reads and writes (`PrefixTables`). In the primary group lines are the request
-    table's; in a windowed group they are made for the forward, and hold what some token of a run can see: O(window +
-    longest run) wide."""
+    """Slots that a forward over a pack reads and writes (`PrefixTables`). Lines of the primary group are those of the
+    request table. Lines of a windowed group are made for the forward: they hold the keys that some token of the run
+    sees, so they are O(window + longest run) wide."""
 
     lines: ByGroup[RunSlots]
     write: ByGroup[GroupLoc]
@@ -90,9 +90,9 @@ class PackTables(NamedTuple):
 
 
 def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
-    """Slots that a forward over this pack reads and writes. longest: upper bound on the tokens of a run.
+    """Make the tables of a forward over this pack. longest: upper bound on the tokens of a run.
 
-    The padding row of the table has null slots throughout.
+    All slots of the table's padding row are null slots.
     """
     slots, allocator = table.slots.tensor, table.allocator
     page_size = allocator.page_size

@@ -1,7 +1,7 @@
-"""Attention of one forward in which every row is a function of its own path: both backends use it.
+"""Attention of one forward in which every row is a function of its own path. Both backends use it.
 
-The own keys are found once per forward, group and window; layers then only pass their pools. Rows of a forward may be
-computed in parts, in any order in which a row's ancestors are stored before it: the result is the same, to the bit.
+`own_keys` finds a row's own keys once per forward, group and window; layers then pass only their pools. A forward may
+be computed in parts, as long as a row's ancestors are stored before it: all such orders give the same bits.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from specdec.kvcache.index_spaces import GroupId
 
 
 def part_of(attend: Attend, requests: slice, columns: slice) -> Attend:
-    """`attend` for the queries of these columns of these requests: of a deterministic backend, checked or not."""
+    """`attend` for these columns of these requests only. The backend is deterministic, and may be a checked one."""
     whole: Any = attend
     part: Attend = whole.part(requests, columns)
     return part
@@ -26,7 +26,7 @@ def part_of(attend: Attend, requests: slice, columns: slice) -> Attend:
 class PathAttention:
     """An `Attend` of `plan.py`.
 
-    function: `tree_attention`, or `deterministic_attention`; the rest are its arguments.
+    function: `tree_attention` or `deterministic_attention`; the other fields are its arguments.
     """
 
     function: Callable[..., torch.Tensor]
@@ -50,8 +50,8 @@ class PathAttention:
         group: GroupId,
         window: int | None,
     ) -> "PathAttention":
-        """Attention under a plan. find_own_keys: `own_keys` or its reference. table: the arguments `pages` and `start`
-        of both."""
+        """Attention under a plan. find_own_keys: `own_keys` or its reference. table: `pages` and `start`, for both
+        functions."""
         pages, start = table
         write = None if plan.write is None else plan.write_slots(group).view(plan.positions.shape)
         tree = plan.tree
@@ -75,11 +75,11 @@ class PathAttention:
         )
 
     def part(self, requests: slice, columns: slice) -> "PathAttention":
-        """For the queries of these columns of these requests."""
+        """Attention for these columns of these requests only."""
         slots, run_end = self.own
         if run_end is None:
             own = OwnKeys(slots[requests], None)
-        else:  # node numbers count from the first column, and a run ends with the last
+        else:  # renumber nodes from the first column; runs end at the last
             ends = run_end[requests, columns].clamp(max=columns.stop - 1) - columns.start
             own = OwnKeys(slots[requests, columns].contiguous(), ends.contiguous())
         block_len = None if self.block_len is None else (self.block_len[requests] - columns.start).clamp(min=0)

@@ -1,15 +1,15 @@
-"""Everything one forward needs to know about KV, in one immutable object made for that forward.
+"""The plan of a forward: everything that it needs to know about KV, in one immutable object.
 
-The write locations of all groups are looked up once, here; no layer translates anything, and nothing outlives the
-step. A plan is made on the device from the request table by one of five builders:
+A plan looks up the write slots of all groups once, so no layer translates slots, and it lives for one step. One of five
+builders makes it on the device from the request table:
 
     plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
-    plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored
-    plan_chunk    B runs of tokens that a drafter reads, causal, padded to the longest; padding writes to the null slot
+    plan_last     only the last token of each of these runs, once the K/V of the whole runs are stored
+    plan_chunk    B causal runs that a drafter reads, padded to the longest; padding writes to the null slot
     plan_verify   B trees of N nodes after their committed prefixes
-    plan_frozen   queries on the committed prefix only, of a frozen-KV drafter
+    plan_frozen   queries of a frozen-KV drafter, which see only the committed prefix
 
-A plan refers to the backend that made it and holds its tables: that backend computes under it, and no other.
+A plan holds tables of the backend that made it, so only that backend can compute with it.
 """
 
 from collections.abc import Callable
@@ -27,37 +27,38 @@ from specdec.kvcache.layer_context import RecurrentContext
 from specdec.kvcache.table import RequestTable, Rows
 
 Attend = Callable[..., torch.Tensor]
-"""Attention of one forward on layers of one group and window: (query [B, Hq, N, D], pools k, v [slots, Hkv, D]
-that hold the forward's own keys already, *, scaling, softcap, sinks) -> [B, N, Hq, D]."""
+"""Attention of one forward for layers of one group and window: (query [B, Hq, N, D], pools k, v [slots, Hkv, D], *,
+scaling, softcap, sinks) -> [B, N, Hq, D]. The forward's own keys are in the pools already."""
 
 
 class PrefixTables(Protocol):
-    """Tables of the committed prefixes that a forward reads, in a form that only their own backend knows; and by group
-    the slots [B, N] of the N positions after each prefix, which the forward writes."""
+    """Tables of the committed prefixes that a forward reads, in a form that only their backend knows. `write` has, by
+    group, the slots [B, N] of the N positions after each prefix, which the forward writes."""
 
     @property
     def write(self) -> ByGroup[GroupLoc]: ...
     def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. For checks."""
+        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. Used for checks."""
 
 
 class RecurrentRows(RecurrentContext, Protocol):
-    """Recurrent layers of one forward."""
+    """The recurrent layers of one forward."""
 
     def part(self, requests: slice, columns: slice) -> "RecurrentRows":
-        """These columns of these requests."""
+        """The recurrent layers for these columns of these requests only."""
 
 
 class PlanBackend(KVOperations, Protocol):
-    """A backend, as far as plans need it: it makes their tables and computes under them."""
+    """The part of a backend that plans need: it makes their tables and computes with them."""
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
-        """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""
+        """Make tables of the prefixes [0, committed_len [B]), with slots of the `num_queries` positions after each."""
 
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention).
+        """Attention under `plan` for layers of `group` with `window` (None: full attention).
 
-        shares: see `LayerCache`. Keys are cut into blocks by the heads of all ranks, so bits do not depend on them."""
+        shares: see `LayerCache`. The cut of keys depends on the heads of all ranks together, so bits do not depend on
+        the number of ranks."""
 
     def recurrence(self, plan: "KVPlan", view: KVView) -> RecurrentRows:
         """The recurrent layers of a forward under `plan`."""
@@ -65,16 +66,16 @@ class PlanBackend(KVOperations, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """B requests with N queries each, packed as one sequence of B * N rows; or a pack, one row of T places.
+    """B requests with N queries each, packed as one sequence of B * N rows; or a pack: one row of T places.
 
-    rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N]: the queries'.
-    tree: which queries see each other, if they are nodes of a tree; None: causal, or (write None) without keys.
-    write [B * N]: slots of the queries' own K/V, by group; None: they have no K/V.
+    rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N] of the queries.
+    tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
+    write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
     prefix: the backend's tables of the prefixes.
-    block_len [B]: real queries of each causal run, the rest are padding; None: all are real.
-    pack: the runs that the row consists of; rows and committed_len are then by run, [R].
-    window_shift: added to the window of every sliding layer; not 0 only for a frozen drafter's convention.
-    first_key: keys before this position do not exist, except a query's own (modules that begin later than the text).
+    block_len [B]: number of real queries of each causal run, before padding; None: all are real.
+    pack: the runs of the row; rows and committed_len then have one entry per run, [R].
+    window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.
+    first_key: keys before this position do not exist, except a query's own. MTP modules begin later than the text.
     """
 
     backend: PlanBackend
@@ -99,7 +100,7 @@ class KVPlan:
 def plan_chunk(
     backend: PlanBackend, table: RequestTable, rows: Rows, start: torch.Tensor, block_len: torch.Tensor, width: int
 ) -> KVPlan:
-    """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on."""
+    """Plan runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on."""
     steps = torch.arange(width, device=start.device)
     prefix = backend.locate(table, rows, start, width)
     padding = steps >= block_len[:, None]  # [B, N]
@@ -116,7 +117,7 @@ def plan_chunk(
 
 
 def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: int | None = None) -> KVPlan:
-    """Runs of prompt tokens in one row. longest: upper bound on a run's tokens; None: the places of the row."""
+    """Plan runs of prompt tokens in one row. longest: upper bound on a run's tokens; None: the number of places."""
     num_places = len(pack.row_of)
     tables = locate_pack(table, pack, num_places if longest is None else longest)
     return KVPlan(
@@ -132,7 +133,8 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
 
 
 def plan_last(backend: PlanBackend, table: RequestTable, pack: Pack) -> KVPlan:
-    """The last token of each run, as in plain decoding: for layers that store nothing and run after those that do."""
+    """Plan the last token of each run, as plain decoding does. For layers that store nothing and follow those that
+    do."""
     return replace(plan_packed(backend, table, pack.last_tokens(), 1), write=None)
 
 
@@ -146,9 +148,9 @@ def plan_verify(
     prefix: PrefixTables | None = None,
     positions: torch.Tensor | None = None,
 ) -> KVPlan:
-    """One tree a request. Node n writes to the slot of position S + n and sits at position S + depth[n].
+    """Plan one tree per request. Node n writes to the slot of position S + n; its own position is S + depth[n].
 
-    Computed here unless given: committed_len, S [B]; prefix, for these prefixes and N nodes; positions [B, N].
+    Optional, computed if not given: committed_len, S [B]; prefix, the tables for N nodes; positions [B, N].
     """
     if committed_len is None:
         committed_len = table.committed_len.tensor[rows.index]
@@ -178,9 +180,9 @@ def plan_frozen(
     committed_len: torch.Tensor | None = None,
     prefix: PrefixTables | None = None,
 ) -> KVPlan:
-    """Queries that all sit at S + `position_offset`, on the committed prefix [0, S) and nothing else.
+    """Plan queries that are all at position S + `position_offset` and see only the committed prefix [0, S).
 
-    Computed here unless given: committed_len, S [B], and prefix, the backend's tables of it.
+    Optional, computed if not given: committed_len, S [B], and prefix, the backend's tables of it.
     """
     assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
     if committed_len is None:

@@ -1,7 +1,7 @@
-"""Attention over a pack in plain torch: the CPU's path, run by run, and the oracle of `ragged_attention`.
+"""Attention over a pack in plain torch, run by run: the CPU path, and the reference for `ragged_attention`.
 
-Token t of run r, at position q, sees the keys of its own request at positions p: 0 <= p <= q, and q - p < window. They
-are read by position from the pools, where the forward has stored its own. How long runs are is read by the host.
+Token t of run r, at position q, sees the keys of its own request at positions p with 0 <= p <= q and q - p < window.
+Keys are read by position from the pools, after the forward has stored its own. The host reads the lengths of runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from specdec.attention.plan import Attend
 
 @dataclass(frozen=True, slots=True)
 class RunsAttention:
-    """An `Attend` of `plan.py` over T places. runs: places of each run, and the attention of these alone, as of one
-    request of so many queries. Places of no run are 0."""
+    """An `Attend` of `plan.py` over T places. runs: the places of each run, and attention over that run alone, as over
+    one request. Places of no run are 0."""
 
     num_places: int
     runs: Sequence[tuple[slice, Attend]]
@@ -30,7 +30,7 @@ class RunsAttention:
     def from_pack(
         cls, make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
     ) -> "RunsAttention":
-        """Attention over the runs of a pack, one by one. make: `dense_run` or `exact_run`."""
+        """Make attention over the runs of a pack, one by one. make: `dense_run` or `exact_run`."""
         runs, begin = [], 0
         for number in range(len(pack.rows)):
             length, start = int(pack.length[number]), int(pack.start[number])
@@ -51,7 +51,7 @@ class RunsAttention:
         return out
 
     def part(self, _requests: slice, columns: slice) -> "RunsAttention":
-        """For these places; there is one row."""
+        """Attention for these places only; there is one row."""
         runs = []
         for places, attend in self.runs:
             first, stop = max(places.start, columns.start), min(places.stop, columns.stop)
@@ -63,8 +63,8 @@ class RunsAttention:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRuns:
-    """Computes what `RunsAttention` does without reading a length on the host: every run is attended by all places, and
-    the results of other runs' places are dropped. It can be captured, and takes R times as long."""
+    """`RunsAttention` without a length read on the host, so it can be captured. All T places attend to every run, and a
+    place keeps the result of its own run only; so it takes R times as long."""
 
     pack: Pack
     lines: RunSlots
@@ -80,7 +80,7 @@ class MaskedRuns:
             keys = columns if lines.begin is None else columns + lines.begin[number]
             first, end = pack.start[number], pack.start[number] + pack.length[number]
             oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
-            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be broken
+            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
             mine = pack.exists & (pack.row_of == number)
             back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
             seen = (back >= 0) & (keys == inside)
@@ -97,7 +97,7 @@ class MaskedRuns:
 def dense_run(
     slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
 ) -> Attend:
-    """Attention of one run, given slots and positions of its keys [1, L], and positions [1, N] of its queries."""
+    """Attention of one run, from slots and positions of its keys [1, L] and positions [1, N] of its queries."""
     known = positions[:, :, None] >= keys[:, None]
     return VisibleKeys(slots, bias_of(visible(positions, keys, known, window, first_key))).attend
 
@@ -105,9 +105,9 @@ def dense_run(
 def exact_run(
     slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
 ) -> Attend:
-    """Attention of one run, cut by absolute position as plain decoding is. All keys are found through the table, none
-    is apart."""
-    end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that complete tiles hold all
+    """Attention of one run, with keys cut by absolute position as in plain decoding. The table has the slots of all
+    keys, the run's own too."""
+    end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that whole tiles hold all keys
     none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
     first = keys[:, 0].clone()
     return PathAttention(deterministic_attention, none_apart, slots, first, end, positions, None, 1, window, first_key)

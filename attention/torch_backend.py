@@ -1,4 +1,4 @@
-"""The backend that runs anywhere, and the oracle of the Triton backend: plain torch over the same page tables."""
+"""The backend in plain torch. It runs anywhere, and is the reference for the Triton backend."""
 
 from dataclasses import dataclass
 
@@ -24,8 +24,8 @@ from specdec.kvcache.table import RequestTable, Rows
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every step as torch operators. deterministic: keys are cut by absolute position, which reads lengths back.
-    captured: nothing else does."""
+    """Every operation as torch operators. deterministic: keys are cut by absolute position, for which the host reads
+    lengths. captured: the host reads nothing else."""
 
     name = "torch"
     deterministic: bool = False

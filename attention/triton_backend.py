@@ -1,4 +1,4 @@
-"""The backend of NVIDIA GPUs: Triton kernels over page tables. The interpreter runs it on a CPU, slowly, for tests."""
+"""The backend for NVIDIA GPUs: Triton kernels over page tables. Tests run it on a CPU in Triton's interpreter."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,10 @@ from specdec.kvcache.table import RequestTable, Rows
 
 @dataclass(frozen=True, slots=True)
 class TritonBackend:
-    """One launch for tables and write locations, one for each store and tree; attention and moves take two.
+    """Tables and write slots take one launch, a store of K/V and a tree one each; attention and moves take two.
 
-    deterministic: the keys of prompts, too, are cut by absolute position, as those of chains and trees always are, and
-    recurrent layers read them in decoding's order.
+    deterministic: prompts' keys too are cut by absolute position (keys of chains and trees always are), and recurrent
+    layers read prompts in the order of decoding.
     """
 
     name = "triton"

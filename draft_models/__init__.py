@@ -1,4 +1,4 @@
-"""The Drafter protocol, the drafters, and their checkpoint formats. Here is what a drafter of your own needs."""
+"""The Drafter protocol, the drafters, and their checkpoint formats. Exports the names that a new drafter needs."""
 
 from specdec.draft_models.base import (
     Binding,

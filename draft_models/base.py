@@ -1,10 +1,11 @@
-"""Interface of drafters. A drafter proposes a tree after each request's committed prefix, and observes the result.
+"""Interface of drafters. A drafter proposes a tree after each request's committed prefix, then observes the result.
 
-    Drafter       weights fitted to a target; it holds no state of an engine, so any number of engines may share it
+    Drafter       weights fitted to a target; it holds no engine's state, so several engines may share it
       .bind() ->
     DraftWorker   a drafter with the state of one engine: its rows, its K/V store, its view
 
-Any tree gives the same output, better trees give it sooner. `specdec.draft_models.conformance` checks implementations.
+Every tree gives the same output; better trees give it sooner. `specdec.draft_models.conformance` checks
+implementations.
 """
 
 from collections.abc import Callable
@@ -30,16 +31,16 @@ from specdec.sampling.sampling_table import ParamVectors
 
 SampleFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
-and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
+and noise. A drafter that draws with it proposes the token that the target would draw from the same logits."""
 
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
 float32, best first. The first is the token that `SampleFunction` draws; trees branch to the others, which the target
-may draw if its logits differ a little."""
+may draw instead if its logits differ a little."""
 
 
 class TargetInfo(Protocol):
-    """The target, as drafters see it. ops: operations of fused layers; None: no layer is fused."""
+    """The part of a target that drafters use. ops: operations of fused layers; None: no layer is fused."""
 
     name: str
     layout: KVLayout
@@ -57,7 +58,8 @@ class TargetInfo(Protocol):
 
 
 class Fit(NamedTuple):
-    """The properties of a target that a fitted drafter depends on. It runs only with a target that has the same."""
+    """Properties of a target that a fitted drafter depends on. The drafter runs only with targets that have the
+    same."""
 
     layout: KVLayout
     hidden_size: int
@@ -74,16 +76,13 @@ class Fit(NamedTuple):
 class DraftBatch:
     """The requests to draft for.
 
-    rows: their rows of the request table.
-    root: [B] the previous bonus token, at position S, whose K/V does not exist yet.
-    num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
-    history: [B, L] every token of each request by position (root at index S), copied when `propose` reads it;
-    history_len: [B], S + 1.
-    prefix: the backend's tables of the committed prefixes, if they exist already.
-    level_pos: the result of `positions`, if it exists already.
-    by_lookup: the lookup drafts, not the model next to it (`model_and_lookup.py`).
-    params: sampling parameters that `sample` and `best` use, for operations that draw without a row of the vocabulary;
-    None: draw through `sample` and `best`.
+    rows: their rows of the request table. root: [B] the previous bonus token, at position S, whose K/V does not exist
+    yet. num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
+    history: [B, L] all tokens of each request by position (root at index S), copied only if `propose` reads it;
+    history_len: [B], S + 1. prefix: the backend's tables of the committed prefixes, if already made. level_pos: the
+    result of `positions`, if already made. by_lookup: the lookup drafts, not the model next to it
+    (`model_and_lookup.py`). params: the sampling parameters of `sample` and `best`, for operations that draw without
+    full logits; None: draw through `sample` and `best`.
     """
 
     rows: Rows
@@ -109,13 +108,13 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The target's results of the last verify, or of rounds without drafts, after the device has committed them.
+    """The target's results of the last verify, or of rounds without drafts, after their commit on the device.
 
-    rows: the rows of the request table; start: [B] S before the commit.
-    tokens: [B, N] tokens fed to the target; hidden: [B, N, H] its states after the final norm. aux_states:
-    [B, N, A * H] the states of `Drafter.aux_layers`, concatenated, or None.
-    path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
-    next_token: [B] the token after the last of them: the new bonus token.
+    rows: the rows of the request table; start: [B] S before the commit. tokens: [B, N] tokens fed to the target;
+    hidden: [B, N, H] the target's states after the final norm. aux_states: [B, N, A * H] states of
+    `Drafter.aux_layers`, concatenated, or None. path: [B, D] accepted nodes in order, root first; length: [B] how many
+    of them count; they are committed at positions start, start + 1, ... next_token: [B] the token after the last of
+    these, the new bonus token.
     """
 
     rows: Rows
@@ -130,13 +129,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptObservation:
-    """The target's results of a forward over prompts: runs of many requests in one row of T places. They count as
-    committed.
+    """The target's results of a forward over prompts: runs of many requests in one row of T places. Their tokens count
+    as committed.
 
-    pack: rows of the request table, and the places of their tokens; the values in places of padding are undefined.
-    tokens: [T] fed to the target; following: [T] the token after each, also after the last of a run. hidden: [T, H]
-    target states after the final norm; None if the drafter does not read every one. last_hidden: [R, H] the state of
-    the last token of each run, zeros if no prompt ends with the runs. aux_states: [T, A * H] as in `Observation`.
+    pack: rows of the request table and the places of their tokens; values in padding places are undefined. tokens: [T]
+    fed to the target; following: [T] the token after each, even after the last of a run. hidden: [T, H] target states
+    after the final norm; None if the drafter does not read every state. last_hidden: [R, H] the state of each run's
+    last token; zeros if no prompt ends with the runs. aux_states: [T, A * H] as in `Observation`.
     """
 
     pack: Pack
@@ -148,7 +147,7 @@ class PromptObservation:
 
 
 class Binding(NamedTuple):
-    """Parts of an engine that a worker is given: KV cache, backend, the target's K/V, and how many tokens of finished
+    """Parts of an engine that a worker gets: KV cache, backend, the target's K/V, and the number of tokens of finished
     requests to keep for drafts (0: none)."""
 
     cache: KVCache
@@ -158,8 +157,8 @@ class Binding(NamedTuple):
 
 
 class DraftWorker(Protocol):
-    """A drafter bound to one engine. `view`: K/V of other models that it may read now, or None. A worker may also have
-    `finished`, a `FinishedTexts`: the engine adds outputs of finished requests to it."""
+    """A drafter bound to one engine. `view`: K/V of another model that it may read now, or None. A worker may also have
+    `finished`, a `FinishedTexts` to which the engine adds outputs of finished requests."""
 
     view: KVView | None
 
@@ -171,7 +170,7 @@ class DraftWorker(Protocol):
         return
 
     def observe_prompts(self, seen: PromptObservation) -> None:
-        """Learn prompt tokens; by default nothing. Those whose K/V the prefix cache supplied are not reported."""
+        """Learn prompt tokens; by default nothing. Tokens whose K/V came from the prefix cache are not reported."""
         return
 
 
@@ -215,11 +214,11 @@ class Drafter(Protocol):
     has_lookup: bool = False
 
     def bind(self, binding: Binding) -> DraftWorker:
-        """A worker for one engine."""
+        """Make a worker for one engine."""
 
 
 class StatelessDrafter(Drafter, DraftWorker, Protocol):
-    """A drafter that needs nothing but each batch: it is its own worker, in every engine, and observes nothing."""
+    """A drafter that needs only each batch. It is its own worker in every engine, and observes nothing."""
 
     view: KVView | None = None
 

@@ -1,10 +1,10 @@
-r"""A head with ordered embeddings: score C centroids, then only the tokens of the best k of them.
+r"""A head with ordered embeddings: it scores C centroids, then only the tokens of the best k centroids.
 
     a_c = c . h,   best = the k centroids with the largest a (lower number first),   x_v = w_v . h for their tokens v
 
-All other tokens have x = -inf. `ordering` [C, V / C] names the tokens of each centroid. Scores are rounded to the
-model's dtype, as a dense head's are. `select_kernel` picks the centroids, `gather_kernel` lists their tokens with their
-scores, `choose_kernel` draws from the list: no row of the vocabulary is made.
+All other tokens have x = -inf. `ordering` [C, V / C] has the tokens of each centroid. Scores are rounded to the model's
+dtype, as in a dense head. `select_kernel` picks the centroids, `gather_kernel` lists their tokens with scores, and
+`choose_kernel` draws from the list, so full logits are never made.
 """
 
 from typing import NamedTuple
@@ -25,11 +25,11 @@ from specdec.sampling.sampling_table import ParamVectors
 
 LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}
 MAX_CENTROIDS = 1 << 15
-"""Upper bound on centroids: `select_kernel` counts them in half an int32."""
+"""Upper bound on centroids, since `select_kernel` counts them in 16 bits."""
 
 
 class CentroidHead(NamedTuple):
-    """centroids [C, H], ordering [C, V / C] of token ids, weight [V, H], and how many centroids are opened."""
+    """centroids [C, H], ordering [C, V / C] of token ids, weight [V, H], and the number of best centroids to score."""
 
     centroids: torch.Tensor
     ordering: torch.Tensor
@@ -44,7 +44,8 @@ class CentroidHead(NamedTuple):
 def reference_centroid_logits(
     hidden: torch.Tensor, head: CentroidHead, centroid_scores: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """hidden [B, M, H] -> [B, M, V], -inf outside the best centroids. centroid_scores: [B, M, C], if they exist."""
+    """Logits of hidden [B, M, H] -> [B, M, V], -inf outside the best centroids. centroid_scores: [B, M, C], if already
+    computed."""
     centroid_scores = hidden @ head.centroids.T if centroid_scores is None else centroid_scores
     ordered = centroid_scores.sort(dim=-1, descending=True, stable=True)
     selected = head.ordering[ordered.indices[..., : head.top_k]].flatten(2)  # [B, M, k V / C]
@@ -70,7 +71,7 @@ def select_kernel(
     p_opened: tl.tensor,  # [R, k]
     num_centroids: tl.tensor,
     k: tl.tensor,
-    LOW_BITS: tl.constexpr,  # of a score as float32, that its dtype has not
+    LOW_BITS: tl.constexpr,  # float32 bits that the scores' dtype lacks
     CENTROIDS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -80,8 +81,8 @@ def select_kernel(
     wait_for_previous(PDL)
     b_score = tl.load(p_scores + i_row * num_centroids + o_c, mask=o_c < num_centroids, other=float("-inf"))
     b_bits = (b_score.to(tl.float32) + 0.0).to(tl.uint32, bitcast=True)  # + 0.0: no negative zero
-    b_key = tl.where(b_bits >> 31 != 0, ~b_bits, b_bits | 0x80000000) >> LOW_BITS  # ordered as the scores are
-    # the k-th largest key, two of its bits a step: the most that k keys reach
+    b_key = tl.where(b_bits >> 31 != 0, ~b_bits, b_bits | 0x80000000) >> LOW_BITS  # same order as the scores
+    # find the k-th largest key, two bits per step: the largest value that k keys reach
     kth = tl.zeros([], tl.uint32)
     o_digit = tl.arange(0, 4).to(tl.uint32)
     for i_step in range(16 - LOW_BITS // 2):
@@ -91,7 +92,7 @@ def select_kernel(
         digit = tl.sum((b_count >= k).to(tl.int32)) - 1
         kth += digit.to(tl.uint32) << shift
     m_better, m_equal = b_key > kth, b_key == kth
-    # places: first those that are better, then as many equal ones as there is room for, each by number
+    # places: first all better keys, then equal ones while there is room, each in order of number
     b_up_to = tl.cumsum(m_better.to(tl.int32) + (m_equal.to(tl.int32) << 16), 0)
     num_better = tl.sum(m_better.to(tl.int32))
     b_place = tl.where(m_better, b_up_to & 0xFFFF, num_better + (b_up_to >> 16)) - 1
@@ -106,9 +107,9 @@ def gather_kernel(
     p_ordering: tl.tensor,  # [C, tokens of a centroid]
     p_weight: tl.tensor,  # [V, H]
     p_list_id: tl.tensor,  # [R, k * tokens of a centroid]
-    p_list_x: tl.tensor,  # the same
+    p_list_x: tl.tensor,  # same shape
     k: tl.tensor,
-    cluster: tl.tensor,  # tokens of a centroid
+    cluster: tl.tensor,  # tokens per centroid
     H: tl.tensor,
     s_x: tl.tensor,
     BLOCK_V: tl.constexpr,
@@ -140,7 +141,7 @@ def gather_kernel(
 def centroid_sample(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead
 ) -> torch.Tensor:
-    """The token drawn behind each row: hidden [B, M, H], positions [B, M] int64, params of B requests -> [B, M]."""
+    """Draw the token after each row: hidden [B, M, H], positions [B, M] int64, params of B requests -> [B, M]."""
     return _choose(hidden, positions, params, head, 1, scores=False).tokens[..., 0]
 
 
@@ -148,7 +149,7 @@ def centroid_sample(
 def centroid_best(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int
 ) -> TopTokens:
-    """The k best tokens of log P + noise behind each row and their log-probabilities: [B, M, k]."""
+    """The k best tokens by log P + noise after each row, and their log-probabilities: [B, M, k]."""
     return _choose(hidden, positions, params, head, k, scores=True)
 
 

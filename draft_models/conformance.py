@@ -1,9 +1,10 @@
-"""Checks that an implementation of `Drafter` keeps the rules. For tests, also of drafters outside this package.
+"""Checks that an implementation of `Drafter` keeps the rules of the protocol. For tests, inside and outside this
+package.
 
     worker = drafter.bind(Binding(cache, backend, target_store))   # after worker.observe(...) of the last prefill
     check_drafter(worker, batch, cache, target)                    # a DraftBatch over rows with committed K/V
 
-The rules hold for any guess. Whether the guesses are good is not checked: an engine's output does not depend on it.
+The rules do not concern the quality of drafts, since an engine's output does not depend on it.
 """
 
 import torch
@@ -24,15 +25,15 @@ def check_drafter(
     target_store: KVStore,
     aux_layers: tuple[int, ...] = (),
 ) -> DraftTree:
-    """Assert the rules of the protocol for one batch; returns the tree that was proposed.
+    """Assert the rules of the protocol for one batch. Returns the proposed tree.
 
-    1. A tree of at most num_nodes nodes a request: parents first, distinct siblings, `batch.root` on top.
+    1. Each tree has at most num_nodes nodes: parents first, distinct siblings, `batch.root` as root.
     2. The same batch gives the same tree.
-    3. Proposing reads: the batch, the request table and every K/V keep their values, no slot is taken or freed.
-    4. Afterwards the cache is not frozen and the worker holds the view that it held before.
-    5. `observe` takes paths of any length, followed by a rejected node, and changes no K/V of the target.
+    3. Proposing only reads: the batch, the request table and all K/V keep their values; no slot is taken or freed.
+    4. Afterwards the cache is not frozen and the worker's view is the one from before.
+    5. `observe` accepts paths of any length, followed by a rejected node, and changes no K/V of the target.
 
-    The observations name the newest committed tokens, with target states of zeros; so does the worker afterwards.
+    The observations repeat the newest committed tokens, with zeros as target states; the worker keeps these afterwards.
     """
     name = type(worker).__name__
     before, view = _state(batch, cache, cache.stores), worker.view
@@ -71,8 +72,8 @@ def _check_tree(name: str, tree: DraftTree, batch: DraftBatch, vocab_size: int) 
 def _newest(
     batch: DraftBatch, target: TargetInfo, num_states: int, length: int, committed: torch.Tensor
 ) -> Observation:
-    """Observation of a round that accepted the newest `length` committed tokens of each request and rejected one more
-    node."""
+    """Make the observation of a round that accepted each request's newest `length` committed tokens and rejected one
+    more node."""
     num_requests = len(batch.root)
     nodes = torch.arange(length + 1, device=target.device)
     start = committed - length
@@ -90,7 +91,7 @@ def _newest(
 
 
 def _state(batch: DraftBatch, cache: KVCache, stores: list[KVStore]) -> dict[str, torch.Tensor]:
-    """Copies of all that a drafter may read and must not change."""
+    """Copy everything that a drafter may read but must not change."""
     state = {name: getattr(batch, name) for name in ("root", "history", "history_len")}
     state |= {"committed_len": cache.table.committed_len.tensor, "capacity": torch.from_numpy(cache.table.capacity)}
     state |= {"rows": batch.rows.index, "slots": cache.table.slots.tensor}
@@ -106,5 +107,5 @@ def _state(batch: DraftBatch, cache: KVCache, stores: list[KVStore]) -> dict[str
 def _check_same(name: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     for what, tensor in before.items():
         now = after[what]
-        unwritten = tensor.isnan() & now.isnan()  # poison of SPECDEC_SANITIZE=1
+        unwritten = tensor.isnan() & now.isnan()  # NaN of SPECDEC_SANITIZE=1
         assert bool(((tensor == now) | unwritten).all()), f"{name} changed {what}"

@@ -1,14 +1,14 @@
-"""The Gemma 4 multi-token-prediction assistant, run on the target's own frozen KV cache.
+"""The Gemma 4 multi-token-prediction assistant, which reads the target's frozen KV cache.
 
-The assistant has queries only. Layer i attends to the K/V of the target layer that owns its layer type (the last
-sliding one, the last full one, after kv-sharing), over exactly the committed prefix [0, S), at every draft step:
+The assistant computes queries only. Its layer i reads the K/V of the last target layer of the same type (sliding or
+full) that stores K/V, over exactly the committed prefix [0, S), at every draft step:
 
     x_j = pre_projection(cat[ embed(t_j), h_j ])      t_0 = bonus token at position S, h_0 = target state at S - 1
     y_j = layers(x_j)                                 query position S at every step
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
-Where the target has several windows, the assistant's must be that of the layer it reads, or the pair is refused. The
-head is dense, or scores only the tokens of the best centroids (`use_ordered_embeddings`).
+If the target has several windows, the assistant's window must equal that of the layer it reads; otherwise the pair is
+refused. The head is dense, or scores only the tokens of the best centroids (`use_ordered_embeddings`).
 """
 
 import threading
@@ -38,22 +38,23 @@ from specdec.modules.private_copy import private_copy
 from specdec.sampling.kernel_sampler import MAX_BEST
 
 QUERY_POSITION_OFFSET = 0
-"""Position of the drafter's queries, relative to S, at every step. transformers (by the model's owner) uses S, the
-bonus token's own position; SGLang and vLLM use S - 1."""
+"""Position of the drafter's queries relative to S, at every step. transformers (code of the model's owner) uses S, the
+position of the bonus token; SGLang and vLLM use S - 1."""
 
 WINDOW_SHIFT = 2
 """Added to the drafter's sliding window, so that its query at S sees the `sliding_window + 1` newest committed keys.
-transformers masks with |distance| <= window over keys of which the newest lies at S - 1."""
+transformers masks with |distance| <= window, and the newest key is at S - 1.
+"""
 
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-"""Values of `model_type`."""
+"""Values of `model_type` of assistants."""
 
 
 class Gemma4MTPDrafter(Drafter):
     """A loaded assistant fitted to a target; `model` is a private copy over its weights.
 
-    Raises UnsupportedModelError when the assistant was made for another target: widths, vocabulary, layer types or head
-    sizes that do not match, each named with both values.
+    Raises UnsupportedModelError, with both values, if widths, vocabulary, layer types or head sizes do not match the
+    target.
     """
 
     name = "gemma4_mtp"
@@ -68,8 +69,8 @@ class Gemma4MTPDrafter(Drafter):
         query_offset: int | None = None,
         window_shift: int | None = None,
     ) -> None:
-        """query_offset, window_shift: for an assistant that was trained for other conventions than
-        `QUERY_POSITION_OFFSET` and `WINDOW_SHIFT`, the defaults."""
+        """query_offset, window_shift: needed if an assistant was trained with other conventions than the defaults
+        `QUERY_POSITION_OFFSET` and `WINDOW_SHIFT`."""
         self.query_offset = QUERY_POSITION_OFFSET if query_offset is None else query_offset
         self.window_shift = WINDOW_SHIFT if window_shift is None else window_shift
         self.extra_keys = max(self.window_shift - self.query_offset, 0)
@@ -81,7 +82,7 @@ class Gemma4MTPDrafter(Drafter):
         self.ops = target.ops
         self.layer_map, self.windows = fit_layers(assistant, target)
         self._masks: dict[str, None] = dict.fromkeys(config.layer_types)
-        # every layer is kv-shared and reads these unless our attention function ignores them, as it does
+        # every layer is kv-shared and passes these on; our attention function ignores them
         unused = torch.zeros((1, 1, 1, 1), dtype=target.dtype, device=target.device)
         self._unused_kv = dict.fromkeys(config.layer_types, (unused, unused))
 
@@ -117,7 +118,7 @@ class Gemma4MTPDrafter(Drafter):
         return out, self.model.post_projection(out)
 
     def draw(self, batch: DraftBatch, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The next token [B, M] of each state [B, M, H]; positions [B, M]: where it will stand."""
+        """Draw the next token [B, M] from each state [B, M, H]. positions [B, M]: the positions of the drawn tokens."""
         head, ops = self._centroids, None if self.unfused else self.ops
         if head is None or ops is None or batch.params is None:
             return batch.sample(self.logits(out), positions)
@@ -126,7 +127,7 @@ class Gemma4MTPDrafter(Drafter):
     def best(
         self, batch: DraftBatch, out: torch.Tensor, positions: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` likeliest next tokens under the noise, and their log-probabilities: [B, M, K]."""
+        """The `count` best next tokens given the noise, and their log-probabilities: [B, M, K]."""
         head, ops = self._centroids, None if self.unfused else self.ops
         if head is None or ops is None or batch.params is None or count > min(MAX_BEST, head.num_listed):
             return batch.best(self.logits(out), positions, count)
@@ -142,7 +143,7 @@ class Gemma4MTPDrafter(Drafter):
         return CentroidHead(ordered.centroids.weight, ordering, self.model.lm_head.weight, top_k)
 
     def _fuse(self, ops: Operations) -> str | None:
-        """Put fused layers in place; the reason if they are not."""
+        """Install fused layers. Returns the reason if they cannot be used."""
         model, embed = self.model, self.embed
         plain = {name: getattr(model, name) for name in ("model", "pre_projection", "post_projection", "lm_head")}
 
@@ -170,7 +171,7 @@ class Gemma4MTPDrafter(Drafter):
             return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M, H] -> [B, M, V], -inf outside the best centroids if the head has any."""
+        """[B, M, H] -> [B, M, V]; -inf outside the best centroids if the head has centroids."""
         head = self._centroids
         if head is None:
             dense: torch.Tensor = self.model.lm_head(hidden)
@@ -179,7 +180,7 @@ class Gemma4MTPDrafter(Drafter):
 
 
 class Gemma4MTPWorker:
-    """An assistant in one engine: per row, the target state that its next draft starts from."""
+    """An assistant in one engine. It keeps, for each row, the target state from which the next draft starts."""
 
     def __init__(self, drafter: Gemma4MTPDrafter, binding: Binding) -> None:
         self.view: KVView | None = None
@@ -208,12 +209,12 @@ class Gemma4MTPWorker:
             return self._propose(batch, hidden, view)
 
     def _propose(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
-        """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
+        """Draft the tree. All nodes attend to the same frozen prefix: only tokens, states and scores branch."""
         draws = partial(self.drafter.draw, batch), partial(self.drafter.best, batch)
         builder = DraftTreeBuilder(batch, self.binding.backend, *draws)
         tokens = batch.root[:, None]
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
-            if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
+            if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk queries
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
             tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
@@ -221,7 +222,7 @@ class Gemma4MTPWorker:
         return builder.select()
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
-        """`num_queries` queries per request, all at the same position of the same prefix."""
+        """The context of `num_queries` queries per request, all at one position and on one prefix."""
         plan = plan_frozen(
             self.binding.backend,
             self.binding.cache.table,
@@ -236,7 +237,7 @@ class Gemma4MTPWorker:
 
 
 def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """(target layer that each assistant layer reads, its sliding window or None), after checking that the two fit."""
+    """Check that the models fit. Returns (target layer that each assistant layer reads, its sliding window or None)."""
 
     def require(fits: bool, but: str) -> None:
         if not fits:
@@ -269,7 +270,7 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
         )
         window = int(config.sliding_window) if layer_type == SLIDING_ATTENTION else None
         kept = sorted({spec.window for spec in target.layout.layers if spec.window is not None})
-        narrower = len(kept) == 1 and window is not None and window < kept[0]  # worse drafts, as `load_check` says
+        narrower = len(kept) == 1 and window is not None and window < kept[0]  # `load_check` warns
         require(
             window == owner.window or narrower,
             f"its sliding window is {window}, but target layer {owner.layer}, whose K/V it reads, keeps "
@@ -291,9 +292,9 @@ _LOADING = threading.RLock()
 def constructible_assistants() -> Iterator[None]:
     """Let transformers build an assistant, all of whose layers are kv-shared.
 
-    Some releases (5.23 among them) compute `kv_sharing_modes` from the layers that are not shared and raise for a model
-    that has none; an assistant is one. There the answer is plainly that every layer reuses. The property of the class
-    is replaced for the length of the block, one block at a time, and answers so in its thread alone.
+    Some releases (5.23 among them) compute `kv_sharing_modes` from the unshared layers and raise if a model has none,
+    as an assistant. The right answer is that every layer reuses K/V. Within the block the class's property is replaced
+    by one that answers so, for this thread only; one block runs at a time.
     """
     config_classes: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
     with _LOADING, ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""A smaller causal language model of the same vocabulary as drafter: it continues the text, the target checks.
+"""A smaller causal language model with the target's vocabulary as drafter: it continues the text, the target verifies.
 
-It keeps its K/V as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of the target. Invariant: after
-`observe`, K/V of [0, S) are those of a fresh prefill of the tokens, as far as windows reach.
+It keeps its K/V like an EAGLE-3 head (`eagle3_drafter.py`), and reads no state of the target. Invariant: after
+`observe`, its K/V of [0, S) equal those of a fresh prefill, as far as windows reach.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from specdec.layers.fuse import Weights
 
 
 class LanguageModel(TargetInfo, Protocol):
-    """A model that proved that it runs packed rows under any context, as a target does."""
+    """A model that was probed like a target: it runs packed rows under any context."""
 
     windows: Sequence[int | None]
     unfused: str | None
@@ -30,14 +30,14 @@ class LanguageModel(TargetInfo, Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """It computes positions below this; None: any."""
+        """It can compute positions below this; None: all."""
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
-        """tokens [B, N] -> states after the final norm [B, N, H]; what follows them is not read."""
+        """tokens [B, N] -> states after the final norm [B, N, H]; other results are ignored."""
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        """States after the final norm [B, N, H] of tokens at positions [B, N]; K/V lie wherever the context keeps
-        them."""
+        """States after the final norm [B, N, H] of tokens at positions [B, N]. The context decides where K/V are
+        kept."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """States [B, N, H] -> [B, N, V]."""
@@ -53,7 +53,7 @@ def require_stateless(name: str, layout: KVLayout) -> None:
 
 
 class LanguageModelDrafter(Drafter):
-    """A language model fitted to a target. Nothing of it depends on the target but the size of the vocabulary."""
+    """A language model fitted to a target. Only the size of the vocabulary depends on the target."""
 
     name = "language_model"
     may_lag = True
@@ -74,17 +74,17 @@ class LanguageModelDrafter(Drafter):
         return LanguageModelWorker(self, binding)
 
     def known_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens that the model has: others are the target's padding of the vocabulary, and stand for nothing."""
+        """Replace token ids that the model lacks: they are padding of the target's vocabulary and mean nothing."""
         return tokens.clamp(max=self.model.vocab_size - 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M, H] -> [B, M, V] of the target: checkpoints pad the same vocabulary to different sizes."""
+        """[B, M, H] -> [B, M, V] with the target's V, since checkpoints pad the same vocabulary to different sizes."""
         logits = self.model.logits(hidden)[..., : self.vocab_size]
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
 class LanguageModelWorker(StoreWorker):
-    """A language model in one engine: its K/V, and nothing else."""
+    """A language model in one engine. Its only state is its K/V."""
 
     def __init__(self, drafter: LanguageModelDrafter, binding: Binding) -> None:
         super().__init__(binding, drafter.kv_layout, drafter.model.dtype)
@@ -101,7 +101,7 @@ class LanguageModelWorker(StoreWorker):
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """A forward a level, of topk nodes a request; on the first all of them are the root."""
+        """Run one forward per level with topk nodes per request; on the first level all nodes are the root."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         draft = DraftPlan(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)

@@ -1,10 +1,10 @@
-"""A model that drafts, and a lookup (suffixes, n-grams) that drafts in its place where that is expected to pay more.
+"""A drafting model with a lookup (suffixes, n-grams) next to it. The lookup drafts if that is expected to pay more.
 
-    engine        chooses one of them for each round, by their accepted tokens and the time of their rounds
+    engine        chooses one of the two for each round, by their accepted tokens and the time of their rounds
     model         reads the committed tokens of every round, at once or before its next draft
-    lookup        needs only the text that each batch holds
+    lookup        needs only the text in each batch
 
-Without a choice (`SpecConfig(adaptive=False)`) all drafts are the model's.
+With `SpecConfig(adaptive=False)` the model makes all drafts.
 """
 
 from specdec.attention.trees.tree import DraftTree
@@ -16,11 +16,11 @@ OF_THE_MODEL = (
     *("aux_layers", "kv_layout", "extra_keys", "reread", "reads_every_state", "fit", "unfused", "weights"),
     *("may_lag", "max_steps", "default_steps", "max_positions"),
 )
-"""Attributes of a drafter that concern its model alone; a lookup has no need of them."""
+"""Attributes of a drafter that concern only its model, not a lookup."""
 
 
 class ModelAndLookup(Drafter):
-    """Two drafters in one. model: any drafter. lookup: one whose worker learns nothing from observations."""
+    """Two drafters in one. model: any drafter. lookup: a drafter whose worker ignores observations."""
 
     has_lookup = True
 
@@ -28,7 +28,7 @@ class ModelAndLookup(Drafter):
         self.model, self.lookup = model, lookup
         self.name = f"{model.name} or {lookup.name}"
         self.reads_finished = lookup.reads_finished
-        for name in OF_THE_MODEL:  # one that inherits no defaults may be older than some of them
+        for name in OF_THE_MODEL:  # a model that does not inherit `Drafter` may lack some
             setattr(self, name, getattr(model, name, getattr(Drafter, name)))
 
     def bind(self, binding: Binding) -> DraftWorker:
@@ -36,7 +36,7 @@ class ModelAndLookup(Drafter):
 
 
 class ModelOrLookupWorker(DraftWorker):
-    """Proposes with the worker that a batch names. Only the model's worker has a view and observes."""
+    """Proposes with the worker that the batch selects. Only the model's worker has a view and observes."""
 
     def __init__(self, model: DraftWorker, lookup: DraftWorker) -> None:
         self.model, self.lookup = model, lookup
@@ -61,5 +61,5 @@ class ModelOrLookupWorker(DraftWorker):
 
 
 def model_of(drafter: Drafter) -> Drafter:
-    """The drafter that is fitted to the target: the model of a `ModelAndLookup`, any other drafter itself."""
+    """The drafter that is fitted to the target: the model of a `ModelAndLookup`, or the drafter itself."""
     return drafter.model if isinstance(drafter, ModelAndLookup) else drafter

@@ -1,8 +1,8 @@
-"""Prompt lookup: continue with what followed the last occurrence of the newest tokens. Needs no model and no KV.
+"""Prompt lookup: proposes the tokens that followed the last occurrence of the newest tokens. Needs no model and no KV.
 
-For each request the longest suffix of at most `max_ngram` tokens that occurred before is looked up, the latest
-occurrence wins, and its continuation is proposed (Saxena, "Prompt Lookup Decoding", 2023). Where the continuation runs
-into the end of the text it repeats with the same period; with no match the newest token is repeated.
+For each request it finds the longest suffix of at most `max_ngram` tokens that occurred before, takes the latest
+occurrence, and proposes its continuation (Saxena, "Prompt Lookup Decoding", 2023). If the continuation reaches the end
+of the text, it repeats with the same period. Without a match the newest token is repeated.
 """
 
 import torch
@@ -30,7 +30,7 @@ class NgramDrafter(StatelessDrafter):
             starts = columns[: windows.shape[1]]
             suffix_start = (length - size).clamp(min=0)
             suffix = tokens.gather(1, suffix_start[:, None] + columns[:size])  # [B, size]
-            earlier = starts < (length - size)[:, None]  # an earlier occurrence, with a token after it
+            earlier = starts < (length - size)[:, None]  # an occurrence before the suffix itself
             match = (windows == suffix[:, None]).all(-1) & earlier
             latest = torch.where(match, starts, -1).amax(-1)
             hit = (latest >= 0) & ~found

@@ -1,4 +1,4 @@
-"""All drafters in one list: how each is recognised, and how a checkpoint or a loaded module becomes one.
+"""The list of all drafters: how each is recognised, and how it is made from a checkpoint or a loaded module.
 
 To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
 """
@@ -26,7 +26,7 @@ from specdec.errors import ConfigError, UnsupportedModelError
 
 
 class DrafterCheckpoint(Protocol):
-    """A checkpoint that a user named, not loaded yet: its name, and the content of its config.json."""
+    """A checkpoint that a user named but that is not loaded yet: its name, and the content of its config.json."""
 
     @property
     def name(self) -> str: ...
@@ -34,14 +34,14 @@ class DrafterCheckpoint(Protocol):
     def config(self) -> Mapping[str, Any]: ...
 
     def folder(self) -> Path:
-        """All its files, on disk."""
+        """The folder with all its files; a hub checkpoint is downloaded."""
 
     def module(self, target: TargetInfo) -> nn.Module:
-        """Loaded by transformers, in the dtype and on the device of the target."""
+        """Load it by transformers, in the dtype and on the device of the target."""
 
 
 class DrafterFamily(NamedTuple):
-    """One kind of drafter with checkpoints. matches: is this config.json one? load: a drafter from one."""
+    """A kind of drafter that has checkpoints. matches: does this config.json belong to it? load: makes the drafter."""
 
     title: str
     matches: Callable[[Mapping[str, Any]], bool]
@@ -67,11 +67,11 @@ FAMILIES = (
 )
 
 WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-"""Drafters named by a word."""
+"""Drafters that a word selects."""
 
 
 def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
-    """The drafter in a checkpoint. Raises UnsupportedModelError for a checkpoint of another kind."""
+    """Load the drafter in a checkpoint. Raises UnsupportedModelError if the checkpoint is no drafter."""
     for family in FAMILIES:
         if family.matches(checkpoint.config):
             return family.load(checkpoint, target)
@@ -79,7 +79,7 @@ def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
 
 
 def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
-    """A drafter from a loaded module, an assistant of Gemma 4. Raises UnsupportedModelError for one of another kind."""
+    """Make a drafter from a loaded assistant of Gemma 4. Raises UnsupportedModelError for any other module."""
     config: Any = getattr(module, "config", None)
     described: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     if is_assistant_config(described):
@@ -92,7 +92,7 @@ def is_drafter_config(config: Mapping[str, Any]) -> bool:
 
 
 def require_target(what: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a drafter's config.json. what: begins the sentence."""
+    """Raise ConfigError if this config.json is a drafter's. what: the beginning of the message."""
     if is_drafter_config(config):
         raise ConfigError(
             f"{what} is a drafter ({config.get('model_type')}); give the model that it drafts for as the target, and "
@@ -101,7 +101,7 @@ def require_target(what: str, config: Mapping[str, Any]) -> None:
 
 
 def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """A block within which transformers can build the model of this config.json, drafter or not."""
+    """Context in which transformers can build the model of this config.json, drafter or not."""
     return constructible_assistants() if is_assistant_config(config) else nullcontext()
 
 

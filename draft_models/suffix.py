@@ -1,17 +1,17 @@
-r"""Suffix decoding: what followed the newest tokens wherever they stood before, by how often. Needs no model and no KV.
+r"""Suffix decoding: proposes tokens that followed earlier occurrences of the newest tokens. Needs no model and no KV.
 
     text        .. the cat sat .. the cat ran .. the cat sat .. the cat
-    matches     ends of earlier places where the last tokens of the text stand, m_i tokens of them (at most MATCH)
-    weight      4^(m_i - max m): a longer match outweighs shorter ones, which only break ties
-    draft       sat with 2 / 3 of the weight, ran with 1 / 3; below each, the tokens that followed there
+    matches     earlier places that end with the text's last tokens; m_i of these tokens match (at most MATCH)
+    weight      4^(m_i - max m): a longer match outweighs shorter ones
+    draft       sat with 2 / 3 of the weight, ran with 1 / 3; below each, the tokens that followed it
 
-The continuations of all matches form a tree, in which a node's probability is its share of its parent's weight. It
-grows best first, as the trees of models do (Oliaro et al., "SuffixDecoding", 2024). Unlike there, matches are found by
-comparing on the device, not by a suffix tree on the host, so rounds stay captured. A continuation that runs into the
-end of the text repeats with its period, as in prompt lookup.
+The continuations of all matches form a tree; a node's probability is its share of its parent's weight. The draft tree
+grows best first, like those of models (Oliaro et al., "SuffixDecoding", 2024). That paper keeps a suffix tree on the
+host; here the device finds matches by comparison, so rounds stay captured. A continuation that reaches the end of the
+text repeats with its period, as in prompt lookup.
 
-With `EngineConfig.finished_tokens` outputs of finished requests are matched as well (`finished_texts.py`). Matches of
-one length weigh the same there and in the request's own text.
+With `EngineConfig.finished_tokens`, outputs of finished requests are searched too (`finished_texts.py`). Matches of
+equal length have the same weight in both.
 """
 
 from typing import NamedTuple
@@ -28,10 +28,10 @@ from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, Finished
 from specdec.kvcache.frozen import KVView
 
 MATCHES = 64
-"""Upper bound on the matches used of a request's own text: the longest ones, and of equally long ones the latest."""
+"""Most matches used from a request's own text: the longest ones; among equally long ones the latest."""
 
 COMPARED = 1 << 23
-"""Tokens that are compared at a time, 3 bytes each."""
+"""Tokens that are compared at one time, at 3 bytes each."""
 
 
 class SuffixDrafter(Drafter):
@@ -50,7 +50,7 @@ class SuffixDrafter(Drafter):
 
 
 class SuffixWorker(DraftWorker):
-    """Its only state is the backend that selects trees, and the store of finished texts."""
+    """Suffix decoding in one engine. It has the backend, which selects trees, and the store of finished texts."""
 
     view: KVView | None = None
 
@@ -82,10 +82,10 @@ class SuffixWorker(DraftWorker):
 
 
 class OwnMatches(NamedTuple):
-    """Earlier places of the newest tokens in each request's own text, best first.
+    """Earlier occurrences of the newest tokens in each request's own text, best first.
 
-    history: [B, L]. after: [B, P] the position behind each. period: [B, P] >= 1, from there to the end of the text.
-    matched: [B, P] tokens that are equal, at most MATCH; 0: no match.
+    history: [B, L]. after: [B, P] the position after each. period: [B, P] >= 1, the distance from there to the end of
+    the text. matched: [B, P] number of equal tokens, at most MATCH; 0: no match.
     """
 
     history: torch.Tensor
@@ -94,12 +94,12 @@ class OwnMatches(NamedTuple):
     matched: torch.Tensor
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """The token `level` places after the first one that follows each match, [B, P]."""
+        """The token `level` places after the first token that follows each match, [B, P]."""
         return self.history.gather(1, self.after + level % self.period)
 
 
 class Matches(NamedTuple):
-    """All places that continue a text, P of them: those of its own, and those of finished texts."""
+    """All P places that continue a text: in the text itself and in finished texts."""
 
     own: OwnMatches
     stored: StoredMatches | None
@@ -113,34 +113,34 @@ class Matches(NamedTuple):
         return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """[B, P]: the token that comes `level` tokens after the first one that follows each place; NOTHING: its
-        text has ended."""
+        """The token `level` places after the first token that follows each place, [B, P]; NOTHING: the text has
+        ended."""
         own = self.own.tokens_at(level)
         return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
 
 
 def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """The newest of the first `length` [B] tokens of history [B, L], the last one first: [B, MATCH], BEFORE where
-    there are fewer."""
+    """The newest of the first `length` [B] tokens of history [B, L], last one first, padded with BEFORE: [B, MATCH]."""
     positions = length[:, None] - 1 - torch.arange(MATCH, device=history.device)
     return torch.where(positions < 0, BEFORE, history.gather(1, positions.clamp(min=0)))
 
 
 def find_matches(history: torch.Tensor, length: torch.Tensor, newest: torch.Tensor) -> OwnMatches:
-    """history [B, L], of which the first `length` [B] tokens are the text, and `newest` [B, MATCH] its last ones."""
+    """Find matches in history [B, L]. Its first `length` [B] tokens are the text; `newest` [B, MATCH] are the text's
+    last."""
     matched = matched_lengths(history, newest)
     ends = torch.arange(history.shape[1], device=history.device)
     matched = torch.where(ends < length[:, None] - 1, matched, 0)
-    rank = matched * history.shape[1] + ends  # of equal matches the later one
+    rank = matched * history.shape[1] + ends  # among equal matches the later one
     best = rank.topk(min(MATCHES, history.shape[1]), dim=1).indices
     after = torch.minimum(best + 1, length[:, None] - 1)
     return OwnMatches(history, after, length[:, None] - after, matched.gather(1, best))
 
 
 def matched_lengths(history: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
-    """[B, L]: up to each token of history [B, L], how many in a row are those of `newest` [B, MATCH].
+    """Number [B, L] of tokens that match `newest` [B, MATCH], counted backwards from each token of history [B, L].
 
-    In blocks, so that a long history takes no MATCH times its own memory.
+    Computed in blocks: all at once, a long history would take MATCH times its own memory.
     """
     windows = F.pad(history, (MATCH - 1, 0), value=BEFORE).unfold(1, MATCH, 1)  # [B, L, MATCH], window p ends with p
     wanted = newest.flip(-1)[:, None]
@@ -152,15 +152,15 @@ def matched_lengths(history: torch.Tensor, newest: torch.Tensor) -> torch.Tensor
 
 
 def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The heaviest next tokens of each node, distinct: tokens [B, M, K] and their log-probabilities [B, M, K].
+    """The distinct next tokens of each node with most weight: tokens [B, M, K] and their log-probabilities [B, M, K].
 
-    next_token: [B, P] of each match. followed: [B, M, P] weights of the matches that run through each node. Where fewer
-    than K tokens follow, the others are the lowest of all token ids that do not, with a log-probability of LOWEST.
+    next_token: [B, P] of each match. followed: [B, M, P] weights of the matches that pass through each node. If fewer
+    than K tokens follow a node, the rest are the lowest other token ids, with log-probability LOWEST.
     """
     same = next_token[:, :, None] == next_token[:, None]  # [B, P, P]
-    share = followed @ same.to(followed.dtype)  # of each match's next token
+    share = followed @ same.to(followed.dtype)  # weight share of each match's next token
     earlier = same.tril(-1).to(followed.dtype)
-    is_first = (followed > 0) & ((followed > 0).to(followed.dtype) @ earlier.mT == 0)  # of its token in this node
+    is_first = (followed > 0) & ((followed > 0).to(followed.dtype) @ earlier.mT == 0)  # first with its token
     share = torch.where(is_first, share, 0.0)
     width = share.shape[-1]
     if width < topk:

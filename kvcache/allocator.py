@@ -1,7 +1,7 @@
-"""One allocator over the pools of all groups: the single authority on slots, and the holder of the FROZEN state.
+"""One allocator over the pools of all groups. Only it allocates and frees slots, and it holds the FROZEN state.
 
-It alone changes the maps from a `PrimaryLoc` to a `GroupLoc`. Paging is in lockstep: a primary page has one peer in
-each windowed group, or none there once it is evicted. Invariants (`check`):
+Only it changes the maps from a `PrimaryLoc` to a `GroupLoc`. Pools are paged in lockstep: a primary page has one peer
+page in each windowed group, until that peer is evicted. Invariants (`check`):
 
     1. free + held + evictable = capacity, per pool; the claims on a page are counted exactly (`PagePool`).
     2. a group's map is 0 where the peer is not claimed; non-zero entries are distinct and never free.
@@ -10,8 +10,8 @@ each windowed group, or none there once it is evicted. Invariants (`check`):
     5. evict frees peers of one group only.
     6. windows stay mapped; this needs lengths, so `RequestTable.check` asserts it.
 
-A page may be held by several rows and kept by the prefix cache, its peers by some of them. Each releases its own
-claim, and a page without claims is free. Pages that only the cache claims are available: alloc reclaims them.
+Several rows and the prefix cache may claim one page, and some of them its peers too. Each releases its own claim, and a
+page without claims is free. A page that only the cache claims counts as available: `alloc` reclaims it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ from specdec.kvcache.page_pool import BoolArray, PagePool
 
 
 class PageCache(Protocol):
-    """A cache of pages, which outlive the rows that filled them until a pool needs them (`PrefixCache`)."""
+    """A cache of pages. They outlive the rows that filled them, until a pool needs them (`PrefixCache`)."""
 
     def evict(self, pages: ByGroup[int]) -> None:
-        """Make this many more pages free in each pool, if the cache alone claims as many."""
+        """Free this many more pages in each pool, as far as only the cache claims them."""
 
     def reset(self) -> None:
-        """Forget all pages, as the pools have done."""
+        """Forget all pages, after the pools were reset."""
 
     def check(self) -> None:
         """Assert that its claims agree with the pools."""
@@ -43,8 +43,8 @@ class PageCache(Protocol):
 class HybridAllocator:
     """Slots of all groups: `pages` of each group's pool, page 0 not counted, of `page_size` slots.
 
-    maps: [groups, primary slots], the slot of each primary slot's peer in a windowed group; 0 where it has none. The
-    primary group's line is not used: its slots are the primary ones.
+    maps: [groups, primary slots], for each primary slot the peer's slot in a windowed group, or 0 if it has none. The
+    line of the primary group is unused: its slots are the primary slots.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HybridAllocator:
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
     def num_slots(self, group: GroupId) -> int:
-        """Slots of one pool, page 0 included: the first size of every tensor of the group."""
+        """Slots of one pool, page 0 included. It is the first dimension of every tensor of the group."""
         return (self.pools[group].capacity + 1) * self.page_size
 
     @property
@@ -73,7 +73,7 @@ class HybridAllocator:
         return bool(self._frozen_for)
 
     def freeze(self, worker: object) -> None:
-        """No change is allowed from now on, since `worker` reads. Raises FrozenKVError when it already does."""
+        """Forbid changes from now on, since `worker` reads. Raises FrozenKVError if `worker` already holds a view."""
         if any(worker is other for other in self._frozen_for):
             raise FrozenKVError(f"{type(worker).__name__} already holds a frozen view; views do not nest on one worker")
         self._frozen_for.append(worker)
@@ -92,7 +92,7 @@ class HybridAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Pages that `alloc` can give now: the smallest number of all pools."""
+        """Pages that `alloc` can give now: the minimum over the pools."""
         return min(pool.available_pages for pool in self.pools)
 
     def alloc(self, num_pages: int) -> PrimaryLoc:
@@ -116,8 +116,8 @@ class HybridAllocator:
         return PrimaryLoc(torch.from_numpy(slots))
 
     def share(self, pages: IntArray, num_evicted: IntArray) -> PrimaryLoc:
-        """Add a row's claims on `pages`, and on their peers after the first `num_evicted` [groups] -> their primary
-        slots."""
+        """Add a row's claims on `pages`, and on their peers except the first `num_evicted` [groups]. Returns the pages'
+        primary slots."""
         self.require_unfrozen("share")
         self.primary.share(pages)
         for group in self.windowed:
@@ -125,12 +125,12 @@ class HybridAllocator:
         return PrimaryLoc(torch.from_numpy(self._slots(pages)))
 
     def free(self, slots: PrimaryLoc, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
-        """Release the claims of rows on whole pages. slots [M]: all slots of each page, once for each row that frees
-        it.
+        """Release the claims of rows on whole pages. slots [M]: all slots of each page, named once for each row that
+        frees it.
 
-        rows: [M] the row that frees each slot, or one for all. evicted: [groups, M], whether that row's claim on the
-        peer was released before; None: on none. Raises DoubleFreeError, with nothing changed, for a page that is not
-        held, or freed twice by a row.
+        rows: [M] the row that frees each slot, or one row for all. evicted: [groups, M], whether that row has already
+        released its claim on the peer; None: it has released none. If a page is not held, or one row frees it twice,
+        raises DoubleFreeError and changes nothing.
         """
         self.require_unfrozen("free")
         pages, heads = self._pages(slots, "free")
@@ -142,8 +142,9 @@ class HybridAllocator:
         self.primary.free(pages)
 
     def evict(self, group: GroupId, slots: PrimaryLoc) -> None:
-        """Release the claims of rows on the peers of whole pages in one windowed group, named once for each row; their
-        primary slots stay held. Raises DoubleFreeError, with nothing changed, on an evicted page."""
+        """Release the claims of rows on the peers of whole pages in one windowed group. A page is named once for each
+        row, and its primary slots stay held. If a peer is evicted already, raises DoubleFreeError and changes nothing.
+        """
         self.require_unfrozen("evict")
         pages, _ = self._pages(slots, "evict")
         self.primary.require_claims(pages)
@@ -153,12 +154,12 @@ class HybridAllocator:
         self._release_peers(group, pages)
 
     def cache_pages(self, group: GroupId, pages: IntArray) -> None:
-        """The cache claims `pages` in the primary group, or their peers in another; rows hold them."""
+        """Add the cache's claims on `pages` of the primary group, or on their peers in another; rows hold them."""
         self.require_unfrozen("keep")
         self.pools[group].cache_pages(self._peers(group, pages))
 
     def uncache_pages(self, pages: IntArray) -> None:
-        """Release the cache's claims on `pages` and on their peers, as far as it has them."""
+        """Release the cache's claims on `pages` and on those of their peers that it claims."""
         self.require_unfrozen("forget")
         for group in self.windowed:
             self.uncache_peers(group, pages[self.is_cached(group, pages)])
@@ -167,7 +168,7 @@ class HybridAllocator:
             self.on_uncached(pages)
 
     def uncache_peers(self, group: GroupId, pages: IntArray) -> None:
-        """The cache gives up the peers of `pages` in one group."""
+        """Release the cache's claims on the peers of `pages` in one group."""
         self.require_unfrozen("forget")
         self._unmap(group, pages[self.pools[group].uncache_pages(self._peers(group, pages))])
 
@@ -187,8 +188,8 @@ class HybridAllocator:
         return idle
 
     def translate(self, group: GroupId, slots: PrimaryLoc) -> GroupLoc:
-        """The slots of `slots` (any shape, on the allocator's device) in a group; 0, the null slot, where there is
-        none."""
+        """Map primary `slots` (any shape, on the allocator's device) to slots of a group; 0, the null slot, if there is
+        no peer."""
         return GroupLoc(slots if group == PRIMARY else self.maps.tensor[group][slots])
 
     def peer_slots(self, group: GroupId, slots: IntArray) -> IntArray:
@@ -196,7 +197,7 @@ class HybridAllocator:
         return slots if group == PRIMARY else self.maps.host[group, slots]
 
     def reset(self) -> None:
-        """Forget every holder, the cache too: all pages are free, nothing is mapped, nothing is frozen."""
+        """Drop every claim, the cache's too: all pages are free, nothing is mapped, nothing is frozen."""
         if self.cache is not None:
             self.cache.reset()
         for pool in self.pools:

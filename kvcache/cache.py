@@ -1,9 +1,9 @@
-"""All that one engine keeps about KV: which request owns which slots, and every model's tensors at those slots.
+"""The KV cache of one engine: which request owns which slots, and the tensors of every model at those slots.
 
     allocator   slots of all groups             table    which request owns which, and how many are committed
     stores      one per model that keeps K/V    move     visits every store, so that no model's K/V is left out
 
-It computes nothing itself: storing and moving are the backend's.
+It computes nothing itself: the backend stores and moves K/V.
 """
 
 from typing import Protocol
@@ -21,26 +21,26 @@ from specdec.kvcache.store import KVStore, LayerKV, RankStores
 from specdec.kvcache.table import Move, RequestTable
 
 CHECKPOINTS = 3
-"""Copies of states that the prefix cache keeps, for each request of a full batch."""
+"""Copies of states that the prefix cache may keep, per request of a full batch."""
 
 
 def num_state_slots(max_requests: int) -> int:
-    """States of each recurrent layer: one a request, one of padding, and the copies."""
+    """Number of states of each recurrent layer: one per request, one for padding, and the copies."""
     return max_requests + 1 + CHECKPOINTS * max_requests
 
 
 class KVOperations(Protocol):
-    """Operations on the tensors of a store, which a backend of `specdec.attention` has."""
+    """Operations on the tensors of a store. A backend of `specdec.attention` has them."""
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [T, Hkv, D] at slots [T]."""
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
-        """Copy K/V of slots [M] in every layer of the group: all sources are read before anything is written."""
+        """Copy K/V of slots [M] in every layer of the group. All sources are read before any slot is written."""
 
     def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        """Fold the states of a row up to its first `length` tokens. Requires a multiple of FOLD and committed tokens,
-        whose records are not evicted before the state has taken them in."""
+        """Fold the states of a row up to its first `length` tokens. `length` is a multiple of FOLD and the tokens are
+        committed. The caller must not evict their records before this call."""
 
 
 class KVCache:
@@ -72,17 +72,17 @@ class KVCache:
         return states
 
     def pad_states(self, length: int) -> None:
-        """Declare the padding row's states folded as far as `length` tokens allow. A forward after them then folds none
-        of these tokens, which have no records: their slots are null slots."""
+        """Mark the padding row's states as folded up to `length` tokens. A later forward then folds none of these
+        tokens; they have no records, since their slots are null slots."""
         for store in self.stores:
             for layers in store.recurrent:
                 layers.folded_len[self.table.padding_row] = length // FOLD * FOLD
 
     def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
-        """Make the store of one more model; from now on `move` visits it.
+        """Make the store of one more model. From then on `move` visits it too.
 
-        ranks: devices that share the model; `layout` is the share of one. Each gets a store; rank 0's, which knows the
-        others, is returned.
+        ranks: devices that share the model; `layout` is one rank's share. Each rank gets a store. Returns that of rank
+        0, which knows the others.
         """
         layout = (layout.in_fp8() if self.fp8 else layout).for_rounds(self.table.lookahead)
         devices = (self.allocator.device,) if ranks is None else ranks.devices
@@ -100,7 +100,8 @@ class KVCache:
         return stores[0]
 
     def flush(self, *more: MirroredArray) -> None:
-        """Upload all changes of the host's arrays since the last call at once. `more`: arrays besides the table's."""
+        """Upload in one copy all changes of the host's arrays since the last call. `more`: arrays to upload with the
+        table's."""
         if self.sanitizer is not None:
             self.sanitizer.check()
             more = (*more, self.sanitizer.owners)
@@ -129,7 +130,7 @@ class KVCache:
                     self.operations.move(store, group, source, destination)
 
     def bytes_by_group(self) -> dict[str, int]:
-        """Bytes of all tensors of each group, by its name; of recurrent layers also the "states"."""
+        """Bytes of all tensors of each group, by the group's name. Recurrent layers add an entry "states"."""
         sizes = {
             kept.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group))
             for group, kept in self.allocator.groups.items()

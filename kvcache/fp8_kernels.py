@@ -1,12 +1,12 @@
-"""Kernels of K/V of 8 bits (`fp8_pool.py`): rows are rounded as they are stored, and decoded where they are read.
+"""Kernels for 8-bit K/V (`fp8_pool.py`): one kernel rounds rows as it stores them, and readers decode them.
 
     store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `fp8_pool.py`
     read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
 
-A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
-number. So kernels attend to unrounded products bits * scale. A reader loads two neighbours of a row as one int16, and
-multiplies even and odd numbers in two products. With operands of 8 bits Triton would add channels in another order in
-small tiles than in large ones, and read V number by number.
+A reader multiplies the score of a key, and the weight of a value, by the scale in float32: one multiplication per key,
+not per number. So kernels attend to the unrounded products bits * scale. A reader loads two neighbours of a row as one
+int16, and computes one product for even and one for odd numbers. With 8-bit operands, Triton would add channels in
+different orders in small and in large tiles, and would read V number by number.
 """
 
 import torch
@@ -18,8 +18,8 @@ from specdec.kvcache.index_spaces import GroupLoc
 IN_PTX = tl.constexpr(not INTERPRETED)
 FULL_SCALE = tl.constexpr(E4M3_MAX)
 
-# The low or the high number of each of two pairs: sign and magnitude go where bfloat16 has its sign and the end of its
-# exponent, which is 2^-120 times the number, subnormal ones included. fma, since a multiplication alone needs sm_90.
+# Widens the low or the high number of each of two pairs. Sign and magnitude move to bfloat16's sign and the low end of
+# its exponent; this gives 2^-120 times the number, subnormals included. fma, since bfloat16 mul needs sm_90.
 _TWO = """{
     .reg .b32 a, b, m, z;
     mov.b32 m, 0x7b807b80;
@@ -35,7 +35,7 @@ HIGH_TO_BF16 = tl.constexpr(_TWO % ("$1", "shr.u32 a, $1, 4;"))
 
 @triton.jit
 def from_e4m3(b_pairs: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """int16, two numbers each -> the even and the odd numbers of a row, exactly; NaN is not among what a pool holds."""
+    """Decode int16 pairs exactly -> the even and the odd numbers of a row. Pools hold no NaN."""
     if IN_PTX and DTYPE.is_bf16():
         b_even = tl.inline_asm_elementwise(LOW_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
         b_odd = tl.inline_asm_elementwise(HIGH_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -53,10 +53,10 @@ def _widened(b_bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _to_e4m3(b_x: tl.tensor) -> tl.tensor:
-    """float32, at most 448 -> bits of the nearest number, of two as near the even one."""
+    """Round float32 of at most 448 to the nearest e4m3 number, ties to even -> its bits."""
     b_bits = b_x.to(tl.int32, bitcast=True)
     b_magnitude = b_bits & 0x7FFFFFFF
-    # below 2^-6 numbers lie 2^-9 apart, as those of float32 do from 2^14 on
+    # e4m3 numbers below 2^-6 are 2^-9 apart, and so are float32 numbers from 2^14 on: adding 2^14 rounds
     b_small = (tl.abs(b_x) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
     b_large = (b_magnitude - (120 << 23) + 0x7FFFF + ((b_magnitude >> 20) & 1)) >> 20
     return tl.where(b_magnitude < (121 << 23), b_small, b_large) | ((b_bits >> 24) & 0x80)
@@ -105,7 +105,7 @@ def _store_fp8_kernel(
 
 
 def store_fp8(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Fp8Pool, pool_v: Fp8Pool) -> None:
-    """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T], rounded."""
+    """Round k [T, Hkv, D] and v [T, Hkv, DV], of any strides, and store them at slots [T]."""
     num_tokens, num_heads, head_dim = k.shape
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     _store_fp8_kernel[(num_tokens, num_heads)](

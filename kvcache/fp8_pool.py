@@ -1,11 +1,11 @@
-"""K/V of 8 bits: e4m3 numbers with one float32 scale for each slot and head.
+"""K/V in 8 bits: e4m3 numbers with one float32 scale per slot and head.
 
     write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
     read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `fp8_kernels.py`
 
-The scale of a row is made from that row alone, so its bits depend on no other token, chunk or request. A row that is
-moved is copied as it is, and is not rounded again. Invariant: target, frozen drafter and draft in progress all attend
-to what `read` gives.
+A row's scale is computed from that row alone, so its bits depend on no other token, chunk or request. A move copies the
+bits and does not round again. Invariant: target, frozen drafter and draft in progress all attend to the numbers that
+`read` returns.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Fp8Pool:
-    """Rows [slots, heads, D] in 8 bits. It stands for a tensor of `dtype`, with those of its methods that pools use.
+    """Rows [slots, heads, D] in 8 bits. It replaces a tensor of `dtype` and has the tensor methods that pools use.
 
     bits: [slots, heads, D] uint8, e4m3. scales: [slots, heads] float32.
     """
@@ -35,7 +35,7 @@ class Fp8Pool:
 
     @classmethod
     def from_rows(cls, rows: torch.Tensor) -> "Fp8Pool":
-        """A pool of these rows [slots, heads, D], rounded. The scale of a row with a NaN is NaN."""
+        """Round these rows [slots, heads, D] into a pool. A row with a NaN has the scale NaN."""
         slots, heads, dim = rows.shape
         pool = cls.zeros(slots, heads, dim, rows.dtype, rows.device)
         pool.index_copy_(0, torch.arange(slots, device=rows.device), rows)
@@ -83,11 +83,11 @@ def all_rows(pool: FieldPool) -> torch.Tensor:
 
 
 def numbers_and_scales(pool: FieldPool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tensors of a pool that kernels read: rows [slots, heads, D]; of a rounded pool pairs of numbers [slots,
-    heads, D / 2] int16, and scales [slots, heads]."""
+    """The tensors of a pool that kernels read: rows [slots, heads, D] and None; for a rounded pool, pairs of numbers
+    [slots, heads, D / 2] int16 and scales [slots, heads]."""
     return (pool.bits.view(torch.int16), pool.scales) if isinstance(pool, Fp8Pool) else (pool, None)
 
 
 def tensors_of(pool: FieldPool) -> tuple[torch.Tensor, ...]:
-    """The tensors of a pool that are moved, poisoned and counted."""
+    """The tensors of a pool, to be moved, poisoned with NaN or counted."""
     return (pool.bits, pool.scales) if isinstance(pool, Fp8Pool) else (pool,)

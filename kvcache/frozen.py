@@ -7,9 +7,9 @@
       -- leave, also by an exception -->
     LIVE                       reads and writes       None again; the lent view is closed and raises when used
 
-While FROZEN, whatever changes the cache raises `FrozenKVError`. The checks run in Python, so also while a round is
-captured; a replay repeats only launches that passed them. A view finds its tensors in a store each time it is
-asked: there is nothing to go stale.
+While FROZEN, every operation that changes the cache raises `FrozenKVError`. The checks run in Python, so a round is
+checked when it is captured, and a replay repeats only launches that passed. A view holds no tensor: it looks each one
+up in the store when it is asked, so nothing goes stale.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 
 
 class KVView:
-    """Layer i of a worker -> the K/V it reads. `layer_map[i]` is the layer of the store that owns them.
+    """Maps layer i of a worker to the K/V that it reads. `layer_map[i]` is the layer of the store that owns them.
 
-    ranks, other_ranks: of a store of several devices (`RankStores`), and views of its ranks after the first, each with
-    its own heads.
+    ranks, other_ranks: the devices of a split store (`RankStores`), and the views of the ranks after the first, each
+    with its rank's heads.
     """
 
     __slots__ = ("_allocator", "_open", "_store", "layer_map", "other_ranks", "ranks", "writable")
@@ -45,7 +45,7 @@ class KVView:
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
-        """Identity of the tensors and layers of this view, the key of a captured graph; any other view is an error."""
+        """Identity of this view's tensors and layers. A captured graph is keyed by it, and refuses any other view."""
         return (id(self._store), self.layer_map, self.writable)
 
     def layer(self, index: int) -> LayerKV:
@@ -64,11 +64,11 @@ class KVView:
         return self._store.recurrent
 
     def owns(self, index: int) -> bool:
-        """Does worker layer `index` store K/V of its own (False on kv-shared and on lent layers)?"""
+        """Does worker layer `index` store its own K/V? False for kv-shared and for lent layers."""
         return self.writable and self.layer_map[index] == index
 
     def writable_layer(self, index: int) -> LayerKV:
-        """K/V of worker layer `index`, to be written. Raises FrozenKVError if the view, or the cache, is frozen."""
+        """K/V of worker layer `index`, for writing. Raises FrozenKVError if the view or the cache is frozen."""
         if not self.writable:
             raise FrozenKVError(f"write to layer {index} through a frozen view: a frozen drafter owns no KV")
         self._allocator.require_unfrozen(f"KV write to layer {index}")
@@ -81,7 +81,7 @@ class KVView:
 
 
 class KVWorker(Protocol):
-    """Anything that reads KV through a view: `None` while it is detached."""
+    """A model or drafter that reads KV through a view. `view` is None while it has none."""
 
     view: KVView | None
 
@@ -92,7 +92,7 @@ def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
 
 
 def require_owners(layout: KVLayout, layer_map: Sequence[int]) -> None:
-    """Raise KVStateError for a layer map that names a layer which does not exist, or stores nothing."""
+    """Raise KVStateError if the layer map names a layer that does not exist or stores nothing."""
     for draft_layer, layer in enumerate(layer_map):
         reads = f"drafter layer {draft_layer} reads target layer {layer}"
         if not 0 <= layer < len(layout.layers):
@@ -109,8 +109,8 @@ def frozen_kv(
     """Lend the target's `store` to `worker`, read-only, for the length of the block.
 
     `layer_map[i]` is the target layer that worker layer i reads. On exit, also by an exception, `worker.view` is what
-    it was before and the lent view is closed. Raises FrozenKVError when the worker already holds a frozen view,
-    KVStateError for a layer map that names a layer which stores nothing.
+    it was before, and the lent view is closed. Raises FrozenKVError if the worker already holds a frozen view, and
+    KVStateError if the layer map names a layer that stores nothing.
     """
     require_owners(store.layout, layer_map)
     allocator.freeze(worker)

@@ -1,7 +1,7 @@
-"""Interface between a layer and the forward that it runs in, over T packed rows: all that layers know of attention.
+"""Interface between a layer and the forward that it runs in, over T packed rows. Layers know nothing else of attention.
 
-Layers know no plan, no pool and no backend. Whatever runs a forward hands them a `LayerContext`, and a `Narrowing` or
-an `EarlyExit` if the last layers run for some of the rows only, or for none.
+They know no plan, no pool and no backend. The code that runs a forward gives them a `LayerContext`. It also gives a
+`Narrowing` if the last layers run for some rows only, or an `EarlyExit` if they run for none.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from specdec.kvcache.index_spaces import GroupLoc
 
 
 class Destination(NamedTuple):
-    """Pools [slots, Hkv, D] that a layer writes its new K/V to, and their slots [T], all of one group."""
+    """Pools [slots, Hkv, D] that a layer writes its new K/V to, and the slots [T] to write, all of one group."""
 
     pool_k: Any
     pool_v: Any
@@ -21,8 +21,8 @@ class Destination(NamedTuple):
 
 
 class ScoreOptions(TypedDict, total=False):
-    """From q . k to a weight: times `scaling`, then c tanh(x / c) of `softcap` c; `sinks` [Hq]: one more logit a head,
-    which has no value."""
+    """How q . k becomes a softmax logit: times `scaling`, then c tanh(x / c) for a `softcap` c. `sinks` [Hq]: one more
+    logit per head, without a value."""
 
     scaling: Required[float]
     softcap: float | None
@@ -30,12 +30,12 @@ class ScoreOptions(TypedDict, total=False):
 
 
 OwnRows = torch.Tensor | None
-"""K or V [T, Hkv, D] of the rows themselves, stored already; None: another layer's."""
+"""K or V [T, Hkv, D] of the rows themselves, already stored; None: the layer reads the K/V of another layer."""
 
 
 class Recurrence(NamedTuple):
-    """Inputs of the recurrence for T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and beta [T, HV],
-    by which records are corrected; None: they are not. HV is a multiple of HK."""
+    """Inputs of the recurrence for T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and the delta
+    rule's beta [T, HV]; None: the layer has no delta rule. HV is a multiple of HK."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -53,7 +53,7 @@ class RecurrentContext(Protocol):
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """A causal convolution a channel: inputs [T, C], weight [C, K], the newest last -> [T, C]."""
+        """Causal convolution of each channel: inputs [T, C], weight [C, K], the newest tap last -> [T, C]."""
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """Run the recurrence over these rows -> [T, HV, DV] float32."""
@@ -63,8 +63,8 @@ class LayerContext(Protocol):
     """A forward in progress."""
 
     def destination(self, layer: int) -> Destination | None:
-        """Destination of this layer's new K/V; None when it stores none: it shares another's, or reads a frozen
-        cache."""
+        """Destination of this layer's new K/V. None if it stores none: it shares another layer's K/V, or the cache is
+        frozen."""
 
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
@@ -73,15 +73,15 @@ class LayerContext(Protocol):
 
 
 class SplitContext(LayerContext, Protocol):
-    """A forward in progress on several ranks: the context of rank 0, and those of the other ranks."""
+    """A forward in progress on several ranks: the context of rank 0, with the contexts of the other ranks."""
 
     @property
     def other_ranks(self) -> Sequence[LayerContext]: ...
 
 
 class Narrowing(NamedTuple):
-    """The packed rows [R] that a forward continues with, in a context of their own, once the K/V of `layer` are
-    stored."""
+    """The packed rows [R] with which the forward continues once the K/V of `layer` are stored, and their own
+    context."""
 
     layer: int
     rows: torch.Tensor

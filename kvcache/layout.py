@@ -1,13 +1,13 @@
-"""The cache of each layer of a model, as data: its fields per token, and how long they stay readable. It allocates
+"""The cache of each layer of a model as data: its fields per token, and how long a token stays readable. It allocates
 nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
-    Retention     every token; or the n newest of a window; or of records, until a recurrent state has taken them in
-    LayerCache    one layer: its fields and retention, the layer that owns them, and the state of a recurrent one
+    Retention     every token; or the n newest of a window; or records, until a recurrent state has folded them
+    LayerCache    one layer: its fields and retention, the layer that owns them, and the state if it is recurrent
     cache group   all layers of an engine's models with one retention: they share slots and page tables
 
-Models with other layers are other data: nothing that allocates, pages or evicts names a kind of layer. A layout is read
-from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
+Code that allocates, pages or evicts names no kind of layer: a model with other layers has another layout. A layout is
+read from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,15 +23,15 @@ from specdec.kvcache.recurrent_state import FOLD, StateShape
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 RECURRENT_TYPES = frozenset({"linear_attention", "conv"})
-"""Types of layers that keep a state a request in the place of K/V: see `recurrent_state.py`."""
+"""Layer types that keep one state per request instead of K/V: see `recurrent_state.py`."""
 STATELESS_TYPES = frozenset({"mlp", "moe"})
-"""Types of layers that keep nothing."""
+"""Layer types that keep nothing per token or request."""
 
 
 class CacheField(NamedTuple):
-    """Numbers that a layer keeps for each token under one name: `heads` x `dim`.
+    """What a layer stores for each token under one name: `heads` x `dim` numbers.
 
-    fp8: 8 bits a number, and one scale a head (`fp8_pool.py`). dtype: None: the model's.
+    fp8: stored in 8 bits, with one scale per head (`fp8_pool.py`). dtype None: the model's dtype.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Retention(NamedTuple):
     """The newest `window` tokens of a request stay readable, the query's own included; None: all of them.
 
     cached: cached prefixes keep these fields too. False: records of recurrent layers, which are read until the state
-    has taken them in. Their window is 0 in a model's own layout, since the number follows from an engine's rounds.
+    has folded them. Their window is 0 in a model's own layout; an engine's rounds set it.
     """
 
     window: int | None = None
@@ -68,10 +68,10 @@ RECORDS = Retention(0, cached=False)
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: `owner` is the layer whose fields it reads.
+    """The cache of one decoder layer. `owner` is the layer whose fields it reads.
 
-    shares: number of parts into which ranks divide its heads; `fields` is one of them. 1: all heads are here.
-    state: state of a recurrent layer; None: the layer is not recurrent.
+    shares: number of ranks that divide its heads; `fields` describes one rank's part. 1: all heads are here. state:
+    shape of a recurrent layer's state; None: the layer is not recurrent.
     """
 
     layer: int
@@ -101,7 +101,7 @@ class LayerSpec:
 
 
 def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[CacheField, ...]:
-    """Fields of an attention layer: K and V of `heads` heads. v_dim None: V has K's size."""
+    """Fields of an attention layer: K and V of `heads` heads. v_dim None: V has the size of K."""
     return CacheField("k", heads, k_dim), CacheField("v", heads, k_dim if v_dim is None else v_dim)
 
 
@@ -122,7 +122,7 @@ class KVLayout:
 
     @property
     def recurrent(self) -> bool:
-        """Do some layers keep a state a request?"""
+        """Does some layer keep a state per request?"""
         return any(spec.recurrent for spec in self.layers)
 
     @property
@@ -135,10 +135,10 @@ class KVLayout:
         return sum(spec.state.bytes(dtype) for spec in self.owners if spec.state is not None)
 
     def for_rounds(self, lookahead: int) -> "KVLayout":
-        """These layers in an engine whose requests have `lookahead` uncommitted tokens. Records are kept until they are
-        folded and the rounds under way have read them, which are up to one round's tokens more than `lookahead`.
+        """This layout in an engine whose requests have `lookahead` uncommitted tokens. A record is kept until it is
+        folded and no round in flight reads it, so up to `lookahead` plus one round's tokens are kept.
 
-        A grammar forces up to FOLD tokens in a round, root included, however short the lookahead is.
+        A grammar may force up to FOLD tokens in a round, root included, even if the lookahead is shorter.
         """
         keys = FOLD + max(2 * lookahead, FOLD)
 
@@ -148,17 +148,18 @@ class KVLayout:
         return self.map(resolved)
 
     def last_owner(self, layer_type: str) -> LayerSpec | None:
-        """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
+        """The owner that the last layer of this type reads. A frozen-KV drafter layer of this type reads the same
+        owner."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 
     def map(self, change: Callable[[LayerSpec], LayerSpec]) -> "KVLayout":
-        """These layers, changed one by one."""
+        """This layout with `change` applied to each layer."""
         return KVLayout(tuple(map(change, self.layers)))
 
     def share(self, count: int) -> "KVLayout":
-        """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
-        repeated: rank r then holds head r * heads // count."""
+        """The layout of one of `count` ranks, which divide the heads of every layer. If there are fewer heads than
+        ranks, heads are repeated: rank r holds head r * heads // count."""
 
         def divided(spec: LayerSpec) -> LayerSpec:
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
@@ -167,12 +168,12 @@ class KVLayout:
         return self.map(divided)
 
     def in_fp8(self) -> "KVLayout":
-        """These layers, with fields of 8 bits."""
+        """This layout with 8-bit fields."""
         return self.map(lambda spec: replace(spec, fields=tuple(f._replace(fp8=True) for f in spec.fields)))
 
     @classmethod
     def from_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
-        """A layer for each of these windows, all with K and V of one shape; None: a full one."""
+        """One layer for each of these windows, all with K and V of one shape; None: a full-attention layer."""
         fields = attention_fields(num_kv_heads, head_dim)
         kept = [(FULL_ATTENTION if n is None else SLIDING_ATTENTION, Retention(n)) for n in windows]
         return cls(tuple(LayerSpec(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
@@ -196,9 +197,9 @@ def layout_from_config(config: Any) -> KVLayout:
     """Read the layout from a HF text config (`config.get_text_config()` of a multimodal one).
 
     Honours `layer_types`, `sliding_window` (a model without `layer_types` but with a window slides on every layer, as
-    Mistral does), per-layer head sizes and windows (`per_layer_config`), and `num_kv_shared_layers`.
-    Raises UnsupportedModelError for layer types other than full and sliding attention, and for models whose text
-    attention is not causal.
+    Mistral does), per-layer head sizes and windows (`per_layer_config`), and `num_kv_shared_layers`. Raises
+    UnsupportedModelError for layer types other than full and sliding attention, and for a model whose text attention is
+    not causal.
     """
     num_layers, name = int(config.num_hidden_layers), config.model_type
     bidirectional = getattr(config, "use_bidirectional_attention", None)
@@ -245,7 +246,7 @@ def _owner_of_shared(name: str, layer: int, layer_types: Sequence[str], first_sh
 
 
 def _layer_config(config: Any, layer: int) -> Any:
-    """The config of one layer; hetero configs forbid reading the global attributes."""
+    """The config of one layer. Configs with `per_layer_config` forbid reading the global attributes."""
     per_layer = getattr(config, "per_layer_config", None)
     return per_layer[layer] if per_layer else config
 

@@ -1,4 +1,4 @@
-"""Pages of one pool: a stack of the free ones, and the claims on the others. It knows no slots and no other pool.
+"""Pages of one pool: a stack of free pages, and the claims on the other pages. It knows no slots and no other pool.
 
     free        without a claim                   alloc: held by one row
     held        by one row or more                share, free: one row more, one less
@@ -24,12 +24,12 @@ class PagePool:
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
-        self.peak_pages = 0  # the largest number that rows held at a time
-        self.on_free: Callable[[IntArray], None] | None = None  # called with the pages that have lost their last claim
+        self.peak_pages = 0  # the most pages that rows held at one time
+        self.on_free: Callable[[IntArray], None] | None = None  # called with pages that lost their last claim
         self.reset()
 
     def reset(self) -> None:
-        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free ones first, the top last
+        self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free pages, top of the stack last
         self.free_pages = self.capacity
         self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # rows that hold each page
         self._cached = np.zeros(self.capacity + 1, dtype=np.bool_)  # is it claimed by the cache?
@@ -48,7 +48,7 @@ class PagePool:
 
     @property
     def available_pages(self) -> int:
-        """Pages that no row holds: free, or to be had from the cache."""
+        """Pages that no row holds: free pages, and those that only the cache claims."""
         return self.free_pages + self.evictable_pages
 
     def is_held(self, pages: IntArray) -> BoolArray:
@@ -61,11 +61,12 @@ class PagePool:
         return self._held[pages]
 
     def owners(self, pages: IntArray) -> IntArray:
-        """Claims on each of these pages, of rows and of the cache. With more than one, no row may write there."""
+        """Number of claims on each of these pages, by rows and the cache. No row may write to a page with more than
+        one."""
         return self._held[pages] + self._cached[pages]
 
     def alloc(self, count: int) -> IntArray:
-        """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when fewer are free."""
+        """Take `count` pages, [count] int64. If fewer are free, raises OutOfSlotsError and takes none."""
         assert count >= 0, f"{count=}"
         if count > self.free_pages:
             raise OutOfSlotsError(f"{self.name} pool: {count} pages needed, {self.free_pages} of {self.capacity} free")
@@ -83,9 +84,9 @@ class PagePool:
         self.peak_pages = max(self.peak_pages, self.held_pages)
 
     def free(self, pages: IntArray) -> BoolArray:
-        """Rows give `pages` back, a page as often as it is named; which of them are free now.
+        """Release one row's claim for each time a page is named in `pages`. Returns which of the pages are free now.
 
-        Raises DoubleFreeError, and frees none, when one is named more often than rows hold it.
+        If a page is named more often than rows hold it, raises DoubleFreeError and frees none.
         """
         distinct, times = self.require_claims(pages)
         self._held[distinct] -= times
@@ -96,13 +97,13 @@ class PagePool:
         return freed
 
     def cache_pages(self, pages: IntArray) -> None:
-        """The cache claims `pages`, which rows hold."""
+        """Add the cache's claim on `pages`, which rows hold."""
         self.require_claims(pages, once=pages)
         self._require(~self._cached[pages], pages, "cached already")
         self._cached[pages] = True
 
     def uncache_pages(self, pages: IntArray) -> BoolArray:
-        """The cache gives `pages` up; which of them are free now."""
+        """Release the cache's claim on `pages`. Returns which of the pages are free now."""
         self._require(self._cached[pages], pages, "not cached")
         self._cached[pages] = False
         left: BoolArray = self._held[pages] == 0
@@ -113,8 +114,8 @@ class PagePool:
     def require_claims(self, pages: IntArray, once: IntArray | None = None) -> tuple[IntArray, IntArray]:
         """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
 
-        once: ids of claims, all of which must differ. -> the distinct pages in the order of their first mention, and
-        how often each is named.
+        once: ids of claims, all of which must differ. Returns the distinct pages in order of first mention, and how
+        often each is named.
         """
         distinct, times = pages, np.ones_like(pages)
         if _named_twice(pages):
@@ -129,7 +130,7 @@ class PagePool:
         return distinct, times
 
     def check(self) -> None:
-        """free + held + evictable = capacity, and no page is two of them or twice one."""
+        """Assert free + held + evictable = capacity, and that each page has exactly one of these states."""
         free = self._stack[: self.free_pages]
         assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
         assert not self._held[free].any(), f"{self.name}: a free page is held"
@@ -155,7 +156,7 @@ class PagePool:
 
 def _named_twice(pages: IntArray) -> bool:
     rising = pages[1:] > pages[:-1]
-    if rising.all() or (pages[1:] < pages[:-1]).all():  # as the free ones of a fresh pool, or of a prompt that ended
+    if rising.all() or (pages[1:] < pages[:-1]).all():  # usual: pages of a fresh pool, or of a prompt that ended
         return False
     ordered = np.sort(pages)
     return bool((ordered[1:] == ordered[:-1]).any())

@@ -1,14 +1,16 @@
-"""Pages that outlive their request, so that a later request with the same first tokens can adopt them.
+"""The prefix cache: pages outlive their request, and a later request with the same first tokens can adopt them.
 
-A radix tree: an edge is a run of whole pages, and its key the tokens that their K/V depend on. Lengths count slots.
+It is a radix tree. An edge is a run of whole pages; its key is the tokens that their K/V depend on. Lengths count
+slots.
 
     root --[ 31 pages: the system prompt ]--+--[ 4 pages: one question ]
                                             '--[ 9 pages: another ]
 
-The tree claims every page in the primary pool, its peer in a windowed group only while there is room: peers are
-released first. A match ends where a row can continue: in every windowed group its last `retain` tokens, or all if it
-has fewer, are mapped. When a pool runs short, pages that no row holds are released, the least recently used leaf first.
-It knows no request. Invariant: rows and tree have claims of their own, so a release takes nothing from a row.
+The tree claims each of its pages in the primary pool, and the page's peers in windowed groups while there is room:
+peers are released first. A match must end where a row can continue: in every windowed group, the last `retain` tokens
+of the match (or all, if it has fewer) are mapped. When a pool runs short, the tree releases pages that no row holds,
+the least recently used leaf first. It knows no request. Invariant: rows and tree have separate claims, so a release
+takes nothing from a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,29 +25,28 @@ from specdec.kvcache.table import RequestTable
 
 NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 BATCH = 64
-"""A pool that runs short releases a 64th of its pages at once, so that it does not search for every single page."""
+"""A pool that runs short releases 1/64 of its pages at once, to search the tree once and not for each page."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """An edge of the tree and the subtree after it: key [n * page_size], pages [n]; num_peers: [groups] how many of
-    them are kept in each pool."""
+    """An edge of the tree and the subtree after it: key [n * page_size], pages [n]. num_peers [groups]: how many of the
+    pages have a kept peer in each pool."""
 
     key: IntArray
     pages: IntArray
     parent: "_Node | None"
     num_peers: IntArray
-    children: dict[bytes, "_Node"] = field(default_factory=dict)  # by the key of their first page
-    name: bytes = b""  # by which its parent has it
+    children: dict[bytes, "_Node"] = field(default_factory=dict)  # keyed by their first page's tokens
+    name: bytes = b""  # its key in its parent's `children`
 
 
 class PrefixCache:
     """The cache of the allocator of `table`.
 
-    pairs: some K/V of a slot depend on the token after it as well (a drafter's own). A run of n tokens then names the
-    K/V of its first n - 1 slots only.
-    states: copies of the states of recurrent layers; None: there are no such layers.
-    `salt` arguments: texts of different salts share no page, as if their first tokens were different.
+    pairs: some K/V of a slot (a drafter's own) also depend on the next token. A run of n tokens then determines the K/V
+    of its first n - 1 slots only. states: copies of recurrent layers' states; None: the model has no recurrent layers.
+    `salt` arguments: texts with different salts share no page, as if their first tokens differed.
     """
 
     def __init__(self, table: RequestTable, *, pairs: bool = False, states: StateCache | None = None) -> None:
@@ -58,23 +59,24 @@ class PrefixCache:
         self.reset()
 
     def key(self, tokens: Sequence[int]) -> IntArray:
-        """One number for each slot: the token, or pair of tokens, that its K/V depend on besides earlier slots."""
+        """One number per slot. It encodes the token, or pair of tokens, that the slot's K/V depend on besides earlier
+        slots."""
         ids = np.array(tokens, dtype=np.int64)
         return ids[:-1] << 32 | ids[1:] if self.pairs else ids
 
     def common_len(self, key: IntArray, other: IntArray) -> int:
-        """Slots of whole pages that are the same in both."""
+        """Length of the common prefix of both keys in slots, rounded down to whole pages."""
         return self._common_pages(key, other) * self.page_size
 
     def first_page(self, key: IntArray) -> bytes:
         return key[: self.page_size].tobytes()
 
     def match_prefix(self, key: IntArray, salt: bytes = b"") -> IntArray:
-        """The longest run of cached pages that a row with this key could begin with."""
+        """The longest run of cached pages with which a row of this key can begin."""
         return self._usable(self._pages_of(self._walk(key, salt)))
 
     def adopt(self, row: int, key: IntArray, salt: bytes = b"") -> int:
-        """Begin an empty row with the pages that match -> their number of slots, now committed."""
+        """Begin an empty row with the matching pages. Returns their number of slots, which are committed now."""
         path = self._walk(key, salt)
         pages = self._usable(self._pages_of(path))
         if len(pages):
@@ -85,7 +87,7 @@ class PrefixCache:
         return len(pages) * self.page_size
 
     def insert(self, rows: Sequence[int], keys: Sequence[IntArray], salts: Sequence[bytes] | None = None) -> None:
-        """Keep the whole pages of these rows' committed slots, up to the end of their keys [n] of settled tokens."""
+        """Add the whole pages of these rows' committed slots, up to the end of each key [n] of settled tokens."""
         self.allocator.require_unfrozen("insert")
         for row, key, salt in zip(rows, keys, [b""] * len(rows) if salts is None else salts, strict=True):
             self._insert(row, key, salt)
@@ -108,7 +110,7 @@ class PrefixCache:
         self._touch(nodes)
 
     def _evicted(self, row: int, num_pages: int) -> IntArray:
-        """Number of first pages of a row whose peer the cache cannot keep, [groups]."""
+        """How many first pages of a row have no peer that the cache could keep, [groups]."""
         evicted: IntArray = self.table.evicted_len[:, row] // self.page_size
         for group, kept in self.allocator.groups.items():
             if not kept.cached:
@@ -116,8 +118,9 @@ class PrefixCache:
         return evicted
 
     def cache_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
-        """Copy the row's state at the last multiple of FOLD among its committed tokens. It does so only if the tree has
-        all pages up to there along this key, and the last copy along it is at least `every` tokens earlier."""
+        """Copy the row's state at the last multiple of FOLD among its committed tokens. It copies only if the tree has
+        all pages of this key up to that position, and the previous copy along the key is at least `every` tokens
+        earlier."""
         assert self.states is not None
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         pages = self._pages_of(self._walk(key[:length], salt))
@@ -128,21 +131,21 @@ class PrefixCache:
             self.states.save(row, length, int(pages[-1]))
 
     def clear(self) -> None:
-        """Release all pages, such as after a change of the weights that made these K/V."""
+        """Release all pages. Needed when the weights that computed these K/V have changed."""
         self.allocator.require_unfrozen("clear")
         given_up = [self._cut(node, 0) for node in list(self._by_age)]
         self.allocator.uncache_pages(np.concatenate([NO_PAGES, *given_up[::-1]]))
 
     def reset(self) -> None:
-        """Forget everything, as the pools have done."""
+        """Forget everything, after the pools were reset."""
         if self.states is not None:
             self.states.reset()
-        self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree, and how many are evicted, [groups]
+        self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages to claim, and how many are evicted, [groups]
         self._root = self._node(NO_PAGES, NO_PAGES, None)
         self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
 
     def evict(self, pages: ByGroup[int]) -> None:
-        """Free this many more pages of each pool, or all that only the cache claims."""
+        """Free this many more pages of each pool, or all that only the cache claims if there are fewer."""
         pools = self.allocator.pools
         least = ByGroup(tuple(pool.free_pages + more for pool, more in zip(pools, pages, strict=True)))
         if pages[PRIMARY]:
@@ -184,7 +187,7 @@ class PrefixCache:
     # the tree
 
     def _walk(self, key: IntArray, salt: bytes) -> list[tuple[_Node, int]]:
-        """The nodes along a key, and how many pages of each are the same."""
+        """The nodes along a key, and how many pages of each node match the key."""
         path: list[tuple[_Node, int]] = []
         children = self._root.children
         while len(key) >= self.page_size and (node := children.get(salt + self.first_page(key))) is not None:
@@ -199,10 +202,10 @@ class PrefixCache:
         return np.concatenate([self._root.pages, *(node.pages[:count] for node, count in path)])
 
     def _usable(self, pages: IntArray) -> IntArray:
-        """Returns the longest run of these first pages of a text whose last window is mapped as a whole, in every
-        windowed group, and at whose end there is a state of recurrent layers, if there are any.
+        """Returns the longest run of a text's first pages that a row can continue: the last window of the run is fully
+        mapped in every windowed group, and a copy of the recurrent state exists at its end, if the model has one.
 
-        Of pages mapped . . x x x . x, with a window of 2 pages: the first 5.
+        For pages mapped . . x x x . x and a window of 2 pages: the first 5.
         """
         number = np.arange(len(pages))
         fits = np.ones(len(pages), dtype=np.bool_)
@@ -219,7 +222,8 @@ class PrefixCache:
         return _Node(key, pages, parent, np.zeros(len(self.allocator.pools), dtype=np.int64), name=name)
 
     def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: IntArray, salt: bytes) -> _Node:
-        """Keep `pages` after a node, to be claimed: a longer leaf, or a new one. salt: only below the root."""
+        """Add `pages` after a node, to be claimed later: lengthen a leaf or add a new one. salt: used only below the
+        root."""
         num_evicted = num_evicted.clip(min=0)
         self._unclaimed.append((pages, num_evicted))
         if parent is self._root or parent.children:
@@ -232,7 +236,7 @@ class PrefixCache:
         return node
 
     def _claim(self) -> None:
-        """Claim all appended pages in one call: a call for each would cost more than the tree."""
+        """Claim all appended pages in one call: a call per page would cost more than the tree itself."""
         if self._unclaimed:
             self.allocator.cache_pages(PRIMARY, np.concatenate([pages for pages, _ in self._unclaimed]))
             for group in self.allocator.cached_windows:
@@ -256,11 +260,11 @@ class PrefixCache:
         return upper
 
     def _revive(self, node: _Node, pages: IntArray, num_evicted: IntArray) -> None:
-        """Claim the peers of a node's first pages again where a row has them: `pages`, with the same K/V, of which the
-        first `num_evicted` [groups] have none.
+        """Claim peers of a node's first pages again, if a row has them. `pages` are the row's pages with the same K/V;
+        the first `num_evicted` [groups] of them have no peer.
 
-        A page without a peer is replaced by the row's own page, which has one, unless that would lose the peer in
-        another group. Both pages keep their own claims, so no map changes.
+        A page without a peer is replaced by the row's page if that has one, unless the replacement would lose a peer in
+        another group. Both pages keep their claims, so no map changes.
         """
         if all(node.num_peers[group] == len(node.pages) for group in self.allocator.cached_windows):
             return
@@ -283,7 +287,7 @@ class PrefixCache:
         node.num_peers = self._count_peers(node.pages)
 
     def _touch(self, nodes: Sequence[_Node]) -> None:
-        """These nodes, from the root on, are the ones used last; some may be new."""
+        """Mark these nodes (in order from the root) as the most recently used; some may be new."""
         for node in reversed(nodes):
             self._by_age.pop(node, None)
             self._by_age[node] = None
@@ -291,11 +295,11 @@ class PrefixCache:
     # giving up
 
     def _leaves(self) -> Iterator[_Node]:
-        """Leaves, least recently used first; a node becomes one once its children were released."""
+        """Leaves, least recently used first. A node becomes a leaf when its children are released."""
         return (node for node in list(self._by_age) if not node.children)
 
     def _trim(self, leaf: _Node, most: int) -> IntArray:
-        """Cut off the last pages of a leaf that no row holds, at most `most`, back to where a match could end."""
+        """Cut off up to `most` last pages of a leaf that no row holds, back to a place where a match can end."""
         held = np.flatnonzero(self.allocator.primary.is_held(leaf.pages))
         least = int(held[-1]) + 1 if len(held) else 0
         left = max(least, len(leaf.pages) - most)
@@ -304,7 +308,7 @@ class PrefixCache:
         return self._cut(leaf, left)
 
     def _cut(self, node: _Node, left: int) -> IntArray:
-        """All but the first `left` pages of a leaf, out of the tree and to be forgotten."""
+        """Remove all but the first `left` pages of a leaf from the tree. Returns them, for `forget`."""
         assert not node.children and node.parent is not None
         pages = node.pages[left:]
         if left == 0:
@@ -315,7 +319,8 @@ class PrefixCache:
         return pages
 
     def _evict_primary(self, least: int) -> None:
-        """Free primary pages until `least` are free: of the oldest leaves first those that no row holds."""
+        """Free primary pages until `least` are free. Pages of the oldest leaves go first, and those that rows hold
+        last."""
         pool = self.allocator.primary
         short, given_up = max(least - pool.free_pages, pool.capacity // BATCH), [NO_PAGES]
         for node in self._leaves():
@@ -323,14 +328,14 @@ class PrefixCache:
                 break
             given_up.append(self._trim(node, short))
             short -= len(given_up[-1])
-        self.allocator.uncache_pages(np.concatenate(given_up[::-1]))  # alloc takes the pages cut off last first
-        for node in self._leaves():  # the other leaves, before pages that rows hold
+        self.allocator.uncache_pages(np.concatenate(given_up[::-1]))  # alloc then takes the last ones first
+        for node in self._leaves():  # then the other leaves, before pages that rows hold
             if pool.free_pages >= least:
                 break
             self.allocator.uncache_pages(self._cut(node, 0))
 
     def _evict_peers(self, group: GroupId, least: int) -> None:
-        """Free peers in a group until `least` are free, first those that no match at the end of a node needs."""
+        """Free peers in a group until `least` are free. Peers that no match at the end of a node needs go first."""
         pool, retain = self.allocator.pools[group], int(self.table.retain[group])
         batch = max(least, pool.free_pages + pool.capacity // BATCH)
         for tail, wanted in ((-(-retain // self.page_size), batch), (0, least)):

@@ -1,15 +1,16 @@
-"""The state that a recurrent layer keeps for each request, and the position up to which it has taken tokens in.
+"""The state that a recurrent layer keeps for each request, and how many tokens are folded into it.
 
     position     0 ........ 32 ........ 48 ..... S
     state        everything before 32 (`folded_len`)
     records                 |-- 32 .. S - 1 --|         in a group of their own, at the slots of their tokens
 
-A state takes in FOLD tokens at once, at positions that are multiples of FOLD and of committed tokens only, whatever
-the rounds were: so nothing is to be undone when a draft is rejected, and a token's bits do not depend on its draft.
-It has the newest inputs of the convolution too, so it needs no record of the tokens that it has taken in, and a copy of
-it is all that a cached prefix keeps (`StateCache`).
+A fold takes FOLD committed tokens at once and begins at a multiple of FOLD, whatever the rounds were. So a rejected
+draft leaves nothing to undo, and a token's bits do not depend on the draft it came in. The state also holds the newest
+inputs of the convolution. It therefore needs no record of folded tokens, and a copy of it is all that a cached prefix
+keeps (`StateCache`).
 
-States lie by row of the request table, copies after them. A forward begins a row anew when it reads position 0.
+States are indexed by row of the request table; copies follow after them. A forward that reads position 0 resets the
+row's state.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +22,12 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 
 FOLD = 16
-"""Tokens that a state takes in at once."""
+"""Tokens per fold."""
 
 
 class StateShape(NamedTuple):
-    """State of a recurrent layer for one request: a float32 matrix [k_dim, v_dim] for each of `heads` (0: no matrix),
-    the newest `taps` inputs of a convolution over `channels` in the model's dtype, and a length."""
+    """Shape of a recurrent layer's state for one request: a float32 matrix [k_dim, v_dim] per head (0 heads: none), the
+    newest `taps` inputs of a convolution over `channels` in the model's dtype, and the folded length."""
 
     heads: int
     k_dim: int
@@ -39,8 +40,8 @@ class StateShape(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """The states of one layer: matrices [slots, heads, DK, DV] float32, inputs [slots, taps, C], the newest last, and
-    folded_len [slots] int64."""
+    """The states of one layer: matrices [slots, heads, DK, DV] float32, inputs [slots, taps, C] with the newest last,
+    and folded_len [slots] int64."""
 
     matrices: torch.Tensor
     inputs: torch.Tensor
@@ -56,13 +57,13 @@ class RecurrentState(NamedTuple):
         )
 
     def clear(self, rows: torch.Tensor) -> None:
-        """Begin rows [B] anew."""
+        """Reset the states of rows [B]."""
         for tensor in self:
             tensor.index_fill_(0, rows, 0)
 
     def fold(self, rows: torch.Tensor, matrices: torch.Tensor, inputs: torch.Tensor, length: torch.Tensor) -> None:
-        """Put matrices [B, heads, DK, DV] and inputs [B, taps, C], after `length` [B] tokens, in the place of those of
-        rows [B]."""
+        """Replace the states of rows [B]: matrices [B, heads, DK, DV] and inputs [B, taps, C] after `length` [B]
+        tokens."""
         for tensor, new in zip(self, (matrices, inputs, length), strict=True):
             tensor.index_copy_(0, rows, new)
 
@@ -72,13 +73,12 @@ class RecurrentState(NamedTuple):
 
 
 class StateCache:
-    """Copies of states for the prefix cache, each by the primary page with which its tokens end.
+    """Copies of states for the prefix cache, keyed by the primary page at which their tokens end.
 
-    layers: the states of every recurrent layer; copies lie at slots `first` and later. A new copy replaces the least
-    recently used one, and a copy is dropped together with its page.
-    fold(row, length): folds the states of a row to its first `length` tokens. A copy holds exactly the tokens that the
-    host names, even while a round is in flight: a round never folds the tokens that it commits itself, the next one
-    does.
+    layers: the states of every recurrent layer; copies are at slots `first` and later. A new copy replaces the least
+    recently used one. A copy is dropped together with its page. fold(row, length): folds the states of a row up to its
+    first `length` tokens. A copy holds exactly the tokens that the host names, even while a round is in flight: a round
+    never folds tokens that it commits itself; the next round does.
     """
 
     def __init__(self, layers: Sequence[RecurrentState], first: int, fold: Callable[[int, int], None]) -> None:
@@ -89,14 +89,14 @@ class StateCache:
 
     def reset(self) -> None:
         self._free = list(reversed(self._slots))
-        self._slot_of: dict[int, int] = {}  # by page, the least recently used first
+        self._slot_of: dict[int, int] = {}  # keyed by page, least recently used first
 
     def has(self, pages: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Mask of `pages` at whose ends there is a copy."""
+        """Mask of the `pages` that have a copy of the state at their end."""
         return np.array([page in self._slot_of for page in pages.tolist()], dtype=np.bool_)
 
     def save(self, row: int, length: int, page: int) -> None:
-        """Copy the state of a row after its first `length` tokens, which end with a page that the cache has."""
+        """Copy the state of a row after its first `length` tokens. They must end with a page that the cache has."""
         if page in self._slot_of or not self._slots:
             return
         if not self._free:
@@ -107,13 +107,13 @@ class StateCache:
             layer.copy(row, self._slot_of[page])
 
     def restore(self, row: int, page: int) -> None:
-        """Begin a row with the copy at the end of a page."""
+        """Set the states of a row to the copy at the end of a page."""
         self._slot_of[page] = slot = self._slot_of.pop(page)
         for layer in self._layers:
             layer.copy(slot, row)
 
     def drop(self, pages: IntArray) -> None:
-        """Give up the copies at the ends of these pages, as far as there are any."""
+        """Drop the copies at the ends of these pages, if there are any."""
         for page in pages.tolist():
             if (slot := self._slot_of.pop(page, None)) is not None:
                 self._free.append(slot)

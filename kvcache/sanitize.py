@@ -1,12 +1,12 @@
-"""`SPECDEC_SANITIZE=1`: slots without an owner hold NaN, and locations are checked before a forward uses them.
+"""`SPECDEC_SANITIZE=1`: slots without an owner hold NaN, and every slot number is checked before a forward uses it.
 
-    before every launch    `check`: slots in the table exist, are held, have peers, and no more owners than they may
+    before every launch    `check`: slots in the table exist, are held, have peers, and are in no more rows than claims
     while planning         `record_fault`: a plan differs from the table (`attention/checked_backend.py` compares)
     when a page is freed   its K/V become NaN in every store, so that a stale read shows
 
-Page 0, which takes the writes of padding, stays finite: kernels read it where a table is empty. Faults of a plan are
-found by tensor operations alone and written to a record on the device, so captured rounds are checked at every replay;
-the host reads the record between rounds (`raise_fault`). It knows no plan and no request.
+Page 0 takes the writes of padding and stays finite: kernels read it where a table is empty. Plans are compared by
+tensor operations only, and the first fault is written to a record on the device. So captured rounds are checked at
+every replay, and the host reads the record between rounds (`raise_fault`). It knows no plan and no request.
 """
 
 import os
@@ -55,7 +55,7 @@ class Sanitizer:
         self.allocator = table.allocator
         self.stores: list[KVStore] = []
         pages = self.allocator.primary.capacity + 1
-        self.owners = MirroredArray((pages,), self.allocator.device)  # of each primary page, at the last `check`
+        self.owners = MirroredArray((pages,), self.allocator.device)  # per primary page, at the last `check`
         self._record = torch.zeros(
             5, dtype=torch.int64, device=self.allocator.device
         )  # the first fault: see `record_fault`
@@ -64,14 +64,14 @@ class Sanitizer:
             pool.on_free = partial(self._poison, group)
 
     def watch(self, store: KVStore) -> None:
-        """One more store: nothing has been written to it, so all of it is poison but page 0."""
+        """Watch one more store. Nothing has been written to it yet, so fill all of it but page 0 with NaN."""
         self.stores.append(store)
         for group, _ in self.allocator.pools.items():
             for tensor in floating(store.tensors(group)):
                 tensor[self.allocator.page_size :] = torch.nan
 
     def deferring(self, capture: Capture) -> Capture:
-        """Wraps `capture` so that nothing is read back within it: faults stay in the record until `raise_fault` is
+        """Wrap `capture` so that the host reads nothing within it: faults stay in the record until `raise_fault` is
         called."""
 
         def captured(program: Program) -> tuple[Replay, torch.Tensor]:
@@ -93,7 +93,8 @@ class Sanitizer:
         slots: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Report the first place where `found` [B, M], if any: its row [B], position, slot and expected slot [B, M]."""
+        """Record the first place where `found` [B, M] is true, if any: its row [B], position, slot and expected slot
+        [B, M]."""
         if found.numel() == 0:
             return
         flat = found.reshape(-1)
@@ -119,9 +120,9 @@ class Sanitizer:
         raise name_row(LocationError(f"row {row}, position {position}: {text} {BLAME}"), row)
 
     def check(self) -> None:
-        """Assert, on the host alone, that each row of the table owns the slots it names.
+        """Check, on the host only, that each row of the table owns the slots that it names.
 
-        Rounds under way reorder slots within a row and change nothing of this. Raises LocationError.
+        Rounds in flight only reorder slots within a row, so the check holds during them. Raises LocationError.
         """
         allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
         count = np.zeros(allocator.primary.capacity + 1, dtype=np.int64)
@@ -151,7 +152,7 @@ class Sanitizer:
         self._check_owners(count)
 
     def _check_peers(self, group: GroupId) -> None:
-        """No two primary slots have the same peer."""
+        """Check that no two primary slots have the same peer."""
         mapping = self.allocator.maps.host[group]
         times = np.bincount(mapping, minlength=2)
         times[0] = 0
@@ -161,7 +162,7 @@ class Sanitizer:
             raise LocationError(f"full slots {both} have the same peer, {name} slot {peer} {BLAME}")
 
     def _check_owners(self, count: IntArray) -> None:
-        """No primary page is in more rows than it has owners; `owners` follows."""
+        """Check that no primary page is in more rows than it has owners; then update `owners`."""
         full, pages = self.allocator.primary, np.arange(len(count))
         owners, holders = full.owners(pages), full.row_refs(pages)
         if (count > holders).any():
@@ -180,7 +181,7 @@ class Sanitizer:
             raise name_row(LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}"), row)
 
     def _slot(self, group: GroupId, slot: int) -> str:
-        """A slot and its owners, in words."""
+        """Describe a slot and its owners for an error message."""
         pool = self.allocator.pools[group]
         name = f"{pool.name} slot {slot}"
         if slot < self.allocator.page_size:
@@ -205,7 +206,7 @@ class Sanitizer:
 
 
 def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that can hold NaN: of rounded pools the scales."""
+    """The tensors that can hold NaN; for a rounded pool these are the scales."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 

@@ -1,12 +1,12 @@
-"""The K/V of one model: for each field of a layer a pool [slots, Hkv, D]; writing into them, moving within.
+"""The K/V of one model: one pool [slots, Hkv, D] per field of a layer, and how to write to and move within pools.
 
     store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
     move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a group, in two launches
 
-A store owns tensors and nothing else. Every model of an engine that keeps K/V has one, made from its layout, and all of
-them are indexed by the slots of one allocator, each tensor by those of its group. All padding writes to the null slot:
-which write remains is undefined, and no query reads it. All other destinations are distinct. A move reads all sources
-before it writes, so an accepted path may be moved onto itself in any order.
+A store owns tensors and nothing else. Each model of an engine that keeps K/V has one store, made from its layout. One
+allocator gives the slots of all stores, and a tensor is indexed by the slots of its group. All padding writes to the
+null slot: any of these writes may win, and no query reads the slot. All other destinations are distinct. A move reads
+all sources before it writes, so source and destination of a path may overlap.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
-    """The pools of one layer in the order of its fields, and the group whose slots index them; the states of a
-    recurrent layer, by row of the request table."""
+    """The pools of one layer in the order of its fields, and the group whose slots index them. A recurrent layer also
+    has states, indexed by row of the request table."""
 
     fields: tuple[FieldPool, ...]
     group: GroupId
@@ -37,7 +37,7 @@ class LayerKV(NamedTuple):
 
     @property
     def k(self) -> Any:
-        """Keys of an attention layer, [slots, Hkv, D]: a tensor, or a `Fp8Pool` in its place."""
+        """Keys of an attention layer, [slots, Hkv, D]: a tensor or a `Fp8Pool`."""
         return self.fields[0]
 
     @property
@@ -54,10 +54,10 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolAddresses:
-    """Addresses of the rows of P tensors, which differ in heads and head size, for `move_kv`. Keeps the tensors alive.
+    """Row addresses of P tensors for `move_kv`. The tensors may differ in heads and head size; they are kept alive.
 
     table: [P, 3] int64 on the device: address, words in a row, words before it in a row of the scratch buffer. A word
-    has 8 bytes, or fewer where rows are not made of 8.
+    has 8 bytes, or fewer if the row size is not a multiple of 8.
     """
 
     pools: tuple[torch.Tensor, ...]
@@ -82,8 +82,8 @@ class PoolAddresses:
 class RecurrentLayers:
     """Recurrent layers of one shape, for kernels that visit all of them.
 
-    table: [L, 6] int64 on the device, addresses: matrices and inputs of the states, then the pools in their order, 0
-    where there is none. folded_len: of all layers; the kernels keep that of the first. sample: states of the first.
+    table: [L, 6] int64 addresses on the device: matrices and inputs of the states, then the pools in order; 0: none.
+    folded_len: one tensor per layer; kernels use that of the first. sample: the states of the first layer.
     """
 
     table: torch.Tensor
@@ -108,17 +108,18 @@ class RecurrentLayers:
 
 
 class RankStores(NamedTuple):
-    """The stores of one model on several ranks, each with the heads of its rank, at the same slots."""
+    """The stores of one model on several ranks. Each has the heads of its rank; all use the same slots."""
 
     ranks: Ranks
     stores: tuple["KVStore", ...]
 
 
 class KVStore:
-    """The fields of all layers of a layout that own theirs, for every slot of an allocator, on this device.
+    """Pools for every owner layer of a layout and every slot of an allocator, on one device.
 
-    rank: of a model on several devices, whose heads these are. split: all of its stores, known to that of rank 0.
-    num_states: of each recurrent layer: one for each row of the request table, and one for each checkpoint.
+    rank: the rank whose heads this store holds, if the model is on several devices. split: the stores of all ranks;
+    only rank 0's store has it. num_states: states per recurrent layer: one per row of the request table and one per
+    copy.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class KVStore:
             self.addresses = {group: PoolAddresses.from_pools(self.tensors(group)) for group in groups}
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
-        """All tensors that the slots of one group index."""
+        """All tensors that are indexed by the slots of one group."""
         pools = [pool for layer in self.layers.values() if layer.group == group for pool in layer.fields]
         return tuple(tensor for pool in pools for tensor in tensors_of(pool))
 
@@ -163,7 +164,7 @@ class KVStore:
 
 
 def _recurrent_shapes(layout: KVLayout) -> dict[tuple[StateShape, int], list[int]]:
-    """Recurrent layers by the shape of their states and their heads of keys."""
+    """Recurrent layers, grouped by state shape and number of key heads."""
     found: dict[tuple[StateShape, int], list[int]] = {}
     for spec in layout.layers:
         if spec.state is not None:
@@ -173,7 +174,7 @@ def _recurrent_shapes(layout: KVLayout) -> dict[tuple[StateShape, int], list[int
 
 
 def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> FieldPool:
-    """Zeros for every slot."""
+    """A pool of zeros for every slot."""
     if field.fp8:
         return Fp8Pool.zeros(slots, field.heads, field.dim, dtype, device)
     return torch.zeros((slots, field.heads, field.dim), dtype=field.dtype or dtype, device=device)
@@ -250,7 +251,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPoo
 
 
 def reference_move_kv(pools: Sequence[torch.Tensor], source: GroupLoc, destination: GroupLoc) -> None:
-    """Copy rows source [M] of pools [slots, Hkv, D] to destination [M]."""
+    """Copy slots source [M] of pools [slots, Hkv, D] to slots destination [M]."""
     for pool in pools:
         pool.index_copy_(0, destination, pool.index_select(0, source))
 

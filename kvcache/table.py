@@ -6,13 +6,14 @@ One row, by position:
     |- peers freed -|-- page slack ------|-- window ----------|-- speculative ------|-- page rounding --|
     |------------------ committed ----------------------------|------------ not committed -------------|
 
-Committed slots hold the K/V of tokens that are final. The slots after them are the request's lookahead: the next
-verify writes its tree nodes there, and a commit brings the accepted path to the front of it. With one slot a page the
-row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing. Each
-windowed group has its own evicted_len and retain; the primary group evicts nothing.
+Committed slots hold the K/V of final tokens. The slots after them are the request's lookahead: the next verify writes
+its tree nodes there, and a commit moves the accepted path to the front of the lookahead. With one slot per page, a
+commit permutes the row's slot numbers and no K/V moves; with larger pages it moves the accepted K/V. A rejected draft
+costs nothing: its slots are written again. Each windowed group has its own evicted_len and retain; the primary group
+evicts nothing.
 
-The device commits within a round (`closing` by a kernel, `commit_on_device` in plain torch), the host when it settles
-the round (`commit_on_host`): the same permutation of the same numbers.
+The device commits within a round (a kernel in `closing`, or `commit_on_device` in plain torch). The host applies the
+same permutation when it settles the round (`commit_on_host`).
 """
 
 from dataclasses import dataclass
@@ -27,15 +28,15 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
-"""Additional committed keys of a window for a frozen drafter: the target reads window - 1 before its own token, the
-drafter the newest window + 1."""
+"""Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
+token; the drafter reads the newest window + 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    longest: the host's upper bound on their committed prefixes. It decides the width of tables, never their contents.
+    longest: the host's upper bound on the rows' committed lengths. It sets the width of tables, never their contents.
     """
 
     index: torch.Tensor
@@ -50,22 +51,21 @@ class Move(NamedTuple):
 
 
 def window_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
-    """Slots of a windowed group that a decoding request needs: retained keys, its lookahead, and rounding to pages at
+    """Slots that a decoding request needs in a windowed group: retained keys, its lookahead, and rounding to pages at
     both ends."""
     return retain + num_nodes + 2 * page_size - 2
 
 
 class RequestTable:
-    """Rows of primary slots: each has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
-    for padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
+    """Rows of primary slots. A row has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
+    padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
 
-    reread: tokens at the end of adopted pages that are read again, as if they were not committed.
-    shared_len: where each row's own K/V begin, on host and device: K/V computed again before that are not stored.
-    extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
-    max_lag: by group, upper bound on the committed tokens that a reader has not read yet; None: 0 for all.
-    retain: [groups] committed keys that a forward may read before its first token (all, in the primary group), on host
-    and device. Eviction keeps as many before the oldest token that is still to be read.
-    evicted_len: [groups, rows] tokens whose peers are freed.
+    reread: tokens at the end of adopted pages that the request reads again, as if they were not committed. shared_len:
+    position of each row's first own K/V, on host and device. K/V computed again before it are not stored. extra_keys:
+    committed keys that every windowed group keeps beyond its window, for a drafter that reads them. max_lag: for each
+    group, the most committed tokens that a reader may not have read yet; None: 0 for all. retain: [groups] committed
+    keys that a forward may read before its first token (in the primary group: all), on host and device. Eviction keeps
+    this many before the oldest unread token. evicted_len: [groups, rows] number of first tokens whose peers are freed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RequestTable:
         width = -(-(max_len + lookahead) // page_size) * page_size
         self.slots = MirroredArray((num_rows, width), allocator.device)
         self.committed_len = MirroredArray((num_rows,), allocator.device)
-        assert reread <= extra_keys, f"{reread=} tokens need as many keys more, {extra_keys=}"
+        assert reread <= extra_keys, f"{reread=} tokens need that many extra keys, {extra_keys=}"
         self.shared_len = MirroredArray((num_rows,), allocator.device)
         self.reread = reread
         self.capacity: IntArray = np.zeros(num_rows, dtype=np.int64)
@@ -107,7 +107,8 @@ class RequestTable:
         return Rows(upload(rows, self.allocator.device), int(self.committed_len.host[rows].max(initial=0)))
 
     def reset(self) -> None:
-        """Forget every request, whatever state the table and its allocator are in: nothing is open, nothing is held."""
+        """Forget every request, whatever the state of the table and its allocator: no row is open and no page is
+        held."""
         self.allocator.reset()
         self.slots.clear()
         self.committed_len.clear()
@@ -124,7 +125,7 @@ class RequestTable:
         return int(free[0])
 
     def close_rows(self, rows: IntArray | int) -> None:
-        """Free rows and all their slots; the slots of the last row are allocated first."""
+        """Free rows and all their slots. The next allocation takes the slots of the last row first."""
         self.allocator.require_unfrozen("close")
         rows = np.atleast_1d(rows)
         self._require_active(rows)
@@ -139,9 +140,11 @@ class RequestTable:
         self._active[rows] = False
 
     def adopt_pages(self, row: int, pages: IntArray) -> None:
-        """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
+        """Begin an empty row with `pages` that another row or the cache claims. They hold the K/V of the row's first
+        tokens, which are committed now.
 
-        In each windowed group the last `retain` of these tokens must be mapped, or all of them. No records are adopted.
+        In each windowed group the last `retain` of these tokens (or all, if there are fewer) must be mapped. Records
+        are not adopted.
         """
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
@@ -152,10 +155,10 @@ class RequestTable:
         self.shared_len[row] = length
 
     def num_evicted(self, num_pages: int) -> IntArray:
-        """Number of first pages without a peer in a row that begins with `num_pages` pages, [groups]."""
+        """How many first pages have no peer in a row that begins with `num_pages` adopted pages, [groups]."""
         page_size = self.allocator.page_size
         cached = np.array([kept.cached for kept in self.allocator.groups])
-        kept = np.where(cached, self.retain, 0)  # of records none
+        kept = np.where(cached, self.retain, 0)  # records: none are kept
         evicted: IntArray = np.maximum(0, num_pages * page_size - kept) // page_size
         return evicted
 
@@ -170,7 +173,8 @@ class RequestTable:
         return needed
 
     def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
-        """Each of rows owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
+        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes
+        nothing."""
         rows, length = np.atleast_1d(rows), np.atleast_1d(length)
         self._require_active(rows)
         width = self.slots.host.shape[1]
@@ -187,11 +191,11 @@ class RequestTable:
         self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
-        """Make accepted paths final on the device, without a host value: to be followed by `commit_on_host`.
+        """Commit accepted paths on the device; reads no value on the host. `commit_on_host` must follow.
 
-        The first `length` [B] entries of path [B, N] are node numbers, in order, root first; node n of N was written to
-        the slot at position S + n. None: paths of chains, whose nodes are in place already. Returns the K/V to move
-        into place, with pages of more than one slot.
+        The first `length` [B] entries of path [B, N] are node numbers, in order, root first; node n was written to the
+        slot at position S + n. path None: the drafts are chains, whose nodes are in place already. With pages of more
+        than one slot, returns the K/V to move.
         """
         self.allocator.require_unfrozen("commit")
         length = length * (rows.index != self.padding_row)
@@ -200,7 +204,8 @@ class RequestTable:
         return move
 
     def _bring_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
-        """Order the path's slots right after the committed ones; with larger pages, return the K/V to move there."""
+        """Put the path's slots right after the committed ones; with larger pages, return the K/V to move there
+        instead."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
         cells = rows[:, None], self.committed_len.tensor[rows][:, None] + columns
@@ -214,19 +219,20 @@ class RequestTable:
         return Move(PrimaryLoc(source.reshape(-1)), PrimaryLoc(destination.reshape(-1)))
 
     def commit_on_host(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
-        """The host's side of `commit_on_device`, with the same numbers: length [B], path [B, N]."""
+        """Repeat `commit_on_device` on the host, with the same arguments: length [B], path [B, N]."""
         self.require_committable(rows, length, path)
         start = self.committed_len.host[rows]
         columns = np.arange(path.shape[1])
         taken = columns < length[:, None]  # [B, N]
-        if self.allocator.page_size == 1 and (taken & (path != columns)).any():  # else all nodes are in place
+        if self.allocator.page_size == 1 and (taken & (path != columns)).any():  # otherwise all nodes are in place
             order = path_order(torch.from_numpy(path), torch.from_numpy(taken)).numpy()
             cells = rows[:, None], start[:, None] + columns
             self.slots.adopt(cells, np.take_along_axis(self.slots.host[cells], order, axis=1))
         self.committed_len.adopt(rows, start + length)
 
     def commit_chunk_on_host(self, rows: IntArray, length: IntArray) -> None:
-        """Make the next `length` [B] tokens final, in the order in which they were written: a chunk of a prompt."""
+        """Commit the next `length` [B] tokens of each row in the order in which they were written: a chunk of a
+        prompt."""
         self.require_committable(rows, length, np.zeros((len(rows), 0), dtype=np.int64))
         self.committed_len[rows] = self.committed_len.host[rows] + length
 
@@ -243,11 +249,11 @@ class RequestTable:
             raise name_row(KVStateError(said), rows[astray][0])
 
     def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1) -> int:
-        """Free the peers of tokens that no future query can see, in each windowed group; returns the number of pages. A
-        round in flight may still read freed pages: the device runs launches in order, so only later ones overwrite them
-        (`runtime/launches.py`).
+        """In each windowed group, free the peers of tokens that no later query can see; returns the number of pages. A
+        round in flight may still read freed pages: the device runs launches in order, so only a later launch can
+        overwrite them (`runtime/launches.py`).
 
-        `slack_pages` pages before the window stay: usually one, none when the pool is short.
+        `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short.
         """
         self.allocator.require_unfrozen("evict")
         page_size, freed = self.allocator.page_size, 0
@@ -258,14 +264,14 @@ class RequestTable:
             end = np.maximum(unseen, start)
             if (end == start).all():
                 continue
-            slots = self.slots.host[row_cells(rows, start, end)]  # a page that several rows share is named by each
+            slots = self.slots.host[row_cells(rows, start, end)]  # a page that rows share is named once by each row
             self.allocator.evict(group, PrimaryLoc(torch.from_numpy(slots)))
             self.evicted_len[group, rows] = end
             freed += len(slots) // page_size
         return freed
 
     def check(self) -> None:
-        """Assert the allocator's invariants, that its claims are those of rows, and invariant 6 (windows mapped)."""
+        """Assert the allocator's invariants, invariant 6 (windows mapped), and that rows account for all its claims."""
         self.allocator.check()
         for mirrored in (self.slots, self.committed_len, self.allocator.maps):
             mirrored.check()
@@ -311,13 +317,13 @@ class RequestTable:
             assert not wrong.any(), said
 
     def _require_active(self, rows: IntArray) -> None:
-        closed = ~self._active[rows.clip(-1, self.padding_row)]  # that one is never open, and it is also the last
+        closed = ~self._active[rows.clip(-1, self.padding_row)]  # the padding row is the last one and is never open
         if closed.any():
             raise name_row(KVStateError(f"row {rows[closed][0]} is not open"), rows[closed][0])
 
 
 def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Positions from `start` [R] to `end` [R] of each of rows [R], one after the other: rows [M] and positions [M].
+    """List the positions from `start` [R] to `end` [R] of each row [R], row after row: rows [M] and positions [M].
 
     rows 4 7, from 0 5 to 2 6     ->     rows 4 4 7, positions 0 1 5
     """
@@ -327,12 +333,12 @@ def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray,
 
 
 def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    """The node at each place once those of path [B, N], its `taken` [B, N] entries, come first: [B, N].
+    """Order of the nodes that puts the `taken` [B, N] entries of path [B, N] first: the node at each place, [B, N].
 
-    Nodes off the path keep their order, after it:   path 0 2, of 4 nodes   ->   0 2 1 3
+    The other nodes follow in their old order:   path 0 2, of 4 nodes   ->   0 2 1 3
     """
     batch, width = path.shape
     columns = torch.arange(width, device=path.device)
     rank = torch.arange(width, 2 * width + 1, device=path.device).repeat(batch, 1)
-    rank = rank.scatter(1, torch.where(taken, path, width), columns.expand(batch, width))  # the last: steps not taken
+    rank = rank.scatter(1, torch.where(taken, path, width), columns.expand(batch, width))  # last: unused entries
     return rank[:, :width].argsort(dim=1, stable=True)

@@ -1,6 +1,6 @@
 """Speculative decoding for PyTorch and transformers models, exact with sliding windows and shared KV.
 
-The public names are loaded when they are first asked for: `import specdec` and `specdec --help` do not import torch.
+Public names are loaded at their first use: `import specdec` and `specdec --help` do not import torch.
 """
 
 from pathlib import Path
@@ -55,10 +55,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not TYPE_CHECKING:  # to a type checker the names are those imported above, and no others
+if not TYPE_CHECKING:  # a type checker sees only the names imported above
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = _load(_HOMES[name], name)  # the next look-up does not come here
+        value = globals()[name] = _load(_HOMES[name], name)  # later look-ups find it directly
         return value

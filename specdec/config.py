@@ -1,7 +1,6 @@
-"""Settings of the user, validated on construction. Frozen: "auto" values are resolved by making a new config.
+"""The user's settings, validated on construction. Configs are frozen: "auto" is resolved by making a new config.
 
-Arguments may have any type that users have at hand (numpy scalars, the name of a dtype); a config holds Python's own
-types and `torch.dtype`.
+Arguments may be of related types (numpy scalars, the name of a dtype); a config holds Python's types and `torch.dtype`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,38 +16,38 @@ from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512
-"""Verify width including the root."""
+"""Most nodes of a tree, root included."""
 
 DEFAULT_TREE_NODES = 64
 """Upper bound on the verify width of a tree whose num_draft_tokens is None."""
 
 MAX_TOPK = 63
-"""Branches of a node: one fewer than the best tokens of a row that a kernel returns, since one is the draw."""
+"""Most branches of a node: one fewer than the best tokens that a kernel returns per row, since one is the draw."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 KV_DTYPES = ("fp8",)
 
 MAX_RANKS = 8
-"""Devices that one model is split over."""
+"""Most devices that one model is split over."""
 
 MAX_PRIORITY = 100
-"""Priorities range from -100 to 100, and lower values are served first. The value of a waiting request falls by 1 for
-every 64 later requests that are admitted before it, so at most 12,800 are."""
+"""Priorities range from -100 to 100; lower values are served first. A waiting request's value falls by 1 for every 64
+later requests that are admitted before it, so at most 12,800 are."""
 
 MAX_FINISHED_TOKENS = 1 << 20
-"""Tokens of finished requests that are kept for drafts: 24 bytes each on the host, 16 on the device."""
+"""Most tokens of finished requests that are kept for drafts: 24 bytes each on the host, 16 on the device."""
 
 MAX_SALT = 1024
-"""Characters of a cache salt."""
+"""Most characters of a cache salt."""
 
 GRAMMARS = ("json_schema", "json_object", "regex", "choice")
-"""Kinds of grammar that an output can be held to, one of them a request."""
+"""Kinds of grammar; a request may have one."""
 
 MAX_FORCED_TOKENS = 15
-"""Tokens that a request's grammar forces, and that a round verifies in the place of drafts."""
+"""Most forced tokens that a round verifies in place of drafts."""
 
 MAX_STOPS = 256
-"""Stop strings of a request: each is looked for after every token."""
+"""Most stop strings of a request: each is searched for after every token."""
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 4096
 
@@ -56,12 +55,12 @@ MAX_STOP_TOKENS = 4096
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """Shape of the draft: `num_steps` levels, `topk` branches a node, `num_draft_tokens` verified nodes with the root.
+    """Shape of a draft: `num_steps` levels, `topk` branches per node, `num_draft_tokens` verified nodes, root included.
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
-    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
-    adaptive: this is the largest draft, and each round has the one, or none, that is expected to bring most tokens a
-    second. It changes no token. False: every round has this draft.
+    are verified. num_draft_tokens None: 1 + topk * num_steps nodes, for a tree at most 64. adaptive: this is the
+    largest draft; each round has the draft (or none) with the most expected tokens per second. It changes no token.
+    False: every round has this draft.
     """
 
     num_steps: int = 4
@@ -81,7 +80,7 @@ class SpecConfig:
 
     @property
     def num_nodes(self) -> int:
-        """Verify width, the root included."""
+        """Number of verified nodes, root included."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         return min(1 + self.topk * self.num_steps, DEFAULT_TREE_NODES if self.topk > 1 else MAX_TREE_NODES)
@@ -92,12 +91,13 @@ class SpecConfig:
         return min(self.num_steps, self.num_nodes - 1)
 
     def shortened(self, depth: int) -> tuple[int, int]:
-        """(steps, nodes with the root) of a draft of which no request can use more than `depth` levels."""
+        """(steps, nodes with the root) of this draft for requests that can use at most `depth` levels."""
         steps = min(self.depth, depth)
         return steps, min(self.num_nodes, 1 + self._candidates(steps))
 
     def _candidates(self, num_steps: int) -> int:
-        """Nodes that `num_steps` levels propose: topk children of the root, then topk of each of topk nodes."""
+        """Nodes that `num_steps` levels propose: topk children of the root, then topk children of topk nodes per
+        level."""
         return self.topk + (num_steps - 1) * self.topk**2 if num_steps else 0
 
 
@@ -108,7 +108,7 @@ class OpenDepth(SpecConfig):
 
 
 class BoundedDepth(SpecConfig):
-    """A draft of `num_steps` levels, or of as many as its drafter has if it has fewer."""
+    """A draft of `num_steps` levels, or fewer if its drafter's maximum is lower."""
 
     __slots__ = ()
 
@@ -116,36 +116,32 @@ class BoundedDepth(SpecConfig):
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and devices.
+    """Sizes and devices of an engine.
 
     max_model_len: longest prompt + output in tokens; None: the model's own limit, or less if memory is short.
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
-    `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
-    0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
-    float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: maximum prompt tokens of one request per step; then no chunk is divided among steps. None: 8192 (2048
-    with recurrent layers), on a CPU 512.
-    max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
-    times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
-    attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
-    CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
-    deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,
-    preemption, drafts or captures. A model that cannot run so is refused.
-    kv_dtype: "fp8" keeps K/V in 8 bits (e4m3 with a scale a token and head), the drafter's too: about half the memory,
-    and the tokens are those of plain decoding with such K/V. None: the model's dtype.
-    cuda_graphs: captures rounds and short prompts once a shape and replays them. "auto" captures on a GPU where the
-    model allows it; True makes a model that does not an error, and needs a GPU.
-    max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
-    of a device's memory, or half of what is free once the pools are made, if that is less.
-    prefix_cache: keeps K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
-    finished_tokens: drafter "suffix" also proposes from this many output tokens, the newest, of finished requests with
-    the same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
-    fused: decoder layers of few large kernels in the place of transformers' modules. "auto": with "triton" on a GPU, if
-    the family has them; True: everywhere (in plain torch without "triton"), and a model or drafter without them is
-    refused; False: never. Fusing makes parameters views of larger tensors, with the same values and names.
-    tensor_parallel: GPUs of this host, from `device` on, that share every layer of the target and its head. They must
-    reach each other's memory; the first also holds the embeddings and the drafter. Fused families, quantised or not.
-    With deterministic=True the logits are those of one GPU, to the bit.
+    `max_model_len`, within memory_share of the memory that is free after the weights are loaded (None: 0.8 on a GPU,
+    0.25 on a CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None: float32 on a CPU, else the
+    checkpoint's. prefill_chunk: most prompt tokens of one request per step. If set, no chunk is divided among steps.
+    None: 8192 (2048 with recurrent layers), on a CPU 512. max_prefill_tokens: most prompt tokens per step over all
+    requests, whether or not others decode. None: measured times decide (docs/life_of_a_request.md;
+    `EngineStats.prompt_gap_ms`). attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA
+    device (or, to try them on a CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
+    deterministic: a token's logits depend only on its request, to the bit: not on the batch, prompt chunks, preemption,
+    drafts or captures. A model that cannot guarantee this is refused. kv_dtype: "fp8" stores K/V in 8 bits (e4m3 with a
+    scale per token and head), the drafter's too. It takes about half the memory, and tokens equal those of plain
+    decoding with such K/V. None: the model's dtype. cuda_graphs: capture rounds and short prompts once per shape and
+    replay them. "auto": on a GPU, if the model allows it; True: an error if that is impossible. max_capture_bytes: most
+    memory of captures on each device; the least recently used are dropped. None: a tenth of a device's memory, or half
+    of the memory that the pools leave, if less. prefix_cache: keep K/V of prompts and outputs for requests that begin
+    with the same tokens, until slots are needed. finished_tokens: the drafter "suffix" also proposes from the newest
+    output tokens (this many) of finished requests with the same cache_salt; 0: only from a request's own text. It
+    changes only speed, no token. fused: replace transformers' modules by decoder layers of few large kernels. "auto":
+    with "triton" on a GPU, if the family has them; True: everywhere (in plain torch without "triton"), and a model or
+    drafter without them is refused; False: never. Fusing makes parameters views of larger tensors, with the same values
+    and names. tensor_parallel: number of GPUs of this host, from `device` on, that share the target's layers and head.
+    They must reach each other's memory; the first also holds the embeddings and the drafter. For fused families,
+    quantised or not. With deterministic=True the logits are those of one GPU, to the bit.
     """
 
     max_batch_size: int = 8
@@ -156,7 +152,7 @@ class EngineConfig:
     attention: str = "auto"
     cuda_graphs: str | bool = "auto"
     deterministic: bool = False
-    dtype: torch.dtype | None = None  # a name has been converted
+    dtype: torch.dtype | None = None  # a name is converted
     device: str | torch.device | None = None
     prefill_chunk: int | None = None
     max_prefill_tokens: int | None = None
@@ -197,24 +193,21 @@ class SamplingParams(SamplingNumbers):
 
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
     mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
-    parameters and seed, whatever the drafter and the batch; None draws one.
-    top_n_sigma: keeps tokens whose logit, before temperature, is at least the best one less n standard deviations of
-    the position's finite logits (of the population: divided by their number); 0 or less keeps all.
-    frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in the output, or once if
-    it occurs; the repetition penalty counts the prompt too. logit_bias: added to the logits of these token ids.
-    json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
-    strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
-    else; a text of max_new_tokens is cut.
-    stop: strings that end the text (they are cut off, or kept with include_stop_str_in_output). min_tokens: no end
-    token is drawn, and no stop string counts, before the output has this many. allowed_token_ids: only these are drawn,
-    so give one that ends the text, or a length. logprobs: None, or how many alternatives to report per token.
-    prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
-    n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
-    speculation: None: as the engine; False: no drafts; or a SpecConfig within the engine's (adaptive=False: that draft
-    in every round, even in an adaptive engine). In a round with deeper drafts the request accepts at most its own
-    depth. It changes no token.
-    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache. It
-    changes no token.
+    parameters and seed, whatever the drafter and the batch; None: a random seed. top_n_sigma: keeps tokens whose logit,
+    before temperature, is at least the best logit minus n standard deviations of the position's finite logits
+    (population: divided by their number); 0 or less keeps all. frequency_penalty, presence_penalty: subtracted from a
+    token's logit for each occurrence in the output, or once if it occurs; the repetition penalty counts the prompt too.
+    logit_bias: added to the logits of these token ids. json_schema (a dict or JSON text), json_object (any object),
+    regex (for the whole text), choice (one of these strings): the grammar of the output; at most one is allowed. The
+    text can end only where the grammar can; max_new_tokens cuts it. stop: strings that end the text (cut off, or kept
+    with include_stop_str_in_output). min_tokens: before the output has this many tokens, no end token is drawn and no
+    stop string counts. allowed_token_ids: only these are drawn, so include an end token or set a length. logprobs:
+    None, or the number of alternatives to report per token. prompt_logprobs: the same for prompt tokens;
+    max_new_tokens=0 then only scores the prompt. n: number of samples; sample i equals that of n=1 with the seed `seed`
+    + i. speculation: None: like the engine; False: no drafts; or a SpecConfig within the engine's (adaptive=False: this
+    draft in every round, even in an adaptive engine). If a round has deeper drafts, the request accepts at most its own
+    depth. It changes no token. cache_salt: a secret text. Only requests with the same salt (None is a salt too) share
+    cached K/V. It changes no token.
     """
 
     stop: str | Sequence[str] = ()
@@ -239,7 +232,7 @@ class SamplingParams(SamplingNumbers):
         spans = {"n": (1, 1 << 16), "min_tokens": (0, 1 << 30)}
         require_fields(self, spans | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 1024)))
         if self.seed is not None:
-            require_int("seed", self.seed, 0, (1 << 63) - self.n)  # sample i has the seed plus i
+            require_int("seed", self.seed, 0, (1 << 63) - self.n)  # sample i has the seed `seed` + i
         own = self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)
         require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is expected")
         salt: object = self.cache_salt
@@ -310,7 +303,7 @@ class SamplingParams(SamplingNumbers):
 
     @property
     def grammar(self) -> str | None:
-        """Name in `GRAMMARS` of the output's grammar; None: it has none."""
+        """The output's kind of grammar, a name in `GRAMMARS`; None: no grammar."""
         return next((name for name in GRAMMARS if self._asks(name)), None)
 
     def _asks(self, name: str) -> bool:
@@ -318,7 +311,7 @@ class SamplingParams(SamplingNumbers):
 
     @property
     def restricted(self) -> bool:
-        """May some tokens not be drawn at some places?"""
+        """Are some tokens forbidden at some places?"""
         return self.grammar is not None or self.allowed_token_ids is not None or self.min_tokens > 0
 
     @property

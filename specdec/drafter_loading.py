@@ -1,4 +1,4 @@
-"""A drafter from what a user gives: a word, a name, a module, or a drafter already."""
+"""Makes a drafter from the user's argument: a word, a name, a module, or a drafter."""
 
 import logging
 import os
@@ -30,21 +30,21 @@ from specdec.models.target import TargetModel
 logger = logging.getLogger(__name__)
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How transformers ends the names of classes that continue a text."""
+"""Suffixes of transformers' class names for models that continue a text."""
 MTP, AUTO = "mtp", "auto"
 OF_TARGET = (MTP, AUTO)
 """Words for drafters that depend on the target: "mtp", its checkpoint's own modules; "auto", see `_of_checkpoint`."""
 
 
-@torch.inference_mode(False)  # as `Checkpoint.load`
+@torch.inference_mode(False)  # as in `Checkpoint.load`
 def load_any_drafter(
     drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
 ) -> Drafter | None:
-    """A drafter from a word (`WORDS`, `OF_TARGET`, "none"), a bundled name, a folder or hub id, or a module.
+    """Make a drafter from a word (`WORDS`, `OF_TARGET`, "none"), a bundled name, a folder or hub id, or a module.
 
-    None stays None. A pair, or "NAME,WORD": a model with a lookup next to it. tokenizer: the target's, with which that
-    of a language model is compared. Raises CheckpointError, ConfigError, and
-    UnsupportedModelError for a drafter that does not fit.
+    None stays None. A pair, or "NAME,WORD", gives a model with a lookup next to it. tokenizer: the target's; a language
+    model's tokenizer is compared with it. Raises CheckpointError, ConfigError, and UnsupportedModelError if the drafter
+    does not fit.
     """
     if drafter is None or drafter == "none":
         return None
@@ -84,7 +84,7 @@ def load_any_drafter(
 
 
 def require_options_used(drafter: Any, options: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for loading arguments of a drafter that is not loaded."""
+    """Raise ConfigError if loading arguments are given for a drafter that is not loaded."""
     named = isinstance(drafter, (os.PathLike, list, tuple)) or (
         isinstance(drafter, str) and drafter not in (*WORDS, "none")
     )
@@ -98,8 +98,8 @@ def require_options_used(drafter: Any, options: Mapping[str, Any] | None) -> Non
 def _of_checkpoint(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:
-    """Drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those, else the
-    published drafter if it is on disk, else "suffix". Only "mtp" raises."""
+    """Make the drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those modules,
+    else the published drafter if it is on disk, else "suffix". Only "mtp" raises."""
     name = getattr(target.model.config, "name_or_path", "")
     checkpoint = None if not name else Checkpoint.from_name(name, options)
     if word == MTP:
@@ -123,7 +123,7 @@ def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, An
         if has_modules(checkpoint.config_file.parent, num_layers):
             yield MTP
     except CheckpointError:
-        pass  # not here, or damaged
+        pass  # missing or damaged
     for pair in PAIRS:
         named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
         if named and _is_found(Checkpoint.from_name(pair.drafter, here)):
@@ -192,7 +192,8 @@ def continues_text(config: Mapping[str, Any]) -> bool:
 
 
 def _language_model(model: PreTrainedModel, target: TargetModel, tokenizer: Any | None, own: Any | None) -> Drafter:
-    """Raises UnsupportedModelError where it cannot run, or its tokens are not the target's."""
+    """Make a drafter from a language model. Raises UnsupportedModelError if it cannot run or its tokens differ from the
+    target's."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     for what, here, there in (("dtype", model.dtype, target.dtype), ("device", model.device, target.device)):
         if here != there:
@@ -206,7 +207,8 @@ def _language_model(model: PreTrainedModel, target: TargetModel, tokenizer: Any 
 
 
 def _require_same_tokens(name: str, tokenizer: Any, own: Any) -> None:
-    """Added tokens of one alone are no difference: the other never writes them."""
+    """Raise unless both have the same tokens. Added tokens of only one are allowed, since the other never writes
+    them."""
     targets, drafters = tokenizer.get_vocab(), own.get_vocab()
     if targets == drafters:
         return

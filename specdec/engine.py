@@ -1,13 +1,13 @@
-"""The public engine: a target, a drafter, and requests in and out.
+"""The public engine: it runs requests on a target with a drafter.
 
     engine = Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-mtp")
     [out] = engine.generate("...", SamplingParams(max_new_tokens=64))
 
 Calls from several threads take turns, one step each, in order of arrival; `submit` and `abort` never wait for a turn.
-The requests of all threads and of open streams share rounds, whichever thread runs the step.
-A step that is interrupted (an error, Ctrl-C) changes no request: the next step restarts all of them from their tokens.
-A tokenizer or grammar that raises ends its own request alone, with RequestFailedError. When a step fails twice with no
-token in between, one request ends, not all: see `specdec.runtime.step_faults`.
+The requests of all threads and open streams share rounds, whichever thread runs the step. An interrupted step (an
+error, Ctrl-C) changes no request: the next step restarts all requests from their tokens. If a tokenizer or grammar
+raises, only its request ends, with RequestFailedError. If a step fails twice with no token in between, one request
+ends, not all: see `specdec.runtime.step_faults`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,10 +79,10 @@ LOADED_WITH = ("target", "drafter", "tokenizer", "spec", "config", "drafter_opti
 
 
 class Engine:
-    """Generates with speculation, exactly as the target alone would.
+    """Generates with speculation. The output is that of the target alone.
 
     Make one with `from_pretrained`. `drafter` is a Drafter fitted to the target, or None (plain decoding in the same
-    runtime). Engines may share a target and a drafter: both are weights, and an engine's state is its own.
+    runtime). Engines may share target and drafter, which hold only weights; each engine has its own state.
     """
 
     @known_keywords
@@ -164,8 +164,8 @@ class Engine:
         self.end_tokens = self.request_builder.end_tokens
         self.inbox = Inbox(self.steps, self._attempt_turn)
         self._turns = Turns()
-        self._interrupted = False  # a turn began and did not end
-        self._cleared = False  # closed, to the end
+        self._interrupted = False  # a turn began but did not end
+        self._cleared = False  # `close` has finished
         warm_up(self.steps)
 
     @classmethod
@@ -180,17 +180,16 @@ class Engine:
         drafter_options: Mapping[str, Any] | None = None,
         **target_options: Any,
     ) -> "Engine":
-        """Load and bind a pair.
+        """Load a target and a drafter and make an engine of them.
 
-        target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
-        the same, "mtp" (modules of the target's checkpoint), "suffix", "ngram", "auto" (those modules, else the
-        published drafter if it is on disk, else "suffix"), or None ("none"); or two, [drafter, "suffix"] or
-        "NAME,suffix": each round has the draft that is expected to bring more tokens a second. tokenizer: one, or its
-        name; default: the target's own, None for a loaded module. Other arguments (revision, token, ...) go to
-        transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
-        over the target's token, trust_remote_code, cache_dir and local_files_only.
-        Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
-        exactly, a drafter for another target), ConfigError (bad settings).
+        target: hub id, folder, bundled name or a loaded model (with or without peft adapters). drafter: the same, or
+        "mtp" (modules of the target's checkpoint), "suffix", "ngram", "auto" (the modules, else the published drafter
+        if it is on disk, else "suffix"), or None ("none"). With two, [drafter, "suffix"] or "NAME,suffix", each round
+        takes the draft with more expected tokens per second. tokenizer: a tokenizer or its name; default: the target's,
+        None for a loaded module. Other arguments (revision, token, ...) go to transformers' `from_pretrained` for the
+        target; `drafter_options` go to it for the drafter, which also inherits the target's token, trust_remote_code,
+        cache_dir and local_files_only. Raises CheckpointError (missing checkpoint or tensors), UnsupportedModelError (a
+        target that cannot run exactly, a drafter for another target), ConfigError (bad settings).
         """
         config = config or EngineConfig()
         require_type("spec", spec, SpecConfig)
@@ -208,7 +207,7 @@ class Engine:
         tokenizer = pick_tokenizer(tokenizer, target, target_options)
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
         ops = choose_operations(config.fused, config.attention, device, model.dtype)
-        with CpuThreads(model, device).limited():  # a load runs forwards too
+        with CpuThreads(model, device).limited():  # loading runs forwards too
             bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
             fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
             spec = fitted_spec(spec, fitted)
@@ -224,13 +223,12 @@ class Engine:
         *,
         progress: bool | None = None,
     ) -> list[GenerationOutput]:
-        """Continue every prompt (text or token ids); results in the order of the prompts, all samples of each together.
+        """Continue every prompt (text or token ids). Results are in the order of prompts, all samples of each together.
 
-        `params`: one for all, or one each; n of them make n results. More requests than `max_batch_size` queue. Every
-        one is checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
-        If one of them fails (RequestFailedError), or the engine is closed (SpecDecError), the other requests of the
-        call end too.
-        `progress`: a bar on standard error; None: on a terminal, for more than one prompt.
+        `params`: one for all prompts, or one each; `n` samples give n results. Requests beyond `max_batch_size` wait.
+        All are checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
+        If one fails (RequestFailedError), or the engine is closed (SpecDecError), the other requests of the call end
+        too. `progress`: show a bar on standard error; None: on a terminal, if there are several prompts.
         """
         requests = self._make_requests(prompts, params)
         try:
@@ -250,15 +248,15 @@ class Engine:
     def chat(
         self, chats: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **template_kwargs: Any
     ) -> list[GenerationOutput]:
-        """`generate` for a conversation, as `chat_prompt` takes it with these arguments, or for each of a list."""
+        """`generate` for a conversation, or for each of a list. Arguments are those of `chat_prompt`."""
         return self.generate([self.chat_prompt(chat, **template_kwargs) for chat in as_chat_list(chats)], params)
 
     @known_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Continue one prompt, yielding the new tokens of each round; the last delta carries the whole output.
+        """Continue one prompt and yield the new tokens of each round. The last delta has the whole output.
 
-        Leaving the loop early aborts the request. Bad input raises here, not at the first delta; a stream that cannot
-        be completed raises RequestFailedError, or SpecDecError when the engine was closed.
+        Leaving the loop early aborts the request. Bad input raises here, not at the first delta. A stream that fails
+        raises RequestFailedError, or SpecDecError if the engine was closed.
         """
         require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
@@ -266,10 +264,10 @@ class Engine:
 
     @known_keywords
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
-        """Submit one prompt without waiting for a step; the handle reads the tokens that steps add.
+        """Submit one prompt without waiting for a step. Read its tokens from the handle.
 
-        priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
-        The value falls by 1 for every 64 later requests that are served before it.
+        priority: from -100 to 100. Lower values are served first and preempted last; equal values in order of arrival.
+        The value falls by 1 for every 64 later requests that are admitted before it.
         """
         require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
@@ -283,26 +281,27 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many prompts; all are checked before any is submitted. Handles in the order of `generate`."""
+        """`submit` for many prompts. All are checked before any is submitted. Handles are in the order of
+        `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self.inbox.submit(requests, priority)
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
-        """Run one step: a round of all decoding requests, then prompt chunks -> is there anything left to do?
+        """Run one step: a round of all decoding requests, then prompt chunks. Returns whether work is left.
 
-        Raises any error of the step; the next step then restarts all requests from their tokens. An error that names
-        the row of one request (`specdec.errors.name_row`) ends that request instead.
+        Raises any error of the step; the next step then restarts all requests from their tokens. If an error names one
+        request's row (`specdec.errors.name_row`), that request ends instead.
         """
         self.inbox.require_open()
         self._in_turn(self._run, self._whole_step)
         return not self.inbox.is_idle
 
     def abort(self, id: int) -> None:
-        """End a request as it is, after the step under way. An unknown id, or that of an ended request, is no error.
+        """End a request, with the tokens it has, after the current step. An unknown or ended id is no error.
 
-        id: `Handle.id`. Raises ConfigError for anything but an integer.
+        id: `Handle.id`. Raises ConfigError if it is not an integer.
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise ConfigError(f"id={shown(id)}: the id of one request is expected, an integer as in Handle.id")
@@ -316,10 +315,10 @@ class Engine:
         special_tokens_in_content: str = "allow",
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
+        """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to the beginning of the answer.
 
-        special_tokens_in_content: "escape" makes control tokens in messages ("<|turn>system") plain text, as the server
-        does; "allow" leaves them control tokens, as transformers does.
+        special_tokens_in_content: "escape" reads control tokens in messages ("<|turn>system") as plain
+        text, like the server; "allow" keeps them control tokens, like transformers.
         `template_kwargs` go to the chat template: `tools`, `enable_thinking`, ... Without a template a turn is plain
         text, and messages or `template_kwargs` raise ConfigError.
         """
@@ -335,12 +334,12 @@ class Engine:
         return text
 
     def stats(self) -> EngineStats:
-        """Sums over all requests that finished in this engine."""
+        """Sums over finished requests, and the engine's present state."""
         return self._turns.run(self.steps.stats)
 
     @property
     def drafts_off(self) -> str:
-        """Why the newest round had no draft, in words; empty if it had one. Unlike `stats`, it waits for no step."""
+        """Why the newest round had no draft; empty if it had one. Unlike `stats`, it does not wait for a step."""
         if self.drafter is None:
             return "there is no drafter"
         return "" if self.steps.choice is None else self.steps.choice.use().off
@@ -350,7 +349,7 @@ class Engine:
         return {request.number for request in self.scheduler.running}
 
     def most_new_tokens(self, prompt_len: int) -> int:
-        """The largest `max_new_tokens` that fits a prompt of that length, and at least 1, even if that does not fit."""
+        """The largest `max_new_tokens` for a prompt of this length; at least 1, even if that does not fit."""
         most = self.max_model_len - prompt_len
         needed = slots_needed(self.table, prompt_len, most) if most > 1 else []
         there = [pool.capacity * self.config.page_size for pool in self.table.allocator.pools]
@@ -364,7 +363,7 @@ class Engine:
 
     @contextmanager
     def prompts_only(self) -> Iterator[None]:
-        """Within the block steps read prompts and launch no rounds: a request gets its first token, and no more."""
+        """Within the block, steps read prompts but launch no rounds: a request gets only its first token."""
         self.scheduler.rounds_held = True
         try:
             yield
@@ -372,8 +371,8 @@ class Engine:
             self.scheduler.rounds_held = False
 
     def clear_prefix_cache(self) -> None:
-        """Drop all cached K/V; those that running requests have computed so far will not be cached either. Call it
-        after changes of the model that an engine cannot see: docs/troubleshooting.md lists them.
+        """Drop all cached K/V; K/V that running requests have computed will not be cached either. Call it after changes
+        of the model that an engine cannot notice: docs/troubleshooting.md lists them.
 
         It also compares every attribute and config of the target's modules with their earlier values, and copies a
         target with hooks or adapters again. Raises UnsupportedModelError if the changed target cannot be served.
@@ -381,10 +380,10 @@ class Engine:
         self._in_turn(self._forget_prefixes)
 
     def close(self) -> None:
-        """Drop the KV tensors; the engine refuses further work. The model stays usable.
+        """Free the KV tensors. The engine then refuses work; the model stays usable.
 
-        Requests that have not ended are cut: `generate` and `stream` raise SpecDecError in the threads that wait; a
-        handle has the finish reason "abort", and `Handle.error` says why.
+        Unfinished requests are cut off: waiting calls of `generate` and `stream` raise SpecDecError; a handle gets the
+        finish reason "abort" and an `error`.
         """
         if not self._cleared:
             self._in_turn(self._close)
@@ -408,17 +407,17 @@ class Engine:
         self.close()
 
     def _in_turn(self, work: Callable[[], T], whole: Callable[[Callable[[], T]], T] | None = None) -> T:
-        """Do this work in a turn of this thread. If it raises, the next turn restarts requests from settled tokens."""
+        """Do this work in a turn. If it raises, the next turn restarts requests from settled tokens."""
         result = self._turns.run(lambda: with_modes_restored(lambda: (whole or self._whole)(work)))
         self.inbox.drain()
         return result
 
     def _attempt_turn(self) -> bool:
-        """Process the inbox in a turn, unless a thread has one or waits for one -> was it done?"""
+        """Process the inbox in a turn, unless a thread has a turn or waits for one. Returns whether it was done."""
         return self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None)))
 
     def _whole_step(self, work: Callable[[], None]) -> None:
-        """`_whole` for a step: an error ends at most one request, and is not raised if it names that request."""
+        """`_whole` for a step: an error ends at most one request, and is not raised if it names the request's row."""
         try:
             self._whole(work)
         except Exception as error:
@@ -442,11 +441,11 @@ class Engine:
         return result
 
     def _advance(self, request: Request) -> None:
-        """One step, unless the request has ended meanwhile."""
+        """Run one step, unless the request has ended."""
         self._in_turn(lambda: None if request.finished else self._run(), self._whole_step)
 
     def _close(self) -> None:
-        """Close, within a turn. If it is interrupted, the next call of `close` does it again."""
+        """Close, within a turn. If it is interrupted, the next call of `close` repeats it."""
         self.inbox.close()
         self.steps.clear_captures()
         self.cache.clear()
@@ -469,7 +468,7 @@ class Engine:
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:
-            self.inbox.submit([request])  # only once the first delta is read: an unread stream holds no slots
+            self.inbox.submit([request])  # submitted when the first delta is read: an unread stream holds no slots
             for delta in Handle(request, self._advance, self.abort):
                 if delta.output is not None:
                     request.require_whole()

@@ -1,6 +1,6 @@
-"""The exceptions of specdec. They live at the bottom because every layer raises them.
+"""The exceptions of specdec. They are the lowest layer, since every layer raises them.
 
-Their messages are one sentence. `shown` puts a value into one.
+A message is one sentence. `shown` formats a value for it.
 """
 
 import reprlib
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SpecDecError(Exception):
-    """Base of every error that specdec raises on purpose."""
+    """Base of all errors that specdec raises on purpose."""
 
 
 class ConfigError(SpecDecError, ValueError):
@@ -23,7 +23,7 @@ class UnsupportedModelError(SpecDecError, ValueError):
 
 
 class CheckpointError(SpecDecError, OSError):
-    """A checkpoint that is missing, incomplete, or made for something else."""
+    """A checkpoint that is missing, incomplete, or of another kind."""
 
 
 class CapacityError(SpecDecError, ValueError):
@@ -31,7 +31,7 @@ class CapacityError(SpecDecError, ValueError):
 
 
 class OutOfSlotsError(SpecDecError):
-    """No free page in one of the two pools at this moment."""
+    """A pool has too few free pages at the moment."""
 
 
 class QueueFullError(SpecDecError):
@@ -39,44 +39,43 @@ class QueueFullError(SpecDecError):
 
 
 class StoppingError(SpecDecError):
-    """A served engine that stops."""
+    """The served engine is stopping."""
 
 
 class RequestFailedError(SpecDecError):
-    """The tokenizer, the grammar or a step raised an error in this request alone. It has ended, and no other has."""
+    """The tokenizer, the grammar or a step raised an error in this request. Only this request has ended."""
 
 
 class RoundFailedError(SpecDecError):
-    """The round of this request raised an error, again when it was tried again, and of its requests this was the newest
-    or the one let in last."""
+    """The request's rounds failed repeatedly, and it was their newest or last admitted request."""
 
 
 class DeviceLostError(SpecDecError):
-    """A device of an engine that is split over several did not answer in time. The engine cannot go on."""
+    """A device of a split engine did not answer in time. The engine cannot continue."""
 
 
 class KVStateError(SpecDecError):
-    """A KV operation that the present state forbids."""
+    """A KV operation that is not allowed in the present state."""
 
 
 class DoubleFreeError(KVStateError):
-    """Slots freed, or evicted, that no request holds."""
+    """Freeing or evicting slots that no request holds."""
 
 
 class LocationError(KVStateError):
-    """SPECDEC_SANITIZE=1 found a forward about to read or write a slot that is not its row's."""
+    """SPECDEC_SANITIZE=1 found that a forward would read or write a slot that is not its row's."""
 
 
 class FrozenKVError(KVStateError):
-    """A KV mutation while a frozen view is open, a nested view, or a view used after it closed."""
+    """A KV change while a frozen view is open, a nested view, or use of a closed view."""
 
 
 MAX_SHOWN = 160
-"""Characters of a value that an error shows."""
+"""Most characters of a value in an error."""
 
 
 class _Short(reprlib.Repr):
-    """Plain values as Python writes them, at a readable length; of anything else only the kind."""
+    """Shows plain values like Python, shortened; of other values only the kind."""
 
     plain = (bool, float, complex, bytes, type(None))
 
@@ -88,9 +87,9 @@ class _Short(reprlib.Repr):
     def repr_instance(self, x: Any, level: int) -> str:
         if isinstance(x, self.plain):
             return super().repr_instance(x, level)
-        if type(x).__name__ in ("dtype", "device"):  # torch's; this module imports neither torch nor numpy
+        if type(x).__name__ in ("dtype", "device"):  # of torch; this module imports neither torch nor numpy
             return repr(x)
-        if hasattr(x, "item") and getattr(x, "shape", None) == ():  # a scalar in a numpy or torch box
+        if hasattr(x, "item") and getattr(x, "shape", None) == ():  # a numpy or torch scalar
             return repr(x.item())
         if hasattr(x, "shape"):
             return f"<{type(x).__name__} of shape {tuple(x.shape)}>"
@@ -101,7 +100,7 @@ _short = _Short()
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: never a printed tensor, module or long list."""
+    """Format a value for a message: never a printed tensor, module or long list."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
@@ -114,7 +113,7 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """What is wrong with a model or a checkpoint, as an error in the block says, becomes a sentence about `name`."""
+    """Prefix errors of the block about a model or checkpoint with `name`."""
     try:
         yield
     except (UnsupportedModelError, CheckpointError) as error:
@@ -123,36 +122,36 @@ def about(name: str) -> Iterator[None]:
 
 @contextmanager
 def naming_file(path: str | PathLike[str]) -> Iterator[None]:
-    """An error of the system while a file is written, such as a full disk, names that file."""
+    """Make system errors of the block, such as a full disk, name this file."""
     try:
         yield
     except BrokenPipeError:
         raise  # the reader has gone
     except OSError as error:
-        if error.errno is None or error.filename == str(path):  # not the system's, or named already
+        if error.errno is None or error.filename == str(path):  # not from the system, or named already
             raise
         reason = error.strerror or first_line(error)
         raise OSError(error.errno, f"cannot be written: {reason}", str(path)) from error
 
 
 def is_fault(error: BaseException) -> bool:
-    """Is it a fault of what was called? Interrupts and lack of memory are none: what was interrupted is done again. A
-    panic of a Rust library is one, though it derives from BaseException."""
+    """Is the error the called code's fault? Interrupts and lack of memory are not: the work is repeated. A panic of a
+    Rust library is, although it derives from BaseException."""
     if isinstance(error, Exception):
         return not isinstance(error, MemoryError)
     return type(error).__name__ == "PanicException"
 
 
 def name_row(error: BaseException, row: int) -> BaseException:
-    """Returns the error, marked with the row of the request table that it concerns: raised in a step, it ends the
-    request of that row and no other. An error that is no fault (`is_fault`) gets no mark."""
+    """Returns the error, marked with a row of the request table. Raised in a step, it ends only the request of that
+    row. An error that is no fault (`is_fault`) is not marked."""
     if is_fault(error):
         error.row = int(row)  # type: ignore[attr-defined]
     return error
 
 
 def row_named_by(error: BaseException | None) -> int | None:
-    """The row that an error names, or the one that it was raised from; None: it may concern any request."""
+    """The row that an error, or its cause, names; None: it may concern any request."""
     while error is not None:
         row = getattr(error, "row", None)
         if isinstance(row, int):
@@ -162,14 +161,14 @@ def row_named_by(error: BaseException | None) -> int | None:
 
 
 def error_summary(error: BaseException) -> str:
-    """Kind and first sentence of an error; not the error itself, whose frames hold tensors."""
+    """Kind and first sentence of an error, as text: the error's frames would keep tensors alive."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first sentence of another library's message, at a readable length. A first line that ends in a colon is
-    joined with the next one."""
+    """The first sentence of another library's message, shortened. A first line that ends in a colon is joined with the
+    next."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join([lines[0], *(each.strip() for each in lines[1:2] if lines[0].endswith(":"))])
     if isinstance(error, KeyError) and " " not in line:

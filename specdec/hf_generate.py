@@ -1,8 +1,8 @@
-"""`specdec.generate`: the drop-in for `model.generate(...)`, with a drafter in second place.
+"""`specdec.generate`: a drop-in for `model.generate(...)`, with the drafter as second argument.
 
-It merges the generation settings as transformers does, honours what an engine can honour exactly and refuses every
-other setting by name, wherever it was made, so that nothing is silently ignored. Stop strings are matched by
-transformers' own criterion. The model is left as it was, also when something fails.
+It merges generation settings like transformers. It honours every setting that an engine can honour exactly and refuses
+all others by name, wherever they were set, so that nothing is silently ignored. Stop strings are matched by
+transformers' criterion. The model is not changed, even if the call fails.
 """
 
 import difflib
@@ -36,40 +36,40 @@ HARMLESS = frozenset(
     # memory and compilation
     {"use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config"}
     | {"disable_compile"}
-    # how transformers drafts; drafts do not change the output
+    # transformers' drafting; drafts do not change the output
     | {"num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size"}
     | {"assistant_lookbehind", "target_lookbehind"}
     # about other models, or about the file
     | {"decoder_start_token_id", "trust_remote_code", "transformers_version"}
 )
-"""Settings that cannot change a token, whatever their value."""
+"""Settings that cannot change a token with any value."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_new_tokens": (0,),
     "guidance_scale": (1,),
     "penalty_alpha": (0,),
     "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"),
 }
-"""Values that change nothing, besides None, False, an empty list and what transformers assumes for an unset field."""
+"""More values without effect, besides None, False, an empty list and transformers' defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """Generation settings by name: keyword over given config over the model's own over transformers' defaults."""
+    """Generation settings by name. Precedence: keyword, given config, the model's config, transformers' defaults."""
 
-    merged: Mapping[str, Any]  # None: unset, or switched off
+    merged: Mapping[str, Any]  # None: unset or switched off
     defaults: Mapping[str, Any]
-    switched_off: frozenset[str]  # keywords passed as None: not even the default then
+    switched_off: frozenset[str]  # keywords passed as None: even the default is off
 
     @classmethod
     def from_call(
         cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]
     ) -> "GenerationSettings":
-        """Merge, and refuse what cannot be honoured."""
+        """Merge the settings, and refuse those that cannot be honoured."""
         if given is not None and not isinstance(given, GenerationConfig):
             raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is expected")
         defaults = GenerationConfig._get_default_generation_params()
         legacy = model.config._get_generation_parameters() if given is None else {}
-        for name, value in legacy.items():  # as transformers does
+        for name, value in legacy.items():  # like transformers
             raise ConfigError(
                 f"the model's config sets {name}={shown(value)}; set it in model.generation_config instead"
             )
@@ -95,7 +95,7 @@ class GenerationSettings:
         return self.defaults.get(name) if value is None and name not in self.switched_off else value
 
     def new_tokens(self, model: PreTrainedModel, input_len: int) -> Any:
-        """How many tokens a row may gain: `max_length` counts the padded input, and unset means 20 beyond it."""
+        """Most new tokens of a row. `max_length` counts the padded input; unset, 20 new tokens are allowed."""
         if self.merged.get("max_new_tokens") is not None:
             return self.merged["max_new_tokens"]
         max_length = self.merged.get("max_length")
@@ -116,7 +116,7 @@ class GenerationSettings:
         return max_length - input_len
 
     def end_ids(self) -> list[int]:
-        """`eos_token_id` as a list, as given: negative ids, and ids beyond the vocabulary, never come up."""
+        """`eos_token_id` as a list. Negative ids, and ids outside the vocabulary, never occur."""
         ids = self["eos_token_id"]
         if ids is None:
             return []
@@ -124,26 +124,26 @@ class GenerationSettings:
         return [_as_int("eos_token_id", one) for one in (many if isinstance(many, (list, tuple)) else [many])]
 
     def pad_id(self) -> int | None:
-        """`pad_token_id`, else the first end token, as transformers fills it in."""
+        """`pad_token_id`, else the first end token, as in transformers."""
         pad, ends = self["pad_token_id"], self.end_ids()
         if pad is None:
             return ends[0] if ends else None
         return _as_int("pad_token_id", pad)
 
     def sampling(self, new_tokens: Any, end_ids: tuple[int, ...]) -> dict[str, Any]:
-        """The arguments of SamplingParams. A filter at None is off."""
+        """The arguments of SamplingParams. A filter that is None is off."""
         filters: dict[str, Any] = {"temperature": 0.0}
         if self["do_sample"]:
             off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
             filters = {name: neutral if self[name] is None else self[name] for name, neutral in off.items()}
-            if filters["top_p"] == 0:  # transformers keeps the most likely token then
+            if filters["top_p"] == 0:  # then transformers keeps the most likely token
                 filters["top_p"] = np.finfo(np.float32).tiny
         penalty = self["repetition_penalty"]
         return filters | {
             "max_new_tokens": new_tokens,
             "repetition_penalty": 1.0 if penalty is None else penalty,
             "stop_token_ids": end_ids,
-            "ignore_eos": True,  # the end tokens above are the whole truth
+            "ignore_eos": True,  # only the end tokens above count
         }
 
     def copies(self) -> int:
@@ -157,14 +157,14 @@ class GenerationSettings:
         return count
 
     def spec(self) -> SpecConfig | None:
-        """None: the drafter's default."""
+        """The draft settings; None: the drafter's default."""
         drafts = self.merged.get("num_assistant_tokens")
         if drafts is None:
             return None
         drafts = _as_int("num_assistant_tokens", drafts)
         if not 1 <= drafts < MAX_TREE_NODES:
             raise ConfigError(f"num_assistant_tokens={drafts}: 1 to {MAX_TREE_NODES - 1} drafts a round are supported")
-        return BoundedDepth(num_steps=drafts)  # a drafter may have fewer
+        return BoundedDepth(num_steps=drafts)  # the drafter may allow fewer
 
 
 def generate(
@@ -183,16 +183,16 @@ def generate(
     engine_config: EngineConfig | None = None,
     **hf_generate_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Continue a padded batch, as `model.generate(input_ids, attention_mask=..., **kwargs)` does.
+    """Continue a padded batch like `model.generate(input_ids, attention_mask=..., **kwargs)`.
 
     input_ids (or `inputs`), attention_mask: [B, T] int64, padded on either side; without a mask, padding is inferred as
-    transformers infers it. drafter (or `assistant_model`): a module, a name or None. tokenizer: for `stop_strings`.
-    use_mtp=True: the MTP modules of the checkpoint that the model was loaded from, as drafter="mtp".
-    streamer: gets the prompt, then every token, of a single row. spec: goes before `num_assistant_tokens`.
-    Returns [B, T + new] int64 on the device of `input_ids`: the rows as given, then what was generated, then
-    `pad_token_id`; with `return_dict_in_generate` the same as `sequences` of a GenerateDecoderOnlyOutput. With
-    do_sample, row i draws with seed + i; without a seed one comes from torch's generator, so `torch.manual_seed` makes
-    it repeatable. Raises ConfigError for arguments it cannot honour.
+    in transformers. drafter (or `assistant_model`): a module, a name or None. tokenizer: needed for `stop_strings`.
+    use_mtp=True: use the MTP modules of the model's checkpoint, like drafter="mtp". streamer: gets the prompt, then
+    every token, of a single row. spec: overrides `num_assistant_tokens`. Returns [B, T + new] int64 on the device of
+    `input_ids`: the given rows, the generated tokens, then `pad_token_id`; with `return_dict_in_generate` as
+    `sequences` of a GenerateDecoderOnlyOutput. With do_sample, row i draws with seed + i; without a seed, one is drawn
+    from torch's generator, so `torch.manual_seed` makes it repeatable. Raises ConfigError for arguments that it cannot
+    honour.
     """
     anything: object = model
     if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
@@ -231,7 +231,7 @@ def generate(
         longest = max((len(prompt) for prompt in prompts), default=0) + max(
             (p.max_new_tokens for p in params), default=1
         )
-        most = context_length(model.config.get_text_config()).max_len or longest  # beyond it the engine refuses the row
+        most = context_length(model.config.get_text_config()).max_len or longest  # the engine refuses longer rows
         engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=min(longest, most))
     name = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     spec = spec or settings.spec()
@@ -260,12 +260,12 @@ def _stream(
     stops: StopStringCriteria | None,
     streamer: BaseStreamer | None,
 ) -> list[list[int]]:
-    """New tokens of each row, looked at one by one as the rounds bring them. Rows share rounds."""
+    """New tokens of each row, checked one by one after each round. Rows share rounds."""
     if streamer is not None:
         streamer.put(ids.cpu())
     reach = 0 if stops is None else max(len(stop.encode()) for stop in stops.stop_strings)
     new: list[list[int]] = [[] for _ in prompts]
-    with ExitStack() as stack:  # a stream that is closed early gives its slots back
+    with ExitStack() as stack:  # closing a stream early frees its slots
         streams = {}
         for row, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             streams[row] = engine.stream(prompt, one)
@@ -279,8 +279,8 @@ def _stream(
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
                     if stops is None:
-                        continue  # reach is 0, and [-0:] would be the whole text
-                    tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # one byte a token at least
+                        continue  # reach is 0, but [-0:] would be the whole text
+                    tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # a token has at least one byte
                     if bool(stops(tail, None)):
                         ended = True
                         break
@@ -292,10 +292,10 @@ def _stream(
 
 
 def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
-    """transformers' own criterion: what counts as a match, with the prompt and with special tokens, is its decision."""
+    """transformers' criterion. It decides what matches, including the prompt and special tokens."""
     if strings is None or (isinstance(strings, (list, tuple)) and not strings):
         return None
-    SamplingParams(stop=strings)  # raises for what is no string or strings
+    SamplingParams(stop=strings)  # raises unless it is a string or strings
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = pick_tokenizer(tokenizer, None, {})
     if tokenizer is None:
@@ -325,7 +325,7 @@ def _input_ids(model: PreTrainedModel, settings: GenerationSettings, ids: Any) -
 
 
 def _attention_mask(settings: GenerationSettings, ids: torch.Tensor, mask: Any) -> torch.Tensor:
-    """The mask given, or that of transformers: where the ids are not padding, if padding can be told from an end."""
+    """The given mask, or transformers' mask of ids that are not padding, if padding differs from the end token."""
     if mask is None:
         pad = settings.pad_id()
         return torch.ones_like(ids, dtype=torch.bool) if pad is None or pad in settings.end_ids() else ids != pad
@@ -336,8 +336,8 @@ def _attention_mask(settings: GenerationSettings, ids: torch.Tensor, mask: Any) 
 
 
 def _is_neutral(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
-    """Does the value say what leaving the field alone says?"""
-    if isinstance(value, torch.Tensor):  # processors of text-and-image models send token types along: all text is 0
+    """Is the value equivalent to leaving the field unset?"""
+    if isinstance(value, torch.Tensor):  # processors of text-and-image models pass token types: text is 0
         return name.endswith("token_type_ids") and not bool(value.any())
     if isinstance(value, (bool, np.bool_)):
         return bool(value) == bool(defaults.get(name))
@@ -348,7 +348,7 @@ def _is_neutral(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 def _refusal(name: str, value: Any, source: str) -> str:
     """Why a setting is refused, and what to do."""
-    said = f"{name}={shown(list(value) if isinstance(value, list) else value)}"  # also of a LogitsProcessorList
+    said = f"{name}={shown(list(value) if isinstance(value, list) else value)}"  # also for a LogitsProcessorList
     if name == "prompt_lookup_num_tokens":
         return f"{said} is not supported by specdec.generate; prompt lookup is drafter='ngram'"
     if source:

@@ -1,7 +1,7 @@
-"""The one place that imports by name, so that what is not used is not loaded: torch alone takes a second or more.
+"""Imports by name, so that unused modules are not loaded: torch alone takes a second or more.
 
-`specdec/__init__.py` looks up its public names through it, `specdec/cli/app.py` its commands, and these their bodies;
-no other module may use it (tests/test_layout.py).
+`specdec/__init__.py` loads public names through it, `specdec/cli/app.py` commands, and commands their bodies. No other
+module may use it (tests/test_layout.py).
 """
 
 from importlib import import_module
@@ -9,5 +9,5 @@ from typing import Any
 
 
 def load(module: str, name: str) -> Any:
-    """The object that `from module import name` would give."""
+    """Load what `from module import name` would import."""
     return getattr(import_module(module), name)

@@ -1,7 +1,7 @@
-"""The load-time check of a pair: what config, weights and names say for certain, logged when the pair is loaded.
+"""The load-time check of a pair: logs faults that config, weights or names show for certain.
 
-It costs no generation, and guesses nothing: a sign is true of the pair or is not there. Causes that take measuring, and
-a longer list of signs, are the doctor's, which stands above the engine.
+It generates nothing and guesses nothing: every reported sign is true. The doctor, a layer above the engine, measures
+further causes and knows more signs.
 """
 
 import copy
@@ -27,7 +27,7 @@ logger = logging.getLogger("specdec")
 
 
 class CheckedPair(NamedTuple):
-    """The pair in which signs are looked for."""
+    """The pair to check."""
 
     target: TargetModel
     drafter: Drafter
@@ -36,9 +36,9 @@ class CheckedPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """A fault that shows in a pair's config, weights or names.
+    """A fault that a pair's config, weights or names show.
 
-    what: the fault. do: advice, a sentence each. mended: the drafter without the fault, if it can be made here.
+    what: the fault. do: advice, one sentence each. mended: the drafter without the fault, if it can be made here.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Sign:
 
 
 def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
-    """An assistant reads keys that the target has rotated, so its queries must be rotated by the same angles."""
+    """Check RoPE: an assistant reads keys that the target has rotated, so its queries need the same angles."""
     target = subject.target
     config = drafter.assistant.config.get_text_config()
     own, theirs = (getattr(each, "rope_parameters", None) or {} for each in (config, target.config))
@@ -68,7 +68,7 @@ def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign |
 
 
 def window_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
-    """An assistant's sliding layers read the target's sliding layers."""
+    """Check windows: an assistant's sliding layers read the target's sliding layers."""
     target = subject.target
     owner = target.layout.last_owner(SLIDING_ATTENTION)
     windows = {window for window in drafter.windows if window is not None}
@@ -84,7 +84,7 @@ def window_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign
 
 
 def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Sign | None:
-    """Weights that a quantiser has rounded, in a checkpoint of 16 bits."""
+    """Check for weights that a quantiser rounded, stored in 16 bits."""
     form = rounded_to(module_of(drafter))
     if form is None:
         return None
@@ -95,7 +95,7 @@ def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Sign | None:
 
 
 def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
-    """Targets trained for int4 have assistants of their own. Only names as they are published are compared."""
+    """Check that a target trained for int4 has its own assistant. Compares published names only."""
     target, assistant = subject.target.name, str(getattr(drafter.assistant.config, "_name_or_path", "") or "")
     is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", last_part(name))) for name in (target, assistant))
     published = "gemma" in last_part(target) and "assistant" in last_part(assistant)
@@ -116,11 +116,11 @@ LOAD_SIGNS: tuple[tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Sign
     ("dtype", (*HEADS, *ASSISTANTS), rounded_weights),
     ("QAT pair", ASSISTANTS, qat_with_plain),
 )
-"""Causes of low acceptance that are seen at load: name, the drafters that they apply to, and how they are seen."""
+"""Causes of low acceptance that are visible at load: name, drafters that they apply to, and the check."""
 
 
 def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None, spec: SpecConfig) -> None:
-    """Log what is certain of a pair and costs no generation to see, and what is made of deeper drafts than its own."""
+    """Log certain faults of a pair, and how a request for deeper drafts than the drafter's is handled."""
     if drafter is None:
         return
     path, asked = drafter_path(model_of(drafter)), spec.num_steps
@@ -137,7 +137,7 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
 
 
 def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:
-    """With another `query_offset` or `window_shift`."""
+    """The assistant with another `query_offset` or `window_shift`."""
     kept = {"query_offset": drafter.query_offset, "window_shift": drafter.window_shift}
     return Gemma4MTPDrafter(drafter.assistant, target, **{**kept, **conventions})
 
@@ -145,7 +145,7 @@ def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventi
 def assistant_with_rope(
     drafter: Gemma4MTPDrafter, target: TargetModel, rope: Mapping[str, Mapping[str, Any]]
 ) -> Gemma4MTPDrafter:
-    """With these `rope_parameters`, of each layer type."""
+    """The assistant with these `rope_parameters` per layer type."""
     assistant = copy.deepcopy(drafter.assistant)
     config = assistant.config.get_text_config()
     config.rope_parameters = {**config.rope_parameters, **copy.deepcopy(dict(rope))}
@@ -155,7 +155,7 @@ def assistant_with_rope(
 
 
 def drafter_path(drafter: Drafter) -> str | None:
-    """Name that the drafter was loaded by, if it is known."""
+    """Name from which the drafter was loaded, if known."""
     if isinstance(drafter, Gemma4MTPDrafter):
         return str(getattr(drafter.assistant.config, "_name_or_path", "") or "") or None
     return drafter.source if isinstance(drafter, Eagle3Drafter) else None

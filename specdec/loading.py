@@ -1,8 +1,8 @@
-"""Checkpoints from disk or the hub into modules, with nothing silently random.
+"""Loads checkpoints from disk or the hub into modules, with no silently random weights.
 
-`from_pretrained` fills tensors that a checkpoint lacks with random numbers and only logs it; here that is an error.
-transformers does everything else (formats, sharding, key mapping, quantisation, the hub). Its loading arguments pass
-through: revision, token, trust_remote_code, quantization_config, ...
+transformers' `from_pretrained` fills missing tensors with random numbers and only logs it; here that is an error.
+transformers does everything else (formats, sharding, key mapping, quantisation, the hub), and its loading arguments are
+passed on: revision, token, trust_remote_code, quantization_config, ...
 """
 
 import difflib
@@ -43,19 +43,19 @@ logger = logging.getLogger("specdec")
 
 NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
 NO_NAMES = ("", "none", "null", "nan")
-"""How a missing value reads as a string."""
+"""Strings that mean a missing value."""
 
 SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Loading arguments of the target that its drafter takes too, unless it has its own: access, not content."""
+"""The target's loading arguments that its drafter inherits unless it has its own: access, not content."""
 HUB_OPTIONS = (*SHARED_OPTIONS, "revision", "subfolder")
-"""Loading arguments that say where a file is; the others say how to load it."""
+"""Loading arguments that locate a file; the others control loading."""
 SNAPSHOT_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "revision")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a user named: a bundled name, a folder or a hub id, and transformers' loading arguments. Nothing is read
-    until a property or method asks for it."""
+    """A checkpoint that a user named (bundled name, folder or hub id), with transformers' loading arguments. It is read
+    only when a property or method needs it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """The name that transformers gets: the folder of a bundled name, else the name."""
+        """The name for transformers: the folder of a bundled name, else the name."""
         return resolve_name(os.path.expanduser(self.name))
 
     @property
@@ -104,7 +104,8 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What its config.json holds. Raises CheckpointError where no model can be of it, see `read_config_json`."""
+        """Contents of its config.json. Raises CheckpointError if they cannot belong to any model, see
+        `read_config_json`."""
         file = self.config_file
         try:
             return read_config_json(file)
@@ -113,28 +114,29 @@ class Checkpoint:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The `quantization_config` that it was stored with; None: it has none."""
+        """Its stored `quantization_config`; None: it has none."""
         config = self.config
         with about(f"{self.name!r} cannot be loaded"):
             return stored_config(config)
 
     @property
     def promised(self) -> Quantization | None:
-        """What that promises of its weights, where it is read into packed weights; None: transformers reads it."""
+        """The weights' formats by that config, if specdec reads them as packed weights; None: transformers reads
+        them."""
         stored = self.quantization
         with about(f"{self.name!r} cannot be loaded"):
             return None if stored is None else quantization_of(stored)
 
     def hf_config(self) -> Any:
-        """Its config as transformers reads it. Raises CheckpointError in one sentence."""
+        """Its config, read by transformers. Raises CheckpointError in one sentence."""
         _ = self.quantization
         try:
             return config_read_as(self.config, self.path) or AutoConfig.from_pretrained(self.path, **self.hub_options)
-        except Exception as error:  # its checks raise errors of their own, and what they do not check raises anything
+        except Exception as error:  # its checks raise their own errors, and unchecked values raise anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
 
     def folder(self) -> Path:
-        """All its files, on disk: downloaded from the hub if it is not a folder."""
+        """The folder of all its files; downloads them from the hub if needed."""
         folder = self.config_file.parent
         if Path(self.path).is_dir():
             return folder
@@ -144,21 +146,21 @@ class Checkpoint:
             self.options.get("subfolder", "")
         )
 
-    @torch.inference_mode(False)  # ordinary tensors, which count their updates
+    @torch.inference_mode(False)  # ordinary tensors count their updates
     def load(self, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
-        """In the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
+        """Load it in the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
-        options.pop("ignore_mismatched_sizes", None)  # what does not fit is named below
+        options.pop("ignore_mismatched_sizes", None)  # mismatched tensors are reported below
         asked = options.get("quantization_config")
         promised = self.promised if asked is None else None
         if promised is not None:
             config = without_quantization(config)
             options["quantization_config"] = PackedConfig(promised)
-            if device.type != "cpu":  # packed there, file by file
+            if device.type != "cpu":  # packed on the device, file by file
                 options.setdefault("device_map", {"": device})
         try:
-            if isinstance(asked, dict) and self.quantization is not None:  # only objects override a stored one
+            if isinstance(asked, dict) and self.quantization is not None:  # only objects override a stored config
                 options["quantization_config"] = AutoQuantizationConfig.from_dict(asked)
             with building(self.config):
                 loaded: Any = auto_class(config).from_pretrained(
@@ -166,7 +168,7 @@ class Checkpoint:
                 )
         except MemoryError:
             raise
-        except Exception as error:  # what transformers raises for a checkpoint is not one kind
+        except Exception as error:  # transformers raises many kinds of errors for a checkpoint
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is not None and unknown[1] in self.options:
                 raise ConfigError(
@@ -174,13 +176,13 @@ class Checkpoint:
                 ) from error
             reason = damaged_file(self.config_file.parent)
             from_files = reason is not None or isinstance(error, (OSError, RuntimeError, SafetensorError))
-            if isinstance(error, SpecDecError):  # such as of what the config promises of packed weights
+            if isinstance(error, SpecDecError):  # such as broken promises about packed weights
                 reason = str(error)
             raise (CheckpointError if from_files else UnsupportedModelError)(
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
         model, info = loaded
-        for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # they would be random numbers too
+        for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # these would be random too
             raise CheckpointError(
                 f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
                 "a config.json and weights that belong together"
@@ -195,17 +197,17 @@ class Checkpoint:
             require_values_read(model, info["unexpected_keys"])
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
-        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place their own modules
+        placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
         ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
         return ready
 
     def module(self, target: TargetInfo) -> nn.Module:
-        """A drafter, in the dtype and on the device of its target."""
+        """Load a drafter in the dtype and on the device of its target."""
         return self.load(target.dtype, target.device)
 
 
 def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Loading arguments with `torch_dtype` as `dtype`. Raises ConfigError for those that cannot be honoured."""
+    """Loading arguments with `torch_dtype` renamed to `dtype`. Raises ConfigError for those that cannot be honoured."""
     if options.get("gguf_file") is not None:
         raise ConfigError(f"gguf_file={shown(options['gguf_file'])}: {NO_GGUF}")
     understood = dict(options)
@@ -220,7 +222,7 @@ def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
 def load_model(
     name: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PreTrainedModel:
-    """A target or a drafter by name, with every tensor from the checkpoint. `options` are transformers'."""
+    """Load a target or drafter by name, with every tensor from the checkpoint. `options`: for transformers."""
     return Checkpoint.from_name(name, options).load(dtype, device)
 
 
@@ -232,10 +234,10 @@ def load_target(
     options: Mapping[str, Any],
     on_host: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM from a name, or the loaded one that was given, adapters of peft in place.
+    """A causal LM loaded by name, or the given model, with peft adapters in place.
 
-    on_host: one that is loaded stays in host memory, where safetensors are mapped and read when they are needed.
-    Raises ConfigError for anything else, in one sentence that prints no model.
+    on_host: keep a loaded model in host memory, where safetensors are mapped and read on demand. Raises ConfigError for
+    any other target, in one sentence that prints no model.
     """
     if isinstance(target, (str, os.PathLike)):
         checkpoint = Checkpoint.from_name(target, options)
@@ -267,7 +269,7 @@ def load_target(
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Any | None:
-    """The checkpoint's tokenizer, or None when it ships none (prompts are then token ids)."""
+    """The checkpoint's tokenizer, or None if it has none (prompts must then be token ids)."""
     checkpoint = Checkpoint.from_name(name, options)
     if not os.path.isdir(checkpoint.path):
         require_hub(checkpoint.name, checkpoint.hub_options)
@@ -275,12 +277,12 @@ def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | No
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.hub_options)
     except (OSError, ValueError, KeyError):
         return None
-    # for some model types transformers makes up a tokenizer of special tokens alone where there are no files
+    # without files, transformers makes up a tokenizer of only special tokens for some model types
     return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
 
 
 def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -> Any | None:
-    """The tokenizer given, or loaded by the name given; else the target's, None if the target is a loaded module."""
+    """The given tokenizer, or the one of the given name; else the target's, or None for a loaded module."""
     if isinstance(asked, (str, os.PathLike)):
         tokenizer = load_tokenizer(asked, options)
         if tokenizer is None:
@@ -302,13 +304,13 @@ def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device given, else the first GPU, else the CPU. Raises ConfigError for one that this machine cannot use."""
+    """The given device, else the first GPU, else the CPU. Raises ConfigError if this machine cannot use it."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch has no common base for them
-        reason = first_line(error).partition(". ")[0]  # torch's message continues over many lines
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch's errors have no common base
+        reason = first_line(error).partition(". ")[0]  # torch's message has many lines
         there = f"; CUDA devices here: {torch.cuda.device_count()}" if str(device).startswith("cuda") else ""
         raise ConfigError(
             f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "
@@ -318,7 +320,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:
-    """The dtype given, else float32 on the CPU (bf16 is slower there), else the checkpoint's."""
+    """The given dtype, else float32 on a CPU (bf16 is slower there), else the checkpoint's."""
     if dtype is not None:
         return dtype
     if device.type == "cpu":
@@ -329,7 +331,8 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
 
 
 def unwrapped(model: Any, role: str) -> Any:
-    """The base of a peft model, adapters in place. Raises ConfigError for compiled models and for learned prompts."""
+    """The base of a peft model, with its adapters in place. Raises ConfigError for compiled models and learned
+    prompts."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"{role} is a torch.compile'd {type(model._orig_mod).__name__}; give the model itself, {role}._orig_mod"
@@ -353,11 +356,11 @@ def _require_same(name: str, asked: object, actual: object) -> None:
 
 
 PATIENCE = 3.0
-"""Seconds to wait for a first connection."""
+"""Seconds to wait for the first connection."""
 
 
 def require_hub(name: str, options: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a checkpoint is not in the cache and the hub, or the proxy for it, cannot be reached.
+    """Raise CheckpointError if a checkpoint is not cached and the hub (or its proxy) cannot be reached.
 
     options: loading arguments of transformers. Offline mode skips the check.
     """

@@ -1,5 +1,5 @@
-"""What takes long: a sign of life, on standard error and on a terminal only, but for the stages of a training, which go
-on for hours without one; and what is left when it is interrupted."""
+"""Progress of slow work, on standard error and only on a terminal; stages of a training, which take hours, are shown
+everywhere. Also the report of interrupted work."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from rich.text import Text
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A sign of life for the length of the block."""
+    """Show a spinner during the block."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -32,7 +32,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, total: int, done: int = 0, *, enabled: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar that counts to `total`; the block gets `update(done, what)`, of which it may leave out `what`."""
+    """Show a bar up to `total`. The block gets `update(done, what)`; `what` is optional."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -50,7 +50,7 @@ def progress_bar(what: str, total: int, done: int = 0, *, enabled: bool = True) 
 class Stage:
     """`with Stage("training") as stage: ... stage.update(0.25, "loss 1.2")`; not shown: does nothing.
 
-    A bar on a terminal, elsewhere a line every few seconds. The time that is left is told from what this run did alone.
+    It is a bar on a terminal, elsewhere a line every few seconds. The remaining time is estimated from this run only.
     """
 
     def __init__(self, name: str, *, every: float = 15.0, show: bool = True, console: Console | None = None) -> None:
@@ -78,7 +78,7 @@ class Stage:
         if self.first is None:
             self.first, self.began = fraction, now
             self.bar.reset(self.task, completed=0, text=text)
-            self.bar.update(self.task, completed=fraction)  # work of earlier runs does not count for the speed
+            self.bar.update(self.task, completed=fraction)  # earlier runs do not count for the speed
         self.bar.update(self.task, completed=fraction, text=text)
         if self.in_lines and now - self.said >= self.every:
             self.said = now
@@ -89,7 +89,7 @@ class Stage:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a measurement. report: that of what was finished until then, None where nothing was."""
+    """Ctrl-C in a measurement. report: results so far, None if there are none."""
 
     def __init__(self, message: str, report: Any = None) -> None:
         super().__init__(message)

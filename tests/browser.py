@@ -1,4 +1,4 @@
-"""A real browser for tests: a Chromium that the system has, without a window. Where there is none they are skipped."""
+"""A real browser for tests: the system's Chromium, headless. Without one, these tests are skipped."""
 
 import os
 import shutil

@@ -5,8 +5,9 @@
 
 raises `HostWork` where the block waits for the device (`.item()`, `.tolist()`, `if tensor:`, a shape that depends on
 values), or makes a tensor out of host data (`torch.tensor([..])`, `torch.from_numpy`, indexing by a list, a factory
-without `device=`). On a CPU device and host are one, so it goes by what is asked for and not by where tensors lie; on a
-GPU copies between the two are refused as well. What Triton's interpreter does in a kernel's place is not looked at.
+without `device=`). On a CPU, device and host are the same, so the check goes by the operations called, not by where
+tensors lie. On a GPU, copies between host and device are refused as well. Work of Triton's interpreter in place of
+kernels is ignored.
 """
 
 from collections.abc import Callable, Iterator

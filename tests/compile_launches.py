@@ -1,8 +1,8 @@
-"""Compiles what `launches` lists for a GPU that is not there, and prints what came of it as one JSON object.
+"""Compiles the kernels of `launches` for a GPU that is absent, and prints the results as one JSON object.
 
     python tests/compile_launches.py
 
-A process of its own: here kernels are compiled, in the tests' own process they run in the interpreter.
+It runs in a separate process: here kernels are compiled; in the tests' process they run in the interpreter.
 """
 
 import json

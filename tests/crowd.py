@@ -1,4 +1,5 @@
-"""A crowd on one engine: requests of every kind that come, run, are aborted and end, and what must be true of them.
+"""A crowd on one engine: requests of every kind that arrive, run, are aborted and end, with the properties that must
+hold.
 
 Used by the tests, and on a GPU by `python -m bench crowd`. It knows no model: prompts are ids below `vocab`.
 """

@@ -1,4 +1,4 @@
-"""Attention by its definition, which kernels and plain paths are compared with: one query, its keys, one softmax."""
+"""The oracle of kernels and plain paths: attention by its definition, with one query, its keys and one softmax."""
 
 import torch
 

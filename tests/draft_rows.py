@@ -1,4 +1,4 @@
-"""The rows that the draft policy must hold, of simulated loads (`draft_simulation.py`) at measured times of rounds.
+"""Results that the draft policy must reach on simulated loads (`draft_simulation.py`) with measured times of rounds.
 
 python -m draft_rows [part of a name ...]     prints each row: mean and worst of the seeds, to the best fixed draft
                                               and to plain decoding (in tests/, with PYTHONPATH=..:.)

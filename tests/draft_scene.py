@@ -1,4 +1,4 @@
-"""A drafter's part of a round, alone: a worker over requests of some lengths, whose K/V and states the tests choose.
+"""A drafter's part of a round in isolation: a worker over requests of given lengths; tests choose K/V and states.
 
 K/V and states are a function of (request, position). The K/V of every slot that holds no committed key is NaN, and so
 is the null slot that padding rows read and write.

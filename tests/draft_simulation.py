@@ -1,10 +1,10 @@
-"""A load whose drafts are right by planted coins, on a machine whose rounds take planted times: no engine, no model.
+"""Simulates a load with given acceptance probabilities on a machine with given round times, without engine or model.
 
-    Machine     seconds of a round by its draft and batch, of a drafter that catches up, and what noise adds
+    Machine     seconds of a round by draft and batch, seconds of a drafter that catches up, and noise
     Load        requests that begin and end together, and how often each source's drafts are right
     play        seconds until all have their tokens, with the draft of each round by `choose`
 
-Every policy meets the same coins: whether the draft at a position is right does not depend on what was drafted before.
+Every policy meets the same random draws: a draft's acceptance at a position does not depend on earlier drafts.
 """
 
 from collections import Counter

@@ -1,4 +1,5 @@
-"""Folders of drafters in the published formats, at reduced width and with random weights: to be read, and spoiled."""
+"""Folders of drafters in the published formats, at reduced width and with random weights; tests read and damage
+them."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """`tl.dot` in Triton's interpreter with every element summed alike, as a tensor core does it.
 
-The interpreter multiplies by numpy, whose library takes other ways through a matrix for its last columns than for its
-first ones, and which ones those are depends on the CPU: a row's bits would show the tile that it lay in. Here an
-element is the sum of its products in ascending order, wherever it lies. A plugin of conftest.py where there is no GPU.
+The interpreter multiplies with numpy, whose library sums the last columns of a matrix in another order than the first;
+which columns depends on the CPU. So a row's bits would depend on its tile. Here every element is the sum of its
+products in ascending order. A plugin of conftest.py where there is no GPU.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What greedy decoding gives, computed when somebody looks: most tests only compare it with what an engine said."""
+"""Expected greedy tokens, computed when first read: most tests only compare them with an engine's output."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Schemas and regular expressions that mean harm: too deep, too many, too long to compile, or asking for other places.
+"""Hostile schemas and regular expressions: too deep, too many, too long to compile, or with foreign references.
 
 HOSTILE[name] = (setting of SamplingParams, value)
 """

@@ -1,4 +1,4 @@
-"""What tests look at inside an engine, in one place: that nothing is held, the prompt chunks that run, and captures."""
+"""Access to an engine's internals for tests, in one place: leaks, running prompt chunks, and captures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A KV cache small enough to look into: one store, one table, plain torch, and what an engine would do with them."""
+"""A KV cache small enough to inspect: one store, one table, plain torch, and an engine's operations on them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """Every launcher of the project, called as engines call it: shapes of published models, each dtype, each kind of call.
 
-Run by tests/test_kernels_compile.py, on a GPU that is not there. There is a function for each group of launchers, and
-`usual` lists what makes another program of a kernel: a dtype, a constant, a None, an integer that Triton knows more of.
+tests/test_kernels_compile.py runs it for an absent GPU. Each group of launchers has a function, and `usual` lists the
+arguments that make another program of a kernel: a dtype, a constant, a None, an integer that Triton specialises on.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""Which cases of a test there are, and which of them `make test` and `make test-fast` leave out.
+"""Chooses the cases of a test, and marks those that `make test` and `make test-fast` leave out.
 
-`deep` is for a case that others imply: only `make test-deep` runs it. `slow` is for one that no other implies and that
-takes a second: `make test-fast` leaves it out.
+`deep` marks a case that other cases imply: only `make test-deep` runs it. `slow` marks a case that no other implies and
+that takes a second: `make test-fast` leaves it out.
 """
 
 import itertools

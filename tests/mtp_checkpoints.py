@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.func import functional_call
 from transformers import DeepseekV3Config
 
 BASE: dict[str, Any] = {
@@ -248,21 +249,25 @@ class Reference:
 
     def __init__(self, published: Published) -> None:
         self.shape, self.model, self.modules = published.shape, published.model, published.modules
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}  # states by tokens
 
-    @torch.no_grad()
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
         """h_p of these tokens [1, T, H]."""
+        if (text := tuple(tokens)) not in self.known:
+            self.known[text] = self._states(text)
+        return self.known[text]
+
+    @torch.no_grad()
+    def _states(self, tokens: Sequence[int]) -> torch.Tensor:
         decoder = self.model.get_decoder()
         seen: list[torch.Tensor] = []
         hook = decoder.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-        out = decoder(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
+        out: torch.Tensor = decoder(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
         hook.remove()
         return out if self.shape.normed_state else seen[0]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        norm = copy.deepcopy(self.model.get_decoder().norm)
-        norm.weight.data = weight
-        out: torch.Tensor = norm(x)
+        out: torch.Tensor = functional_call(self.model.get_decoder().norm, {"weight": weight}, x)
         return out
 
     def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

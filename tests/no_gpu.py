@@ -1,13 +1,13 @@
-"""A GPU that is not there: launchers take tensors that say they lie on one, and kernels are compiled, not run.
+"""A pretended GPU: launchers take tensors that claim to lie on it, and kernels are compiled, not run.
 
     with pretended_gpu(capability=90) as gpu:
         x = torch.empty(5, 2560, dtype=torch.bfloat16, device="cuda")     no memory, and no value
         linear(x, weight)                                                  compiled to machine code for sm_90
     gpu.compiled, gpu.failures, gpu.statements
 
-What a launch compiles is decided by Triton itself, from the arguments that the launcher gives: their dtypes, which
-integers are 1 or divide by 16, where in its storage a tensor begins, constants, warps, stages. Nothing is taken from
-Triton's cache on disk. It is for a process of its own, in which Triton was imported with TRITON_INTERPRET=0.
+Triton itself decides what a launch compiles, from the launcher's arguments: their dtypes, which integers are 1 or
+divide by 16, where in its storage a tensor begins, constants, warps, stages. Nothing is taken from Triton's cache on
+disk. It is for a process of its own, in which Triton was imported with TRITON_INTERPRET=0.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """The package's own source files, by the real paths of its folders.
 
-A checkout may lie in a folder named `specdec`, with an environment inside it: that "specdec/" stands in a path says
-nothing about whose file it is.
+A checkout may lie in a folder named `specdec` that holds an environment, so "specdec/" in a path does not prove that
+the file is the package's.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A model that tests share is proved once, not once for each of its engines.
+"""Checks a model that tests share once, not once per engine.
 
 A target proves, when it is made, that the model can be served, that its fused layers are its own, and for
 `deterministic=True` that no row depends on others. Under Triton's interpreter that takes ten times as long as what a

@@ -1,9 +1,9 @@
 """Triton's interpreter with less work around each operation of a kernel: the values it computes are untouched.
 
-Beside the one step of numpy an operation takes a hundred of Python: the interpreter makes a new type for every value,
-compares types that are the same one, and looks for overflow only to drop what it finds. Here a type is made once and
-known by identity after that. None of this is public, so what a version of Triton lacks is left out: tests are slower
-then, no more. A plugin of conftest.py where there is no GPU.
+Besides one numpy call, an operation takes a hundred Python steps: the interpreter makes a new type for every value,
+compares identical types, and checks for overflow only to discard the result. Here a type is made once and then compared
+by identity. None of this is public, so parts that a version of Triton lacks are skipped: tests are then only slower. A
+plugin of conftest.py where there is no GPU.
 """
 
 import inspect

@@ -5,10 +5,10 @@
         reciter.answer_next("First.", "Second.")        # to requests whose prompt names no text: in turn
         reciter.prompts                                 # what the template made of the requests so far
 
-The target is tiny and random. It recites because its grammar allows one token at a time (a `Recital`, which holds the
-request's own grammar, too: a text that this does not allow ends there). So log-probabilities are the model's own, of
-any size, and differ from token to token. The drafter knows the texts, and drafts from 0 to MAX_DRAFTS tokens rightly:
-how many follows from `reciter.seed` and the place in the text, so another seed cuts a text into other deltas.
+The target is tiny and random. It recites because its grammar (a `Recital`) allows one token at a time. A `Recital` also
+holds the request's own grammar, and ends a text that this forbids. Log-probabilities are the model's own, so they
+differ from token to token. The drafter knows the texts, and drafts from 0 to MAX_DRAFTS tokens rightly: how many
+follows from `reciter.seed` and the place in the text, so another seed cuts a text into other deltas.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Scripts of tools/ and examples/, and others that are no part of a package, as modules."""
+"""Loads scripts of tools/, examples/ and other places outside packages as modules."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What objects hold, as values that compare: for tests that nothing was changed, whatever the objects are made of."""
+"""The contents of any objects as comparable values, for tests that nothing was changed."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum

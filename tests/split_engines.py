@@ -1,4 +1,4 @@
-"""Engines over several ranks, which on a CPU are one device: what they are asked, and what they answer. A plugin of
+"""Engines over several ranks, which are one device on a CPU, with requests and expected answers. A plugin of
 conftest.py."""
 
 from collections.abc import Callable, Sequence

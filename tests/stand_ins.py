@@ -1,4 +1,4 @@
-"""What stands in for the parts that people bring: prompts, drafters that a test scripts, tokenizers a reader can spell.
+"""Stand-ins for users' parts: prompts, drafters scripted by a test, and readable tokenizers.
 
 A plugin of conftest.py.
 """

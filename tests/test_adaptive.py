@@ -322,7 +322,7 @@ def test_no_source_takes_the_trials_of_the_other():
     assert account.balance(times).tolist() == pytest.approx([1.0 - 7.0 + SHARE * 4.5, 1.0 + SHARE * 4.5], rel=0.01)
 
 
-@settings(max_examples=examples(30, 300))
+@settings(max_examples=examples(15, 300))
 @given(seed=st.integers(0, 2**32 - 1), timed=st.booleans())
 def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
     """Requests of any chance come and go, rounds take anything, and the drafter may have to catch up. All together take
@@ -359,7 +359,7 @@ USUAL = list(ROWS)[::41]
 
 def ratios(names):
     """[row, 2, seed]: how many times as fast as the best fixed draft, and as plain decoding."""
-    seeds = range(examples(4, 8))
+    seeds = range(examples(2, 8))
     return np.array([[measured_row(name, seed) for seed in seeds] for name in names]).swapaxes(1, 2)
 
 
@@ -407,7 +407,7 @@ def test_hard_and_easy_requests_get_drafts_of_their_own():
 
 def test_what_was_off_is_found_again():
     """An engine that saw thousands of wrong drafts meets requests whose drafts are right."""
-    wrong = examples(25, 100)
+    wrong = examples(15, 100)
     machine, load = Machine(), Load(lambda number: (float(number >= wrong), 0.0), tokens=200, crowds=wrong + 1)
     outcome = adaptive(machine, load, LADDER)
     assert sum(outcome.rounds.values()) < 200 * wrong + 100
@@ -529,7 +529,7 @@ ALONE = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"]
 def test_no_token_depends_on_the_choice(drafter, shape, temperature):
     """Costs are such that every draft is the best in turn, and wrong ones are tried."""
     spec = CHAIN if shape == "chain" else SpecConfig(3, 3, 12, adaptive=True)
-    params = SamplingParams(max_new_tokens=examples(28, 40), ignore_eos=True, temperature=temperature, seed=5)
+    params = SamplingParams(max_new_tokens=examples(20, 40), ignore_eos=True, temperature=temperature, seed=5)
     config = EngineConfig(max_batch_size=4, max_model_len=200)
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=config) as engine:
         choice, turn = engine.steps.choice, iter(range(10**6))
@@ -586,7 +586,7 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
         return run(graphs, shape)
 
     config = EngineConfig(max_batch_size=2, max_model_len=200)
-    params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
+    params = SamplingParams(max_new_tokens=examples(8, 40), ignore_eos=True)
     with monkeypatch.context() as while_made:
         while_made.setattr(RoundGraphs, "run", noted)
         engine = Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config)

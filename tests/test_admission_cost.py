@@ -1,4 +1,4 @@
-"""What admission costs, counted: comparisons of prompts, pages adopted, cells sent to the device. And who shares what.
+"""Counts the cost of admission: comparisons of prompts, pages adopted, cells sent to the device. Also tests sharing.
 
 Requests with one beginning are the usual case of a server: every chat starts with the system prompt.
 """

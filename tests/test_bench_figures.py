@@ -110,7 +110,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     rows = [{"category": ("a", "b")[at % 2], "turns": [text]} for at, text in enumerate(texts)]
     written(tmp_path / "question.jsonl", rows)
     shape = ("--num-steps", str(draft.num_steps), "--draft-topk", str(draft.topk))
-    words = ("--data", "spec-bench", "--data-folder", str(tmp_path), "--max-new-tokens", "16", "--fixed-drafts")
+    words = ("--data", "spec-bench", "--data-folder", str(tmp_path), "--max-new-tokens", "8", "--fixed-drafts")
     words = (
         *words,
         *shape,
@@ -127,7 +127,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=draft) as engine:
         prompts = [engine.chat_prompt(text) for text in texts]
         pairs = (prompts[::2], prompts[1::2])
-        outputs = [out for pair in pairs for out in engine.generate(pair, SamplingParams(16))]
+        outputs = [out for pair in pairs for out in engine.generate(pair, SamplingParams(8))]
         stats = engine.stats()
     found = report["speculative_decoding"]
     expected = vllm_figures(stats, draft.depth)

@@ -19,7 +19,7 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.models.target import TargetModel
 
 from inside import captured_rounds
-from marks import deep_cases, usual
+from marks import deep_cases, examples, usual
 from tiny_models import random_eagle3
 
 pytest.importorskip("triton")
@@ -30,7 +30,7 @@ pytestmark = [
 TREE, CHAIN = SpecConfig(3, 2, 6, adaptive=False), SpecConfig(3, adaptive=False)
 LINEAR, FULL = "linear_attention", "full_attention"
 SMALL = {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
-PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=examples(6, 9), ignore_eos=True)
 
 
 @pytest.fixture

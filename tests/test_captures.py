@@ -1,4 +1,4 @@
-"""What captures take and what their failures cost: a tape in the place of graphs, that fails or counts bytes when told.
+"""Memory of captures and the cost of their failures, with a tape instead of graphs that fails or counts on demand.
 
 One failure refuses one shape; memory is bounded; parameters that are data share a capture; the host sends what changed.
 """

@@ -1,4 +1,4 @@
-"""What reaches a chat template of the messages of a request: nothing is changed on its way."""
+"""A request's messages reach the chat template unchanged."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""A client that leaves takes its work along: what has not begun is dropped with its body, what has is counted."""
+"""When a client disconnects, its work ends: waiting requests are dropped with their bodies, running ones are
+counted."""
 
 import gc
 import json

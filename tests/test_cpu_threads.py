@@ -1,4 +1,4 @@
-"""Small models have one thread of a CPU: others would wait for each other longer than they work."""
+"""Small models use one CPU thread: more threads would wait for each other longer than they work."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bytes of captures: by device, as the budget is, with what libraries take beside torch; and their streams."""
+"""Bytes of captures per device, like the budget, including libraries' memory outside torch; and capture streams."""
 
 import gc
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Data files: what is read from them, and one sentence with the line for whatever cannot be."""
+"""Reading data files; a faulty line gives an error of one sentence with its number."""
 
 import json
 import os

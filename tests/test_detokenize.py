@@ -1,4 +1,4 @@
-"""Text as it comes: what is streamed, joined, is the final text: any tokenizer, stop strings, rounds."""
+"""Streamed pieces of text, joined, equal the final text, for any tokenizer, stop strings and rounds."""
 
 import random
 

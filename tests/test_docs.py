@@ -236,7 +236,7 @@ def test_what_the_readme_and_the_demo_print_depends_on_no_timing(script, monkeyp
     monkeypatch.setattr(DraftChoice, "choose", lambda choice, *_, **__: choice.shapes[0])  # where none pays
     if script == "README":
         text = (ROOT / "README.md").read_text("utf-8")
-        run_python(text[: text.index("A name stands for")], "README.md", {"__name__": "docs"})
+        run_python(text[: text.index("Each argument is a bundled name")], "README.md", {"__name__": "docs"})
         return
     monkeypatch.setattr(sys, "argv", ["demo.py", "--count", "1"])
     runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")

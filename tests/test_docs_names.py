@@ -1,4 +1,4 @@
-"""What a page names in backticks is there: classes, functions and their parameters, options, commands, files, messages.
+"""Every name that a page has in backticks exists: classes, functions, parameters, options, commands, files, messages.
 
 A name is looked up where a reader would: `Engine.stats` must be a member of `Engine`, `kvcache/table.py` a file,
 `--limit` an option of some program, `SpecConfig(topk=4)` a call that `SpecConfig` takes, and three words or more a

@@ -1,4 +1,4 @@
-"""What is said of drafts: by depth, why there are none, and when almost none is right, however seldom one is tried."""
+"""Reports on drafts: by depth, why there are none, and when almost none is accepted, even if few are tried."""
 
 import dataclasses
 import inspect

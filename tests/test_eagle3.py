@@ -22,7 +22,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.target import TargetModel
 
-from marks import deep, usual
+from marks import deep, deep_cases, usual
 from tiny_models import FULL, SLIDING
 
 V = 96
@@ -440,6 +440,7 @@ def make_spy(case: Case, folder: Path, model: Any, **kwargs: Any) -> tuple[Spy, 
     return Spy(eagle3_drafter(folder, TargetModel(model), aux_layers=aux), **kwargs), tensors
 
 
+@deep_cases("specforge-1-2", "specforge-4-2", "modelopt-1-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "page_size", "topk"),

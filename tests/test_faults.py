@@ -1,4 +1,4 @@
-"""A fault anywhere in a step: afterwards it is as if the step had not begun.
+"""After a fault anywhere in a step, the state is as if the step had not begun.
 
 Every call that a step makes inside the package is listed; the step is then run again with an exception at call k, for
 one k after the other: the last call of every function that can change what is kept of a request, and of one function a
@@ -175,7 +175,7 @@ def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, scenes) 
         made = calls_of(scene(), stage)
         last = {place_of(code): at for at, code in enumerate(made, start=1) if place_of(code) not in broken}
         broken |= last.keys()
-        chosen = sorted(last.values())[:: 1 if is_deep() else 24]
+        chosen = sorted(last.values())[:: 1 if is_deep() else 40]
         for at in range(1, len(made) + 1) if ALL else chosen:
             calls = break_step(scene(), stage, at)
             if not calls.raised:  # what the device has already is not sent again: a call or two fewer than there were

@@ -1,4 +1,4 @@
-"""Named files: refused before the work where they cannot be written, replaced whole or left as they were."""
+"""Output files: refused before any work if they cannot be written; otherwise replaced as a whole or left unchanged."""
 
 import os
 import stat

@@ -16,10 +16,10 @@ from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
-from marks import deep, deep_cases, each_value
+from marks import deep, deep_cases, each_value, examples
 from tiny_models import random_eagle3
 
-NEW = 12
+NEW = examples(8, 12)
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -151,7 +151,7 @@ def test_kernels_give_the_tokens_of_plain_torch(
     """Interpreted, fused and not, under the sanitizer: prompts in chunks, trees, a draft's own keys, moves."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    model, prompts = make_target(family), [random_prompt(13), random_prompt(3)]
+    model, prompts = make_target(family), [random_prompt(9), random_prompt(3)]
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     options: dict[str, Any] = {"kv_dtype": "fp8", "page_size": 4, "max_batch_size": 2, "max_model_len": 64}
     plain = [out.token_ids for out in make_engine(model, **options).generate(prompts, params)]

@@ -112,7 +112,7 @@ def reference():
     return logits
 
 
-@deep_cases("gemma4-moe-(3, 17, 45)-4-False")
+@deep_cases("gemma4-moe-(3, 17, 45)-4-False", "gemma4-e2b-(45,)-4-True")
 @pytest.mark.parametrize(
     ("family", "lengths", "page_size", "ordered"),
     each_value(

@@ -69,10 +69,12 @@ def captured_batches(engine: Engine) -> set[int]:
     ],
 )
 def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, monkeypatch) -> None:
-    """More requests than rows join and leave four rows; the short pools preempt some of them, with rounds under way."""
+    """More requests than rows join and leave; the short pools preempt some of them, with rounds under way."""
     name = {"mtp": "tiny-gemma4-mtp", "eagle3": "tiny-gemma4-eagle3"}.get(drafter, drafter)
-    config = EngineConfig(max_batch_size=4, max_model_len=96, device="cpu", **pool)  # where the tape can record
-    asked = requests(examples(6, 12))
+    config = EngineConfig(
+        max_batch_size=examples(2, 4), max_model_len=96, device="cpu", **pool
+    )  # where the tape can record
+    asked = requests(examples(4, 12))
     outputs = []
     for on in (False, True):
         capture_on_tape(monkeypatch, on)
@@ -109,7 +111,7 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
         settings = {"spec": SpecConfig(2, 2, 4), "page_size": 2, "max_batch_size": 1, "attention": "triton"}
         settings["layers"] = layers
         engine = small_engine(assistant, on, **settings)
-        outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=5, ignore_eos=True)]))
+        outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]))
     assert outputs[0] == outputs[1]
 
 

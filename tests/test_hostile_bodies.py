@@ -1,4 +1,4 @@
-"""Bodies that mean harm: refused before they are built, off the event loop, in OpenAI's shape, whatever they hold."""
+"""Hostile bodies are refused before they are parsed into objects, off the event loop, with errors in OpenAI's shape."""
 
 import asyncio
 import json
@@ -21,6 +21,7 @@ from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
 from specdec.serving.server_settings import ServeSettings
 from specdec.text.detokenize import token_bytes
 
+from marks import deep_cases
 from served_engine import served, until
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -61,6 +62,7 @@ def refused(raw, model=ChatRequest, values=VALUES):
     return message
 
 
+@deep_cases("unknown fields of a message")
 @pytest.mark.parametrize("name", FILLED)
 def test_a_large_body_is_refused_at_its_first_mistake_within_ten_times_its_size(name):
     """Two million zeros made an error object each: minutes on the event loop, and 2.5 GB."""

@@ -1,4 +1,4 @@
-"""Single fields of a request that mean harm: stop strings, grammars with no way on."""
+"""Hostile single fields of a request: stop strings, and grammars that reach a dead end."""
 
 import asyncio
 import gc

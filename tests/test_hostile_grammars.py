@@ -1,4 +1,4 @@
-"""Grammars that mean harm: each costs its own request, and nothing else: no process, no minute, no gigabyte."""
+"""A hostile grammar fails its own request and nothing else: it costs no process, no minute and no gigabyte."""
 
 import gc
 import http.server

@@ -1,8 +1,8 @@
 """Five defects that engines of this kind have had, each kept out by a check that is known to be able to fail.
 
-Of every defect: the check holds, and with the defect seeded it does not, be it by other tokens or drafts than those of
-the request alone, or by the sanitizer, which names the place. Load is what brings them out: several rows, SWA slots
-that evictions have left far from the full ones, pools so short that slots change hands.
+For every defect, the check passes, and fails once the defect is seeded: tokens or drafts differ from the request alone,
+or the sanitizer names the place. Only load reveals them: several rows, SWA slots that evictions moved far from the full
+ones, and pools so short that slots change owners.
 """
 
 import functools
@@ -27,9 +27,9 @@ from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
 
 from inside import capture_on_tape
-from marks import deep_cases, usual
+from marks import deep_cases, examples, usual
 
-NEW = 12
+NEW = examples(9, 12)
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
 TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
 LOAD = {"max_batch_size": 6, "full_slots": 150, "swa_slots": 150, "prefill_chunk": 16, "prefix_cache": False}

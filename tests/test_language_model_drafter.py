@@ -85,7 +85,7 @@ def positions_asked(drafter, monkeypatch):
     return asked
 
 
-@deep_cases("longrope, tree", "dynamic, adaptive")
+@deep_cases("longrope, tree", "dynamic, adaptive", "dynamic")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rope", "spec"),

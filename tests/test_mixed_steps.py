@@ -1,4 +1,5 @@
-"""Rounds and prompts in one step: who waits for whom, by how much, and what happens to those who leave meanwhile."""
+"""Rounds and prompts in one step: which requests wait, for how long, and what happens to requests that leave
+meanwhile."""
 
 import random
 

@@ -33,7 +33,7 @@ from specdec.training.native_mtp_training import TrainableNativeMtp, new_state
 from specdec.training.packed_rows import Document, PackedRows, pack_rows
 from specdec.training.training_optimizer import MixedOptimizer, schedule
 
-from marks import is_deep
+from marks import examples, is_deep
 
 SAID = "the MTP modules agree better with the target under other conventions"
 
@@ -87,7 +87,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     outputs = engine.generate(prompts[:48], sampled)
     documents = [(np.array(out.prompt_token_ids + out.token_ids, np.int32), 4) for out in outputs]
     target = TargetModel(engine.target.model.requires_grad_(False))
-    return Planted(folder, prompts[48:], trainer(target, documents, 90, 12, 3))
+    return Planted(folder, prompts[48:], trainer(target, documents, examples(60, 90), 12, 3))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def warnings_of(planted: Planted, module: Path, caplog: pytest.LogCaptureFixture
 def conventions_found(planted: Planted, module: Path) -> dict[str, Any] | None:
     config = EngineConfig(max_batch_size=8, max_model_len=256, dtype="float32")
     with Engine.from_pretrained(planted.folder, module, config=config) as engine:
-        found = diagnose(engine, planted.prompts[-8:])
+        found = diagnose(engine, planted.prompts[-examples(4, 8) :])
         assert (found.conventions is None) == all(each.cause != "MTP conventions" for each in found.findings)
         return None if found.conventions is None else dict(found.conventions)
 

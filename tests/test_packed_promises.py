@@ -1,7 +1,7 @@
 """Quantised checkpoints that do not do what their config says are refused, by tensor: formats x defects.
 
-A defect changes the tensors or the config of a tiny checkpoint that is read. Next to them stand differences that change
-no value: with those it is read, and every weight stands for the same numbers.
+A defect changes the tensors or the config of a tiny valid checkpoint. Other changes affect no value: with them the
+checkpoint loads, and every weight has the same values.
 """
 
 import copy

@@ -21,7 +21,7 @@ from specdec.models.target import TargetModel
 from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
-from marks import deep
+from marks import deep, deep_cases
 
 IMAGE, VIDEO, AUDIO, BEGIN = 60, 61, 62, 63
 PLAIN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -122,6 +122,7 @@ def test_a_drafter_learns_from_the_states_that_the_target_has(model):
         torch.testing.assert_close(hidden, model.model(input_ids=ids).last_hidden_state)
 
 
+@deep_cases("suffix-False")
 @pytest.mark.parametrize(("drafter", "deterministic"), [(None, False), ("suffix", False), ("suffix", True)])
 def test_tokens_are_those_of_transformers(drafter, deterministic, model):
     """Such ids in a prompt, at its end, and alone."""

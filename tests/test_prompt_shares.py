@@ -1,4 +1,4 @@
-"""Whose prompt a step reads, and how much of it: short ones pass long ones, and nobody stands still."""
+"""Which prompt a step reads, and how much of it: short prompts pass long ones, and every prompt makes progress."""
 
 import itertools
 import random

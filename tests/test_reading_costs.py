@@ -1,4 +1,5 @@
-"""What reading costs, by counting: what is new, not what there is. And what a step costs the thread that serves."""
+"""Counts the cost of reading results, which grows with new tokens, not with all; and of a step for the serving
+thread."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a model thought, what it says and what it calls, in order, out of pieces of any size."""
+"""Reasoning, text and tool calls of a model, in order, from pieces of any size."""
 
 import random
 

@@ -18,7 +18,7 @@ from specdec.models.published import RECIPES, PublishedPair
 from specdec.runtime import sizing
 from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
 
-from marks import deep
+from marks import deep, deep_cases
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 FAMILIES = ("gemma-4", "Qwen3", "gpt-oss", "Llama", "Mistral", "GLM", "EXAONE", "Mellum2", "Step", "MiMo")
@@ -43,6 +43,7 @@ def run(*words: str):
     return CliRunner().invoke(app, ["recipe", *words])
 
 
+@deep_cases("Step-3.7-Flash")
 @pytest.mark.parametrize("name", EACH)
 def test_a_row_of_the_page_is_that_of_the_code(name):
     found = recipe(RECIPES[name])

@@ -16,9 +16,9 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing, startup_timing
 
-from marks import deep, deep_cases, each_value, examples, pairs, slow
+from marks import deep, deep_cases, each_value, examples, is_deep, pairs, slow
 
-NEW = 24
+NEW = examples(18, 24)  # answers cross a fold, at 16, 32 or 48 tokens
 NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
 FAMILIES = [slow(name) if name in ("qwen3_5", "lfm2") else deep(name) for name in NAMES]
 SPECS = {
@@ -38,18 +38,21 @@ def prompts(random_prompt) -> list[list[int]]:
     return [random_prompt(length, seed=length) for length in LENGTHS]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def truths(make_engine, greedy_oracle) -> Callable[..., list[list[int]]]:
     """What greedy decoding gives after these prompts, by full forwards: one each where a plain engine is right."""
     plain: dict[int, Engine] = {}
+    known: dict[str, list[list[int]]] = {}
 
     def found(model: Any, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[list[int]]:
         if id(model) not in plain:
             plain[id(model)] = make_engine(model, max_batch_size=8, max_model_len=128, prefix_cache=False)
-        outs = plain[id(model)].generate(prompts, replace(PLAIN, max_new_tokens=new))
-        return [
-            list(greedy_oracle(model, prompt, new, out.token_ids)) for prompt, out in zip(prompts, outs, strict=True)
-        ]
+        if (case := f"{id(model)} {new} {prompts}") not in known:
+            outs = plain[id(model)].generate(prompts, replace(PLAIN, max_new_tokens=new))
+            known[case] = [
+                list(greedy_oracle(model, text, new, out.token_ids)) for text, out in zip(prompts, outs, strict=True)
+            ]
+        return known[case]
 
     return found
 
@@ -86,7 +89,7 @@ def test_tokens_are_those_of_full_forwards(
 @pytest.mark.parametrize("part", [0, *map(deep, range(1, 10))])
 def test_random_cases(part, make_target, make_engine, random_prompt, truths, drafter_of) -> None:
     """300 of families x drafters x chains and trees x pages x chunks x hits x preemption."""
-    for seed in range(30 * part, 30 * part + examples(6, 30)):
+    for seed in range(30 * part, 30 * part + examples(3, 30)):
         draw = random.Random(seed)
         model = make_target(NAMES[seed % len(NAMES)])
         prompts = [random_prompt(draw.randrange(1, 50), seed=seed + i) for i in range(draw.randrange(1, 4))]
@@ -141,7 +144,7 @@ def test_bits_do_not_depend_on_company_chunks_or_drafts(family, make_target, mak
     lone = make_engine(model, max_batch_size=1, prefill_chunk=64, **options)
     alone = [scored(lone, prompt)[0] for prompt in prompts]
     texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
-    for spec, page_size, chunk in (("tree", 1, 5), ("deep tree", 4, 16), ("chain", 1, 33)):
+    for spec, page_size, chunk in (("tree", 1, 5), ("deep tree", 4, 16), ("chain", 1, 33))[: examples(2, 3)]:
         trees = drafter_of("trees", model, texts)
         crowd = make_engine(
             model, trees, spec=SPECS[spec], max_batch_size=3, page_size=page_size, prefill_chunk=chunk, **options
@@ -154,7 +157,7 @@ def test_an_answer_has_its_bits_when_it_is_read_as_a_prompt(make_target, make_en
     engine = make_engine(make_target("qwen3_5"), deterministic=True, prefill_chunk=64, max_batch_size=1)
     prompt = random_prompt(3)
     [(tokens, scores)] = scored(engine, prompt, 36)
-    for cut in (1, 12, 13, 14, 28, 29, 30, 35):
+    for cut in (1, 12, 13, 14, 28, 29, 30, 35) if is_deep() else (13, 14, 29):
         assert scored(engine, prompt + tokens[:cut], 36 - cut) == [(tokens[cut:], scores[cut:])], cut
 
 
@@ -183,7 +186,7 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prompts, truths, drafter_of) -> None:
     model = make_target("qwen3_5")
-    expected = truths(model, prompts)
+    expected = truths(model, prompts, 24)
     texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
     tight = make_engine(
         model,
@@ -194,7 +197,7 @@ def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prom
         full_slots=96,
         max_model_len=80,
     )
-    outs = tight.generate(prompts, PLAIN)
+    outs = tight.generate(prompts, replace(PLAIN, max_new_tokens=24))
     assert [out.token_ids for out in outs] == expected
     assert sum(out.stats.preemptions for out in outs) > 0
     require_empty(tight)
@@ -275,7 +278,7 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
 
 
 def test_a_crowd_of_every_kind(make_target, make_engine) -> None:
-    crowd = make_crowd(examples(12, 60), 24, 96, seed=3)
+    crowd = make_crowd(examples(7, 60), 24, 96, seed=3)
     model, options = make_target("qwen3_5"), {"deterministic": True, "max_model_len": 64}
     alone = each_alone(make_engine(model, max_batch_size=1, **options), crowd)
     engine = make_engine(

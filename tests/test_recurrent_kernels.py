@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kv_rig import ints
-from recurrent_scene import Scene, Shape, as_answer, as_prompt, in_float64
+from recurrent_scene import Scene, Shape, as_answer, as_prompt, chosen, in_float64
 from tape import record
 
 from specdec import SamplingParams, SpecConfig
@@ -18,7 +18,7 @@ from specdec.attention.triton_backend import TritonBackend
 from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.layer_context import Recurrence
 
-from marks import deep
+from marks import deep, is_deep, usual_cases
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("kernels_run")
@@ -39,11 +39,12 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return [] if node < 0 else [*path_to(parents, parents[node]), node]
 
 
-@pytest.mark.parametrize("seed", [0, *map(deep, range(1, 8))])
+@usual_cases("1-0", "mamba-4-0", "fast-0")
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("shape", "page_size", "deterministic"),
-    [(DELTA, 1, True), (MAMBA, 4, True), (DELTA, 16, True), (DELTA, 4, False), (MAMBA, 1, False)],
-    ids=["1", "mamba-4", "16", "fast", "mamba-fast"],
+    [(DELTA, 1, True), (MAMBA, 4, True), (DELTA, 4, True), (DELTA, 16, False), (MAMBA, 1, False)],
+    ids=["1", "mamba-4", "4", "fast", "mamba-fast"],
 )
 def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
     """Prompts in chunks, chains and trees that cross a fold, accepted paths that are permuted or moved, copies."""
@@ -52,7 +53,7 @@ def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
     for one in (oracle, scene):
         assert [one.table.open_row() for _ in range(2)] == [0, 1]
     rows = np.arange(2)
-    for step, num_nodes in enumerate((0, 0, 1, 18, draw.choice((4, 33)))):
+    for step, num_nodes in enumerate((0, 0, 1, 18, draw.choice((4, 33)) if is_deep() else 4)):
         if num_nodes == 0:
             length = ints(*(draw.randrange(1, 29) for _ in rows))
             given = shape.random_rows(int(length.sum()) + 3, seed * 100 + step)
@@ -109,19 +110,21 @@ def exact_scene(shape: Shape, page_size: int) -> Scene:
 
 @pytest.mark.parametrize("shape", [DELTA, MAMBA], ids=["delta", "mamba"])
 def test_a_token_has_the_same_bits_as_prompt_and_as_answer(shape) -> None:
+    """`make test` reads answers from shortly before the end of a block to shortly after it."""
     text = shape.random_rows(52, 3)
     whole = as_prompt(exact_scene(shape, 4), text, [52])
     found = [as_prompt(exact_scene(shape, 4), text, cuts) for cuts in ([5, 16, 37, 52], [33, 34, 52])]
-    for begin, num_nodes in ((14, 1), (20, 5), (33, 18)):
-        found.append(as_answer(exact_scene(shape, 1), text, begin, num_nodes, seed=begin))
+    reads = ((28, 5, 35), (14, 1, 18), (43, 18, 50))[: 1 if shape == MAMBA else 3]
+    for begin, num_nodes, end in ((14, 1, 52), (20, 5, 52), (33, 18, 52)) if is_deep() else reads:
+        found.append(as_answer(exact_scene(shape, 1), chosen(text, range(end)), begin, num_nodes, seed=begin))
     for other in found:
-        assert all(torch.equal(x, y) for x, y in zip(other, whole, strict=True))
+        assert all(torch.equal(x, y[: len(x)]) for x, y in zip(other, whole, strict=True))
 
 
 def test_a_copy_has_the_same_bits_whenever_it_is_made() -> None:
-    text = DELTA.random_rows(52, 3)
+    text = DELTA.random_rows(52 if is_deep() else 20, 3)
     scenes = [exact_scene(DELTA, 4) for _ in range(2)]
-    as_prompt(scenes[0], text, [52])
+    as_prompt(scenes[0], text, [len(text[0]["k"])])
     as_answer(scenes[1], text, 9, 4, seed=1)
     copies = [scene.keep(0) for scene in scenes]
     assert all(torch.equal(x, y) for x, y in zip(*copies, strict=True))

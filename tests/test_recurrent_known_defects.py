@@ -10,12 +10,13 @@ import torch
 import specdec
 from specdec import Engine, SamplingParams, SpecConfig
 
-from marks import deep, slow
+from marks import deep, examples, is_deep, slow
 from tiny_models import random_eagle3
 
 FAMILIES = [slow("qwen3_5"), *map(deep, ("granitemoehybrid", "qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
 TREE = SpecConfig(3, 2, 6, adaptive=False)
-PLAIN = SamplingParams(max_new_tokens=20, ignore_eos=True)
+NEW = examples(12, 20)
+PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
@@ -27,10 +28,10 @@ def model(family, make_target) -> Any:
 
 @pytest.fixture
 def truth(model, make_engine, greedy_oracle) -> Callable[..., list[int]]:
-    """truth(prompt, new=20): greedy decoding, by full forwards."""
+    """truth(prompt, new=NEW): greedy decoding, by full forwards."""
     plain = make_engine(model, max_batch_size=1, prefix_cache=False)
 
-    def found(prompt: Sequence[int], new: int = 20) -> list[int]:
+    def found(prompt: Sequence[int], new: int = NEW) -> list[int]:
         [out] = plain.generate(list(prompt), replace(PLAIN, max_new_tokens=new))
         return list(greedy_oracle(model, prompt, new, out.token_ids))
 
@@ -63,19 +64,22 @@ def test_turns_of_a_conversation(truth, drafted, random_prompt) -> None:
         cached.append(out.stats.cached_tokens)
         assert out.token_ids == expected, turn
         text = [*text, *expected, *random_prompt(3, seed=turn)]
-    assert cached == sorted(cached) and cached[-1] >= 64
+    assert cached == sorted(cached) and cached[-1] >= examples(48, 64)
 
 
 def test_a_prompt_is_asked_again_after_another_that_shares_a_part(truth, drafted, random_prompt) -> None:
     """Lengths are around folds and pages; a poisoned cache stayed so until a restart elsewhere (vllm 43559)."""
     base = random_prompt(50)
-    prompts = [base[:n] for n in (16, 17, 32, 33, 48, 49)] + [[*base[:20], 5, 6], [*base[:33], 7]]
-    texts = [prompt + truth(prompt, 8) for prompt in prompts]
+    prompts = [base[:n] for n in ((16, 17, 32, 33, 48, 49) if is_deep() else (16, 33, 48))] + [
+        [*base[:20], 5, 6],
+        [*base[:33], 7],
+    ]
+    texts = [prompt + truth(prompt, 4) for prompt in prompts]
     for page_size in (1, 16):
         engine = drafted(texts, page_size=page_size, prefill_chunk=64)
         for _ in range(2):
             for prompt, text in zip(prompts, texts, strict=True):
-                assert prompt + tokens(engine, prompt, replace(PLAIN, max_new_tokens=8)) == text, (
+                assert prompt + tokens(engine, prompt, replace(PLAIN, max_new_tokens=4)) == text, (
                     page_size,
                     len(prompt),
                 )
@@ -125,14 +129,14 @@ def test_weights_that_change_take_their_states_along(
     """No copy of a state outlives the weights that made it."""
     model, prompt = make_target(family, fresh=True), random_prompt(40)
     engine = make_engine(model, "ngram")
-    assert tokens(engine, prompt) == list(greedy_oracle(model, prompt, 20))
+    assert tokens(engine, prompt) == list(greedy_oracle(model, prompt, NEW))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "in_proj" in name:
                 weight.mul_(-0.7)
     changed = make_target(family, fresh=True)
     changed.load_state_dict(model.state_dict())
-    assert tokens(engine, prompt) == list(greedy_oracle(changed, prompt, 20))
+    assert tokens(engine, prompt) == list(greedy_oracle(changed, prompt, NEW))
 
 
 def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt) -> None:
@@ -195,7 +199,7 @@ def test_16_bits_have_the_bits_of_plain_decoding(
     """States are float32 in any dtype; drafts change no bit."""
     model = make_target(family, fresh=True).to(dtype)
     prompts = [random_prompt(n, seed=n) for n in (9, 33)]
-    ask = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=1)
+    ask = SamplingParams(max_new_tokens=examples(12, 24), ignore_eos=True, logprobs=1)
     options = {"deterministic": True, "max_model_len": 64}
     alone = make_engine(model, max_batch_size=1, **options).generate(prompts, ask)
     texts = [prompt + out.token_ids for prompt, out in zip(prompts, alone, strict=True)]
@@ -207,9 +211,9 @@ def test_16_bits_have_the_bits_of_plain_decoding(
 
 def test_an_adaptive_head_that_reads_late(model, truth, make_engine, random_prompt) -> None:
     """Rounds without drafts between others, of which the head reads the states later."""
-    prompts = [random_prompt(n, seed=n) for n in (5, 36)]
-    expected = [truth(prompt, 40) for prompt in prompts]
+    prompts, count = [random_prompt(n, seed=n) for n in (5, 36)], examples(24, 40)
+    expected = [truth(prompt, count) for prompt in prompts]
     engine = make_engine(model, random_eagle3(model), spec=SpecConfig(3, 2, 6, adaptive=True), page_size=4)
     for _ in range(2):
-        outs = engine.generate(prompts, replace(PLAIN, max_new_tokens=40))
+        outs = engine.generate(prompts, replace(PLAIN, max_new_tokens=count))
         assert [out.token_ids for out in outs] == expected

@@ -7,9 +7,9 @@ import pytest
 from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import state_cache_of
-from marks import deep, slow
+from marks import deep, deep_cases, examples, slow
 
-NEW = 20
+NEW = examples(12, 20)
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 TREE = SpecConfig(3, 2, 6, adaptive=False)
 
@@ -45,6 +45,7 @@ def test_a_long_prompt_leaves_copies_on_its_way(make_target, make_engine, random
     assert hits(engine, prompt, prompt[:70], prompt[:60]) == [0, 64, 32]
 
 
+@deep_cases("lfm2")
 @pytest.mark.parametrize(
     "family", ["qwen3_5", slow("lfm2"), *map(deep, ("qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h"))]
 )

@@ -1,4 +1,4 @@
-"""What was ignored, or taken and then of no use, and is obeyed or refused by its name."""
+"""Settings that used to be ignored or had no effect: each is now obeyed, or refused by name."""
 
 import errno
 import json

@@ -400,7 +400,10 @@ def test_few_launches_stand_around_the_models_of_a_greedy_round(
         return packed
 
     monkeypatch.setattr(DecodeRound, "run", noted)
-    engine.generate([[5, 9], [7]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    with engine:
+        engine.submit_many([[5, 9], [7]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+        while not rounds:
+            engine.step()
     sampling = ["*scan_kernel", "*floor_kernel", "*collect_kernel", "*choose_kernel", "*choose_kernel"]
     assert rounds[0] == [
         *("fill_", "*_opening_kernel", "*_page_tables_kernel", "fill_"),

@@ -280,7 +280,7 @@ def test_same_tokens_with_and_without_speculation(
     model = make_target("gemma4-e2b")
     prompts = [random_prompt(n) for n in (4, 13, 30)]
     params = [
-        SamplingParams(**{"max_new_tokens": examples(12, 24), "seed": seed, **SETTINGS[name]})
+        SamplingParams(**{"max_new_tokens": examples(9, 24), "seed": seed, **SETTINGS[name]})
         for seed, name in ((0, setting), (7, setting), (1 << 62, "every edit" if setting == "bias" else "bias"))
     ]
     plain = [make_engine(model).generate(p, one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
@@ -292,7 +292,9 @@ def test_same_tokens_with_and_without_speculation(
             engine = make_engine(model, drafter, page_size=page_size, max_batch_size=batch, num_steps=5)
             outputs = engine.generate(prompts, params)
             assert [out.token_ids for out in outputs] == plain, f"{drafter=} {batch=}"
-    assert sum(sum(out.stats.accepted_counts) for out in outputs) > 20  # of the trees: speculation took part
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) > examples(
+        10, 20
+    )  # of the trees: speculation took part
 
 
 def test_a_fitting_drafter_draws_what_the_target_draws(make_target, make_engine, random_prompt):

@@ -1,4 +1,4 @@
-"""What hostile clients leave in a server: nothing. Good streams next to them are those of the quiet server.
+"""Hostile clients leave nothing behind in a server, and good streams next to them equal those of a quiet server.
 
 SPECDEC_SOAK is how often they come, once by default; a release is given SPECDEC_SOAK=20.
 """

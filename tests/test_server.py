@@ -143,7 +143,7 @@ def test_the_async_client_and_many_at_once(server, engine):
         {"temperature": 1.2, "seed": 9, "min_p": 0.02, "repetition_penalty": 1.2},
         {"temperature": 1.5, "seed": 10, "top_n_sigma": 1.5},
         {"temperature": 0.0, "presence_penalty": 1.7, "frequency_penalty": 1.3},
-        {"temperature": 0.0, "logit_bias": {"18": -100, "303": -100, "449": 3.5}},
+        {"temperature": 0.0, "logit_bias": {"18": -100, "303": -100, "1963": -100, "449": 3.5}},
     ],
     ids=["seed", "top", "min_p", "top_n_sigma", "penalties", "bias"],
 )

@@ -1,4 +1,4 @@
-"""Over HTTP: what goes wrong in one request, or takes long in it, is that request's own."""
+"""Over HTTP, a fault or a delay in one request affects that request only."""
 
 import json
 import threading

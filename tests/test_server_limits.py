@@ -1,4 +1,4 @@
-"""`specdec serve` as a process: who is let in, how much is taken at a time, how it starts and how it stops."""
+"""`specdec serve` as a process: access, limits on concurrent work, start and stop."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""What a server says of itself in the log and to a tracer."""
+"""A server's log and traces."""
 
 import httpx
 import pytest

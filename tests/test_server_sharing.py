@@ -1,4 +1,4 @@
-"""What one client can do to another through what they share: cached prompts, and the order of service."""
+"""Effects of one client on another through shared state: cached prompts, and the order of service."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -32,7 +32,7 @@ from specdec.models.target import TargetModel
 from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import stored_weights
 
-from marks import slow, usual_cases
+from marks import deep_cases, slow, usual_cases
 
 CPU = torch.device("cpu")
 SMALL = Shrink(layers=4, divisor=16)
@@ -47,6 +47,16 @@ ROUTERS = {
 """Numbers of routers that stay in float32: ERNIE's, and the others' from transformers 5.24 on."""
 
 
+@deep_cases(
+    "step-3.7-flash-198936477696-2427187968",
+    "qwen3-next-80b-a3b-79674391296-1650471424",
+    "k-exaone-236571150336-528513280",
+    "qwen3.5-35b-a3b-34660610688-844640768",
+    "glm-4.7-flash-29943390976-643706112",
+    "qwen3.5-27b-26895998464-424699392",
+    "exaone-4.5-33b-32527504384-536110336",
+    "qwen3.5-9b-8953803264-243290624",
+)
 @pytest.mark.parametrize(
     ("name", "target", "drafter"),
     [
@@ -187,6 +197,7 @@ def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
     assert step_bytes(there, 2, 3, 40) == step_bytes(TargetModel(model), 2, 3, 40)
 
 
+@deep_cases("gemma4-26b-a4b-int4-g128")
 @pytest.mark.parametrize(
     ("shape", "form"),
     [("gemma4-e4b", "int4-g32"), ("gemma4-26b-a4b", "int4-g128"), ("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "fp8")],
@@ -281,6 +292,7 @@ def test_a_recurrent_layer_reads_and_writes_its_state_and_no_keys():
     assert counted.states == 2 * 2 * (2 * 4 * 4 * 4 + 3 * (4 + 4 + 8) * 4 + 8)  # matrices, inputs, a length
 
 
+@deep_cases("mimo-v2-flash-{0: 1, 1: 2, 2: 3}")
 @pytest.mark.parametrize(
     ("name", "forwards"), [("exaone-4.5-33b", {0: 3}), slow("mimo-v2-flash", {0: 1, 1: 2, 2: 3})], ids=str
 )
@@ -315,6 +327,7 @@ def test_of_a_mixture_the_expected_experts_are_read():
     assert step_bytes(target, 1, 1, 10).weights == step_bytes(target, 1000, 1, 10).weights
 
 
+@deep_cases("mellum2-12b-a2.5b")
 @pytest.mark.parametrize("name", ["ernie-21b-a3b", "mellum2-12b-a2.5b"])
 def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name):
     """ERNIE's correction outweighed its scores, so that eight rows read half of what their floor counted."""
@@ -347,10 +360,7 @@ def test_read_bandwidth_is_that_of_some_machine():
     assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
-@usual_cases(
-    *("gemma4-e2b", "gemma4-26b-a4b", "llama-8b", "qwen3-8b-dspark", "glm-4.7-flash", "mimo-7b", "mimo-v2-flash"),
-    "qwen3.5-35b-a3b",
-)
+@usual_cases("gemma4-e2b", "gemma4-26b-a4b", "llama-8b", "qwen3-8b-dspark", "mimo-7b", "qwen3.5-35b-a3b")
 @pytest.mark.parametrize(
     "name",
     [

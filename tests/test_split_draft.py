@@ -96,6 +96,7 @@ def test_an_assistant_drafts_the_same_and_the_target_has_the_same_bits(
     assert found[0] == found[1] and len(found[0][1]) > 3
 
 
+@deep_cases("one head-4-4", "gemma4-31b-4-4")
 @pytest.mark.parametrize(
     ("name", "count", "page_size"),
     [

@@ -1,6 +1,6 @@
 """Checkpoints onto several devices: a device gets its share and nothing else, and the bits are those of one device.
 
-On a CPU the ranks are one device; what is put on a rank is copied there and counted.
+On a CPU the ranks are one device; tensors put on a rank are copied there and counted.
 """
 
 import weakref

@@ -349,7 +349,7 @@ def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, 
     """Draft, verify and draw are captured, each with the next one's inputs; masks are data."""
     capture_on_tape(monkeypatch)
     engine = engine_of(kind, max_batch_size=2, device="cpu")
-    for _ in range(2):
+    for _ in range(examples(1, 2)):
         outs = engine.generate(prompts, params)
         assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
     replayed = {(shape.uses.masked, shape.forced > 0) for shape in captured_rounds(engine)}

@@ -1,4 +1,4 @@
-"""Every text that a template or a tokenizer would read counts against what fits the context, on every route."""
+"""On every route, all text that a template or a tokenizer would read counts against the context length."""
 
 import asyncio
 

@@ -8,6 +8,8 @@ import torch
 from specdec import SamplingParams
 from specdec.runtime.turns import with_modes_restored
 
+from marks import deep_cases
+
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
@@ -45,6 +47,7 @@ def interrupted(request, monkeypatch):
     return lambda number: remaining.__setitem__(0, number)
 
 
+@deep_cases("__enter__ begun-False", "__enter__ done-True", "__exit__ begun-True", "__exit__ done-False")
 @pytest.mark.parametrize("grad", [True, False])
 def test_modes_are_restored_wherever_an_interrupt_strikes(make_target, make_engine, interrupted, grad):
     engine = make_engine(make_target("llama"), None)

@@ -23,7 +23,7 @@ from specdec.training.packed_rows import PackedRows, pack_rows
 
 from marks import is_deep, slow
 
-AUX_LAYERS = (2, 15, 28) if is_deep() else (2, 5, 8)  # of the bundled target's 30, and of the shallow one's 10
+AUX_LAYERS = (2, 15, 28) if is_deep() else (2, 3, 4)  # of the bundled target's 30, and of the shallow one's 6
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
 
-from marks import deep, deep_cases, slow, usual_cases
+from marks import deep, deep_cases, examples, slow, usual_cases
 from processes import run as run_python
 from processes import run_ranks
 
@@ -270,7 +270,8 @@ def prompts(tmp_path) -> Path:
     return file
 
 
-SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max-new-tokens 24 --heads 4"
+SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --heads 4"
+SMALL += f" --max-new-tokens {examples(12, 24)}"
 SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 

@@ -247,7 +247,7 @@ def request(
     return Request(text[:length], text[length:], parents, **fields)
 
 
-@deep_cases("None-24-16", "9-12-8", "9-24-5")
+@deep_cases("None-24-16", "9-12-8", "9-24-5", "None-12-8")
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(12, 8), (24, 16), (24, 5)])
 @pytest.mark.parametrize("window", [None, 9])
 def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None) -> None:
@@ -284,6 +284,7 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     check(requests, (run, run_plain), page_size=page_size, spare_pages=2)
 
 
+@deep_cases("2-4-True", "1-1-False")
 @pytest.mark.parametrize(
     ("window", "page_size", "evict"),
     each_value(
@@ -299,6 +300,7 @@ def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_
     check(requests, window=window, page_size=page_size, evict=evict)
 
 
+@deep_cases("tree-None", "chain-20")
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 1, 4, 5, 3], None], ids=["tree", "chain"])
 def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(parents: list[int] | None, window: int | None) -> None:

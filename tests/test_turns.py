@@ -152,6 +152,7 @@ class Serve(Scene):
         super().close()
 
 
+@deep_cases("idle", "stream")
 @pytest.mark.parametrize("kind", [Idle, Scene, Stream, Serve], ids=["idle", "generate", "stream", "serve"])
 def test_after_every_interrupt_the_next_answer_is_right(
     kind, interrupts, make_target, make_engine, greedy_oracle, random_prompt

@@ -136,7 +136,9 @@ def places_of(mutant: Mutant, sources: Mapping[str, str]) -> list[tuple[Edit, li
     """Finds the places of each of its edits."""
     places = []
     for edit in mutant.edits:
-        pattern, files = _pattern(edit.find), [(path, text) for path, text in sources.items() if edit.within in text]
+        pattern = _pattern(edit.find)
+        parts = [edit.within, *map(str.strip, edit.find.split("\n"))]  # a search for a pattern takes far longer
+        files = [(path, text) for path, text in sources.items() if all(part in text for part in parts)]
         places.append((edit, [(path, match) for path, text in files for match in pattern.finditer(text)]))
     return places
 

@@ -1,1 +1,1 @@
-"""Attention over paged K/V: page tables, the prefix kernels, a request's own new rows."""
+"""Attention over paged K/V: page tables, and kernels for prefixes and for new rows."""

@@ -1,14 +1,14 @@
-"""K/V of a draft in progress, and attention of its newest level to the committed prefix and its own ancestors.
+"""K/V of a draft in progress, and the attention of its newest level to the committed prefix and to its ancestors.
 
     level 0     level 1     level 2          K nodes a level, all of level l at position S + l, children of level l - 1
-    |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request: a scratch key each, until the draft is done
+    |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request; each has a scratch key until the draft is done
 
-A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. The prefix is
-its store over [0, S), each layer's read at the slots of its group, and never written. Invariant: a level sees the
-prefix and its ancestors among the keys written so far, each layer through its own window.
+A drafter that keeps K/V enters a level, writes the keys of the level's nodes at `destination`, then attends. The prefix
+is the drafter's store over [0, S); each layer reads it at the slots of its group, and no draft writes there. Invariant:
+a level sees the prefix and its ancestors among the keys written so far, each layer through its own window.
 
-A draft of one forward (`NodeOrder.CAUSAL`, `NodeOrder.MUTUAL`) is one level of K nodes in a row, at positions S to
-S + K - 1: each sees the nodes up to itself, or all of them, those after it too.
+A draft of a single forward (`NodeOrder.CAUSAL`, `NodeOrder.MUTUAL`) is one level of K nodes in a row, at positions S
+to S + K - 1. Each node sees the nodes up to itself (causal) or all nodes (mutual).
 """
 
 from collections.abc import Sequence
@@ -28,23 +28,24 @@ from specdec.kvcache.table import RequestTable, Rows
 
 
 class NodeOrder(Enum):
-    """Layout of a draft's nodes, and which see each other; the last two are of one level, nodes in a row."""
+    """Layout of a draft's nodes and which of them see each other. CAUSAL and MUTUAL drafts have one level, its nodes in
+    a row."""
 
-    LEVELS = "levels"  # K nodes a position, each sees its ancestors
-    CAUSAL = "causal"  # a node sees those up to itself
-    MUTUAL = "mutual"  # a node sees all
+    LEVELS = "levels"  # K nodes per position; a node sees its ancestors
+    CAUSAL = "causal"  # a node sees the nodes up to itself
+    MUTUAL = "mutual"  # a node sees all nodes
 
 
 Sight = tuple[int | None, int]
-"""The window of a layer, and its first key."""
+"""A layer's window and first key."""
 
 
 class DraftPlan(NamedTuple):
-    """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
+    """Shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
-    windows: one per layer of the drafter, None: full attention. order: of nodes in a row, `positions` [1, B] has the
-    first. anchored: windows count from there, for all of them. first_keys: of each layer, the position before which it
-    has no keys; None: it has all.
+    windows: one per layer of the drafter, None: full attention. order: if the nodes are in a row, `positions` [1, B] is
+    that of the first node. anchored: the windows of all nodes count from that first position. first_keys: one per
+    layer, the first position with a key; None: every layer has all keys.
     """
 
     table: RequestTable
@@ -69,7 +70,7 @@ class DraftPlan(NamedTuple):
 
     @property
     def committed_len(self) -> torch.Tensor:
-        """Length of each prefix, which is the first node's position: [B] int64."""
+        """Length of each prefix, [B] int64. It equals the position of the first node."""
         return self.positions[0]
 
     def key_positions(self) -> torch.Tensor:
@@ -96,20 +97,22 @@ class DraftBlock(Protocol):
     """One draft in progress."""
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
-        """The next K nodes, children of the nodes `origin` [B, K] of the level above; None: on level 0, or K is 1."""
+        """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
 
     def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
-        """Tensors [slots, Hkv, D] and slots [B * K] in them: where the K/V of the newest level are to be written."""
+        """Tensors [slots, Hkv, D], and the slots [B * K] in them at which to write the K/V of the newest level."""
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """The newest level's queries [B, Hq, K, D] -> [B, K, Hq, D], once its keys are written."""
+        """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
 
     def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. For checks."""
+        """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. Used for
+        checks."""
 
 
 class CopiedDraftBlock:
-    """In plain torch: for each layer a copy of the visible committed keys, followed by room for the draft's keys."""
+    """A draft in plain torch. For each layer it holds a copy of the visible committed keys, then room for the draft's
+    keys."""
 
     def __init__(self, store: KVStore, draft: DraftPlan) -> None:
         self.draft, self.level = draft, -1
@@ -118,13 +121,13 @@ class CopiedDraftBlock:
         self.key_pos = draft.key_positions()
         self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
         all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
-        # a key of its own request: a broken one of another cannot leak through a zero weight
+        # read a key of the same request instead: a NaN of another request cannot leak through a zero weight
         unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
         translate = draft.table.allocator.translate
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `prefix_slots`
-        self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
-        self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer that keeps some
-        self._cells: dict[Sight, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
+        self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
+        self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
+        self._cells: dict[Sight, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
         for layer, kept in store.layers.items():
             sight = window, _ = draft.sight(layer)
             slots, start = all_slots, torch.zeros_like(length)
@@ -172,7 +175,8 @@ class CopiedDraftBlock:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
     def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
-        """Which keys of the prefix and of the nodes drafted so far the newest level sees, [B, K, L + nodes]."""
+        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the nodes drafted so
+        far."""
         key_pos, committed = self.prefix[window, first_key]
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
@@ -181,9 +185,10 @@ class CopiedDraftBlock:
 
 
 class PagedDraftBlock:
-    """Attends by the paged kernels, over the store itself: the prefix is not copied, and a level costs what it reads.
+    """A draft on the paged kernels. They read the prefix from the store without a copy, so a level costs only its
+    reads.
 
-    The scratch keys, [B * M, Hkv, D] a layer, are the block of `paged_attention`.
+    The scratch keys, [B * M, Hkv, D] per layer, are the "block" argument of `paged_attention`.
     """
 
     def __init__(self, store: KVStore, draft: DraftPlan) -> None:
@@ -196,7 +201,7 @@ class PagedDraftBlock:
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
         bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
-        # of a node itself; in a row with those before it; of all
+        # bits of the node itself; in a row, of the nodes before it too; or of all nodes
         if draft.order is NodeOrder.MUTUAL:
             self.bits_of = bits.sum(0, keepdim=True).expand_as(bits)
         else:

@@ -1,8 +1,8 @@
-"""Parts that both attention kernels share: their arguments, reading a tile of keys, and the limits of a program.
+"""Parts that the attention kernels share: argument checks, reading a tile of keys, and the limits of a program.
 
-Their online softmaxes differ on purpose. `paged_attention` adds a tile's weights in the order of its layout, and merges
-splits 16 at a time. `tree_attention` adds them by a product and folds splits one after the other, so that a row's bits
-depend on neither.
+Their online softmaxes differ on purpose. `paged_attention` adds a tile's weights in an order that depends on the
+register layout, and merges splits 16 at a time. `tree_attention` adds weights by a matrix product and folds splits one
+by one, so that a row's bits depend neither on the layout nor on the number of splits.
 """
 
 import torch
@@ -12,7 +12,7 @@ from specdec.kvcache.fp8_kernels import from_e4m3
 from specdec.kvcache.fp8_pool import FieldPool
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NOWHERE = tl.constexpr(1 << 30)  # past all keys, and so far from overflow that what a loop loads ahead is past them too
+NOWHERE = tl.constexpr(1 << 30)  # after all keys, yet far enough from overflow for a loop's prefetch
 
 
 @triton.jit
@@ -32,7 +32,8 @@ def pairs_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tens
 
 @triton.jit
 def parts_of(b_q: tl.tensor, ROUNDED: tl.constexpr) -> tl.tuple:
-    """b_q [BM, BD], or where K is fp8 its even and its odd channels [BM, BD / 2]: K and V are such tuples too."""
+    """Split b_q into the parts that products take: (b_q [BM, BD]), or its even and odd channels [BM, BD / 2] if K is
+    fp8. K and V come in the same parts."""
     parts = (b_q,)
     if ROUNDED:
         parts = tl.split(tl.reshape(b_q, [b_q.shape[0], b_q.shape[1] // 2, 2]))
@@ -41,7 +42,7 @@ def parts_of(b_q: tl.tensor, ROUNDED: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr) -> tl.tuple:
-    """What products with V are added to: [BM, BV], or two of [BM, BV / 2]."""
+    """Accumulator for products with V: [BM, BV], or two parts [BM, BV / 2]."""
     parts: tl.tuple = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
     if ROUNDED:
         b_half = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
@@ -51,7 +52,7 @@ def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constex
 
 @triton.jit
 def join_parts(parts: tl.tuple) -> tl.tensor:
-    """[BM, BV]: `parts_of`, undone."""
+    """Undo `parts_of`: [BM, BV]."""
     b_x = parts[0]
     if len(parts) == 2:
         b_x = tl.interleave(parts[0], parts[1])
@@ -69,7 +70,7 @@ def scores_of(b_q: tl.tuple, b_k: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def add_values(b_acc: tl.tuple, b_decay: tl.tensor, b_p: tl.tensor, b_v: tl.tuple) -> tl.tuple:
-    """b_acc [BM, BV] times b_decay [BM, 1], and weights b_p [BM, BK] times values [BK, BV]."""
+    """b_acc [BM, BV] * b_decay [BM, 1] + the product of weights b_p [BM, BK] and values [BK, BV]."""
     b_first = tl.dot(b_p, b_v[0], b_acc[0] * b_decay, input_precision="ieee")
     parts: tl.tuple = (b_first,)
     if len(b_v) == 2:
@@ -89,7 +90,7 @@ def load_keys(
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tensor]:
-    """K [BK, BD] at these slots, which all exist, and what to multiply scores by, [1, BK] or [1, 1]: see
+    """K [BK, BD] at these slots, which must all exist, and the factors of their scores, [1, BK] or [1, 1]: see
     `fp8_kernels.py`."""
     b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
@@ -110,7 +111,7 @@ def load_values(
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tensor]:
-    """`load_keys` of V."""
+    """`load_keys` for V."""
     b_x = tl.load(p_pool + b_slot * s_slot + o_v[None, :] * s_v, mask=m_v[None, :], other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
@@ -120,8 +121,8 @@ def load_values(
 
 @triton.jit
 def decode_values(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tuple, tl.tensor]:
-    """V and what to multiply weights by; b_scale [BK, 1]. Such weights may be too small for float16: there V is
-    multiplied."""
+    """Decode V; returns V and the factors of its weights. b_scale [BK, 1]. In float16 scaled weights may be too small,
+    so V itself is scaled."""
     if DTYPE.is_fp16():
         b_even, b_odd = from_e4m3(b_pairs, tl.float32)
         parts = ((b_even * b_scale).to(DTYPE), (b_odd * b_scale).to(DTYPE))
@@ -140,8 +141,8 @@ def check_arguments(
     sinks: torch.Tensor | None,
     *lengths: torch.Tensor | None,
 ) -> None:
-    """query [B, Hq, N, D], pools [slots, Hkv, D] and [slots, Hkv, DV], pages [B, P], positions [B, N], sinks [Hq];
-    lengths: [B] each."""
+    """Assert shapes: query [B, Hq, N, D], pools [slots, Hkv, D] and [slots, Hkv, DV], pages [B, P], positions [B, N],
+    sinks [Hq], and lengths [B] each."""
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads = pool_k.shape[1]
     assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
@@ -155,12 +156,13 @@ def check_arguments(
 
 
 def padded_channels(head_dim: int, *, fp8: bool = False) -> int:
-    """Channels of a tile: a power of two. A product takes 16 at least; where K and V are fp8, every other one."""
+    """Channels of a tile: a power of two. A product takes at least 16 channels, and with fp8 K/V only every other
+    one."""
     channels: int = triton.next_power_of_2(head_dim)
     return max(32 if fp8 else 16, channels)
 
 
 def fits(block_m: int, block_k: int, num_stages: int, block_d: int, item_size: int, shared: int) -> bool:
-    """Do queries and the tiles of K and V on their way fit `shared` bytes? A page lookup takes a stage too."""
+    """Do the queries and the buffered tiles of K and V fit `shared` bytes? A page lookup takes a stage too."""
     buffers = 2 * block_k * ((num_stages + 1) // 2)  # rows of K and of V
     return (block_m + buffers) * block_d * item_size + 2048 <= shared

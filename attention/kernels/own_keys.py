@@ -1,14 +1,14 @@
-"""Slots, by position, of the keys that belong to a node and not to its whole request: made once a step and group.
+"""Own keys: slots, by position, of the keys that differ from node to node. Made once per step and group.
 
-Request b has S committed keys; from base_b = S - S % ALIGN on, keys are a node's own (see `tree_attention.py`):
+Request b has S committed keys. Keys from position base_b = S - S % ALIGN on are a node's own (see `tree_attention.py`):
 
     slots[b, r, j]   slot of the key at position p = base_b + j on the path of node r
                      p < S: committed, through the page table;   p >= S: the ancestor of r at depth p - S, r included
     run_end[b, n]    the last node of the chain n, n + 1, ... in which each is the parent of the next
 
-All nodes of a run lie on the path of its last one, so one row serves them all; a block that is a chain throughout
-(decode, prefill, `parents` None) has one row. The path is found by walking `parents`: no mask, so no limit of nodes.
-Nothing is read at columns past a node's own position, and they hold the sink.
+All nodes of a run are on the path of its last node, so one row serves the whole run; if the block is a chain (decode,
+prefill, `parents` None), it has one row. A path is found by walking `parents` without a mask, so the number of nodes
+has no limit. Columns after a node's own position hold slot 0 and are not used.
 """
 
 from typing import NamedTuple
@@ -19,15 +19,16 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.index_spaces import NULL_SLOT
 
 ALIGN = 64
-"""The largest BLOCK_K: tiles of every layer's size begin at or after base_b."""
+"""The largest BLOCK_K, so that base_b is a tile boundary for every layer's BLOCK_K."""
 
 BLOCK = 512
 
 
 class OwnKeys(NamedTuple):
-    """slots [B, R, ALIGN + path_len] int32, R = N, or 1 where the block is a chain; run_end [B, N] int32, or None then.
+    """slots [B, R, ALIGN + path_len] int32 and run_end [B, N] int32; R = N. If the block is a chain, R = 1 and run_end
+    is None.
 
-    path_len: nodes on the longest path, 0 for queries that bring no keys of their own.
+    path_len: nodes on the longest path; 0 if the queries have no keys.
     """
 
     slots: torch.Tensor
@@ -67,7 +68,7 @@ def reference_own_keys(
         slots = torch.where(((depth >= 0) & (depth < num_nodes))[:, None], at_depth[:, None], slots)
         return OwnKeys(slots.int(), None)
     nodes = torch.arange(num_nodes, device=device)
-    path = [nodes.expand(batch, num_nodes)]  # path[h]: the ancestor h levels above each node, -1 past the root
+    path = [nodes.expand(batch, num_nodes)]  # path[h]: the ancestor h levels above each node, -1 above the root
     for _ in range(path_len - 1):
         path.append(torch.where(path[-1] >= 0, parents.long().gather(1, path[-1].clamp(min=0)), -1))
     hops = torch.stack(path, 2)  # [B, N, path_len]
@@ -131,7 +132,7 @@ def _own_keys_kernel(
                 tl.store(p_run_end + i_b * num_nodes + i_row, last, eviction_policy=KEEP)
             depth = -1
             node = i_row
-            while node >= 0:  # ends: parents come before their children
+            while node >= 0:  # terminates: parents come before their children
                 depth += 1
                 node = tl.load(p_parents + node).to(tl.int32)
             node = i_row
@@ -153,11 +154,11 @@ def own_keys(
     page_size: int,
     max_depth: int | None = None,
 ) -> OwnKeys:
-    """The own keys of N nodes a request, in the group of `pages` and `write`.
+    """Make the own keys of N nodes per request, in the group of `pages` and `write`.
 
     pages [B, P], start [B] (None: position 0), committed_len [B]: the page table of the committed prefix.
-    write [B, N]: the slot of each node, None: the queries bring no keys.
-    parents [B, N]: -1 at the root, parents[n] < n elsewhere; None: the block is a chain.   max_depth: of any node.
+    write [B, N]: the slot of each node; None: the queries have no keys.
+    parents [B, N]: -1 at the root, parents[n] < n elsewhere; None: the block is a chain.   max_depth: of all nodes.
     """
     batch, num_pages = pages.shape
     assert committed_len.shape == (batch,) and committed_len.is_contiguous(), f"{committed_len.shape=} {pages.shape=}"

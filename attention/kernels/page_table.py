@@ -1,17 +1,17 @@
-"""Page tables and write locations of one verify step in every group, translated in registers, one launch each.
+"""Page tables and write slots of one verify step, for every group in one launch. Slots are translated in registers.
 
 For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[rows[b], p]`, page size P, and a group g
 that keeps retain[g] committed keys of a row, `peer(g, s) = s` in the primary group, else maps[g, s]:
 
-    start[g, b]    = floor_page(max(0, S - retain[g]))           0 in the primary group, which keeps a whole row
+    start[g, b]    = floor_page(max(0, S - retain[g]))           0 in the primary group, which keeps all keys
     pages[g][b, j] = peer(g, slot(start[g, b] + j P)) / P        start[g, b] + j P < S
     write[g][b, n] = peer(g, slot(S + n))
 
-Pages past a prefix are not read, and undefined: so a table may be as wide as the longest context there can be, and
-costs what its prefixes are long; that of a windowed group is O(window) wide. The grid has an axis for groups, and all
-tables lie in one buffer, so a capture does not depend on how many groups there are. The padding row (the last of
-req_to_slot) counts as S = 0, and writes go to the null slot there. Widths and lengths are run-time values: no shape of
-a batch compiles anything. Both backends read prefixes through such tables.
+Pages after a prefix are undefined and not read. So a table may be as wide as the longest possible context, yet costs
+only as much as its prefixes are long; the table of a windowed group is O(window) wide. The grid has an axis for groups,
+and all tables are in one buffer, so a capture does not depend on the number of groups. The padding row (the last of
+req_to_slot) counts as S = 0, and its writes go to the null slot. Widths and lengths are run-time values: no batch shape
+compiles a new kernel. Both backends read prefixes through these tables.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +27,19 @@ from specdec.kvcache.table import RequestTable, Rows
 BLOCK = 1024
 
 FEW_PROGRAMS = 512
-"""Programs for the prefixes of all rows together; those of a row take its blocks in turn."""
+"""Programs for the prefixes of all rows together. The programs of one row take its blocks in turn."""
 
 MIN_PROGRAMS = 4
-"""Lower bound on the programs for the prefix of one row, if it has as many blocks."""
+"""Lower bound on the programs for one row's prefix, unless it has fewer blocks."""
 
 ALIGNED = 16
-"""Numbers to whose multiples the part of a group is rounded up, so that each begins at an aligned address."""
+"""The size of each group's part is rounded up to a multiple of this, so that every part begins at an aligned
+address."""
 
 
 class PageTables(NamedTuple):
-    """The `PrefixTables` of one launch: page ids [B, width] of each group, start [groups, B], the position of the first
-    column, and the slots [B, N] to write to."""
+    """The `PrefixTables` of one launch: page ids [B, width] of each group, the position `start` [groups, B] of each
+    first column, and the slots [B, N] to write."""
 
     tables: ByGroup[torch.Tensor]
     start: torch.Tensor
@@ -60,8 +61,8 @@ class PageTables(NamedTuple):
 
 
 def group_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
-    """Pages in a row of each group's table, where the longest prefix has `full_width`: no more than a row, or a window,
-    can have. The kernel computes the others from that of the primary group."""
+    """Width in pages of each group's table if the longest prefix has `full_width` pages; a windowed group needs no more
+    than its window. The kernel computes these widths from that of the primary group."""
     kept = [1 + -(-keys // page_size) for keys in retain.tolist()]
     most = min(full_width, kept[PRIMARY])
     return [min(most, pages) for pages in kept]
@@ -97,7 +98,7 @@ def reference_build_page_tables(
     start = (length - retain[:, None]).clamp(min=0) // page_size * page_size  # [groups, B]
 
     def slots_at(positions: torch.Tensor, group: int) -> torch.Tensor:
-        """[B, L] slots of positions [B, L] in a group; past the row, those of its last one."""
+        """Slots [B, L] of positions [B, L] in a group; positions after the row are clamped to its last."""
         slots = req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)]
         return slots if group == PRIMARY else maps[group][slots]
 
@@ -152,7 +153,7 @@ def _page_tables_kernel(
         p_node = p_write + i_group * s_write.to(tl.int64) + i_request * num_nodes + o_node
         tl.store(p_node, slot, mask=m_node, eviction_policy=KEEP)
         tl.store(p_start + i_group * s_start.to(tl.int64) + i_request, start, eviction_policy=KEEP)
-    else:  # the prefix, as far as the group keeps it
+    else:  # the part of the prefix that the group keeps
         for j_group in range(i_group):
             width = tl.minimum(full_width, 1 + tl.cdiv(tl.load(p_retain + j_group), PAGE_SIZE))
             p_pages += tl.cdiv(tl.num_programs(0) * width, ALIGNED) * ALIGNED
@@ -179,11 +180,11 @@ def build_page_tables(
     page_size: int,
     widths: Sequence[int],
 ) -> PageTables:
-    """Page tables of the committed prefixes and write locations of the N draft nodes after them, in every group.
+    """Make page tables of the committed prefixes, and write slots of the N draft nodes after them, in every group.
 
-    req_to_slot [R, W] int64: primary slots by position, the last row is for padding; maps [groups, slots] int64: the
-    peer of each primary slot; retain [groups] int64: W or more in the primary group; rows, committed_len [B] int64;
-    widths: `group_widths` for the longest prefix there may be.
+    req_to_slot [R, W] int64: primary slots by position; the last row is padding. maps [groups, slots] int64: the peer
+    of each primary slot. retain [groups] int64: W or more in the primary group. rows, committed_len: [B] int64. widths:
+    `group_widths` for the longest possible prefix.
     """
     batch = len(rows)
     num_rows, row_width = req_to_slot.shape
@@ -197,7 +198,7 @@ def build_page_tables(
     start = req_to_slot.new_empty((len(widths), _rounded(batch)))
     write = req_to_slot.new_empty((len(widths), _rounded(batch * num_nodes)))
     programs = min(triton.cdiv(widths[PRIMARY], BLOCK), max(MIN_PROGRAMS, FEW_PROGRAMS // max(batch, 1)))
-    node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where each table starts
+    node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # at least one: it writes `start`
     _page_tables_kernel[(batch, node_blocks + programs, len(widths))](
         *(req_to_slot, maps, retain, rows, committed_len, pages, start, write),
         *(num_rows - 1, row_width, maps.shape[1], num_nodes, widths[PRIMARY], node_blocks),

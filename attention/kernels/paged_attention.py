@@ -1,4 +1,4 @@
-r"""Attention of a draft in progress: its newest level to the committed prefix and its own ancestors, as one call.
+r"""Attention of a draft in progress: its newest level attends to the committed prefix and its ancestors in one call.
 
 For request b, node i of the level at position q_i, keys of the prefix at position p in page
 `pages[b, (p - start[b]) // page_size]`, keys of the draft's nodes so far, its block, at positions r_j, window w:
@@ -9,12 +9,13 @@ For request b, node i of the level at position q_i, keys of the prefix at positi
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
-The keys are cut into splits s that run side by side, each a softmax of its own, with lse_s = log sum_{j in s} e^{x_ij}:
+The keys are cut into splits s that run in parallel. Each computes its own softmax, with lse_s = log sum_{j in s}
+e^{x_ij}:
 
     out = sum_s e^{lse_s} out_s / sum_s e^{lse_s}
 
-The sink and the block belong to split 0. Rows that see nothing are 0. The launcher synchronises with
-nothing and reads nothing back: shapes alone decide the launch, so it can be captured in a CUDA graph.
+The sink and the block belong to split 0. The result of a row that sees nothing is 0. Only shapes decide the launch, and
+the host reads nothing back, so it can be captured in a CUDA graph.
 """
 
 from typing import NamedTuple, Unpack
@@ -33,13 +34,13 @@ WORD = 64
 
 
 class PagedTiles(NamedTuple):
-    """Cut of the work; chosen by `choose_paged_tiles`, given by hand only in tests and when tuning."""
+    """How the work is cut. `choose_paged_tiles` chooses it; only tests and tuning give it by hand."""
 
     block_m: int
     block_k: int
     num_warps: int
     num_stages: int
-    waves: float = 2.0  # programs to aim at, per multiprocessor
+    waves: float = 2.0  # target number of programs per multiprocessor
 
 
 def reference_paged_attention(
@@ -60,8 +61,8 @@ def reference_paged_attention(
     first_key: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
-    """Computes the attention by its definition, in float32, or in float64 if the query is. A key that no row sees may
-    be NaN."""
+    """Compute the attention by its definition, in float32, or in float64 for a float64 query. A key that no row sees
+    may be NaN."""
     columns = torch.arange(pages.shape[1] * page_size, device=query.device)
     slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
     k, v = (
@@ -108,9 +109,9 @@ def paged_attention(
     block_positions: [B, M] of the block's keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the block's keys.
     pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position `start` [B] on,
     a multiple of the page size; None: from 0.
-    Values, of the pool and of the block, may have fewer numbers DV a head.
+    Values, in the pool and the block, may have another size DV per head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
-    block_scales: [B * M', Hkv] each where pools are fp8: of all rows of what block_k and block_v are views of.
+    block_scales: if pools are fp8, scales [B * M', Hkv] of all rows of the tensors that block_k and block_v view.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: f above.
     """
@@ -161,8 +162,8 @@ def paged_attention(
 
 
 def split_results(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Makes the buffers that the splits of `out` [..., D] write: parts [splits, ..., D] and their sums [splits, ...],
-    both float32. One split writes `out` itself, and no sums."""
+    """Make the float32 buffers that the splits of `out` [..., D] write: parts [splits, ..., D] and sums [splits, ...].
+    A single split writes `out` itself and no sums."""
     if num_splits == 1:
         return out, None
     part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=out.device)
@@ -170,7 +171,7 @@ def split_results(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, tor
 
 
 def merge_splits(part: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """`out`, from what its splits wrote (`split_results`)."""
+    """Compute `out` from the buffers that its splits wrote (`split_results`)."""
     if lse is not None:
         value_dim, block_v = out.shape[-1], padded_channels(out.shape[-1])
         merge_paged_kernel[(out.numel() // value_dim,)](
@@ -182,10 +183,10 @@ def merge_splits(part: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor
 def choose_paged_tiles(num_rows: int, block_d: int, item_size: int) -> PagedTiles:
     """Tiles for `num_rows` packed rows of `block_d` channels: the fastest of those timed on an H200.
 
-    Decoding waits for memory: tiles of K and V are on their way while one is used. 64 rows keep the tensor cores busier
-    than 32, also when half of them are padding. Prefill computes, in the largest tiles that fit.
+    Decoding is bound by memory, so several tiles of K and V are loaded while one is used. 64 rows keep the tensor cores
+    busier than 32, even if half of them are padding. Prefill is bound by compute and takes the largest tiles that fit.
     """
-    if item_size > 2:  # float32 multiplies without tensor cores
+    if item_size > 2:  # float32 products do not use tensor cores
         return PagedTiles(16, 16, 4 if block_d <= 256 else 8, 2)
     if num_rows <= 16:
         return PagedTiles(16, min(64, 16384 // block_d), 4, 5, 2.0 if block_d <= 128 else 1.0)
@@ -197,7 +198,7 @@ def choose_paged_tiles(num_rows: int, block_d: int, item_size: int) -> PagedTile
 
 
 def fit_tiles(tiles: PagedTiles, block_d: int, item_size: int, shared: int) -> PagedTiles:
-    """The tiles, with fewer stages, then fewer keys, until they fit `shared` bytes of a multiprocessor's memory."""
+    """Reduce the stages of `tiles`, then their keys, until they fit `shared` bytes of shared memory."""
     while tiles.block_k > 16:
         if fits(tiles.block_m, tiles.block_k, tiles.num_stages, block_d, item_size, shared):
             break
@@ -207,5 +208,6 @@ def fit_tiles(tiles: PagedTiles, block_d: int, item_size: int, shared: int) -> P
 
 
 def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
-    """Splits of the prefix that fill the device, from numbers the host knows without asking it."""
+    """Number of splits of the prefix that fills the device, from numbers that the host has without a
+    synchronisation."""
     return max(1, min(int(waves * device_limits(device)[0]) // programs, -(-num_keys // 128), 64))

@@ -7,10 +7,10 @@
     keys     block | lo ........................... hi  positions; lo is the oldest key that a row of the tile can see
              |split 0    |split 1   |split 2   |split 3|
 
-Key tiles of the prefix begin at multiples of BLOCK_K. Columns of a tile outside [lo, hi) read the nearest key inside,
-so that the loop's loads need no mask, and weigh nothing. The running maximum and denominator of split 0 start from the
-sink, so it enters once. A row that saw nothing has lse = -inf: its partial is not written. Lengths are run-time values,
-so no length compiles anything.
+Key tiles of the prefix begin at multiples of BLOCK_K. Columns of a tile outside [lo, hi) load the nearest key inside,
+so that loads need no mask, and get weight 0. Only split 0 starts its running maximum and denominator from the sink, so
+the sink enters once. A row that saw nothing has lse = -inf, and its partial result is not written. Lengths are run-time
+values: no length compiles a new kernel.
 """
 
 from specdec.attention.kernels.key_tiles import (
@@ -30,7 +30,7 @@ from specdec.attention.kernels.key_tiles import (
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.fp8_kernels import from_e4m3
 
-BLOCK_N = tl.constexpr(16)  # keys of a draft's tile
+BLOCK_N = tl.constexpr(16)  # keys per tile of the block
 
 
 @triton.jit
@@ -152,13 +152,13 @@ def paged_attention_kernel(
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
 
     p_ancestors += i_b * s_anc_b + o_node * s_anc
-    # here and not where it is used: between the loops, ptxas would serialise every wgmma
+    # loaded here, far from its use: between the loops, it would make ptxas serialise every wgmma
     b_bits = tl.load(p_ancestors, mask=m_row, other=0)  # [BM]
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
         b_max = tl.where(i_split == 0, b_sink, b_max)
-    b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
+    b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # the sink's; without a sink, the first key scales it to 0
     b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
@@ -171,12 +171,12 @@ def paged_attention_kernel(
     hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where(lo < hi, hi, 0)
     begin = lo // BLOCK_K * BLOCK_K
-    spare = 4 * BLOCK_K  # keys that split 0 takes fewer, since it has the block
+    spare = 4 * BLOCK_K  # split 0 takes this many keys fewer, since it has the block
     chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0) + spare, num_splits), BLOCK_K) * BLOCK_K
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
-    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_page = p_pages + i_b * s_page_b
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
@@ -199,7 +199,7 @@ def paged_attention_kernel(
             m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
-    # the block, in split 0
+    # split 0: the block
     for i_key in tl.range(0, tl.where(i_split == 0, num_keys, 0), BLOCK_N, num_stages=1):
         o_key = i_key + tl.arange(0, BLOCK_N)
         m_key = o_key < num_keys
@@ -213,7 +213,7 @@ def paged_attention_kernel(
                 m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
             if first_key is not None:
                 m_seen = m_seen & (b_key_pos[None, :] >= tl.minimum(b_pos, first_key)[:, None])
-        m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may hold anything
+        m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may be NaN
         o_kv = o_key[:, None].to(tl.int64)
         o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_k[None, :] * s_bk_d
         o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_x[None, :] * s_bv_d
@@ -251,7 +251,7 @@ def merge_paged_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, 16 splits at a time."""
+    """One program per row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, 16 splits at a time."""
     i_row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK_V)
@@ -264,7 +264,7 @@ def merge_paged_kernel(
         b_lse = tl.load(p_lse + o_part, mask=o_split < num_splits, other=float("-inf"))
         m_part = (o_split < num_splits)[:, None] & m_v[None, :]
         b_part = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_part, other=0.0)
-        # loaded at the same time as its lse, not after it
+        # load the part together with its lse, not after it
         b_part = tl.where((b_lse > float("-inf"))[:, None], b_part, 0.0)
         b_new = tl.maximum(b_max, tl.max(b_lse, 0))
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)

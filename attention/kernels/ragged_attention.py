@@ -1,14 +1,14 @@
-r"""Attention of prompts: runs of tokens of many requests in one row (`attention/pack.py`), as one call.
+r"""Attention of prompts in one call: runs of tokens of many requests in one row (`attention/pack.py`).
 
-Token t of run r, at position q, sees the keys of its request that are stored so far, its own and earlier ones:
+Token t of run r, at position q, sees its own key and the earlier keys of its request:
 
     visible(t, p) = begin_r <= p <= q   and q - p < window   and p >= min(first_key, q)
     out_t = sum_p e^{x_tp} v_p / (e^{sink} + sum_p e^{x_tp}),   x_tp = cap(scaling * q_t . k_p),  cap(x) = c tanh(x / c)
 
-All keys are read by position from the pools, where the forward has stored its own: prefix and run are one walk, layers
-that share the K/V of another need nothing else, and in order (`exact`) a row has the bits of plain decoding at its
-position, whatever its chunk and its company. Places of no run are 0. The launcher reads nothing back: T and R decide
-the launch, so it can be captured. `RunsAttention` is the same run by run, in plain torch.
+All keys are read by position from the pools, after the forward has stored its own. So one loop covers prefix and run,
+and layers that share another layer's K/V need no special case. With `exact` a row has the bits of plain decoding at its
+position, whatever its chunk and the other rows. Places of no run are 0. T and R decide the launch, and the host reads
+nothing back, so it can be captured. `RunsAttention` does the same in plain torch, run by run.
 """
 
 from dataclasses import dataclass
@@ -32,17 +32,17 @@ from specdec.gpu.triton_shim import triton
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 FEW_TOKENS = 256
-"""A forward over no more than these is most often a part of one long prompt, read while others decode."""
+"""A forward of at most this many tokens usually reads a part of one long prompt while other requests decode."""
 
 FILLING_ROWS = 64
-"""Tiles are chosen for throughput from this many rows (of all heads) a multiprocessor on; with fewer, others finish
-sooner."""
+"""From this many rows (of all heads) per multiprocessor on, tiles are chosen for throughput; with fewer rows, other
+tiles finish sooner."""
 
 
 class RaggedTiles(NamedTuple):
-    """How the work is cut, and what a program runs with. split_len: keys of a chain, in order; 0: in any order.
-    total_in_memory: in order, a row's total is kept in memory between two chains, which leaves the registers to
-    larger tiles; it changes no bit."""
+    """How the work is cut, and the resources of a program. split_len: keys per chain if keys are added in order; 0: any
+    order. total_in_memory: keeps a row's total in memory between two chains, which frees registers for larger tiles; it
+    changes no bit."""
 
     block_m: int
     block_k: int
@@ -88,11 +88,11 @@ def ragged_attention(
     """Attend -> [1, T, Hq, D] in the query's dtype.
 
     query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
-    lines: of the group of these pools.     window: a key is visible if it lies fewer than this many positions back.
-    first_key: keys before this position do not exist, but for a query's own.
-    softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
-    shares: ranks hold the heads in this many parts: in order, keys are cut as for the heads of all.
-    tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
+    lines: slots in the group of the pools. window: a key is visible if it is fewer than this many positions back.
+    first_key: keys before this position do not exist, except a query's own.
+    softcap: c above.  sinks: [Hq] logits.  exact: add keys in the order of plain decoding.
+    shares: number of ranks that divide the heads. With `exact`, keys are cut as for the heads of all ranks together.
+    tiles: `choose_ragged` chooses them; only tests and tuning give them by hand.
     """
     one, num_heads, num_tokens, head_dim = query.shape
     kv_heads, num_runs, device = pool_k.shape[1], len(pack.rows), query.device
@@ -108,11 +108,11 @@ def ragged_attention(
     if tiles is None:
         tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group
-    num_tiles = -(-num_tokens // tokens) + num_runs  # a run, and padding, ends with a tile that may be part full
+    num_tiles = -(-num_tokens // tokens) + num_runs  # the last tile of each run, and of padding, may be part full
     num_splits = 1
     if not tiles.split_len:
         num_keys = lines.slots.shape[1] if window is None else min(lines.slots.shape[1], window + tokens)
-        # few tokens of a long prompt: programs of runs that are not there do nothing, and should not count
+        # few tokens of a long prompt: programs of absent runs do nothing and should not count
         is_few = window is None and num_tokens <= FEW_TOKENS
         working = -(-num_tokens // tokens) if is_few else num_tiles
         num_splits = choose_splits(working * kv_heads, num_keys, tiles.waves, device)
@@ -147,7 +147,7 @@ def ragged_attention(
 
 
 def search_width(num_runs: int) -> int:
-    """Runs, padding among them, that a kernel searches: of a few sizes, since each is compiled for itself."""
+    """Width of the kernel's search over runs (padding included), fp8 to few sizes, since each size is compiled."""
     width = 64
     while width <= num_runs:
         width *= 4
@@ -164,10 +164,10 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """In any order: the tiles of decoding. In order: the cut of plain decoding, in larger tiles of rows, which change
-    no bit; the fastest of those timed on an H100 (`python -m bench ordered-attention`)."""
+    """Choose tiles. In any order: those of decoding. In order: plain decoding's cut of keys, with larger row tiles,
+    which change no bit; the fastest that were timed on an H100 (`python -m bench ordered-attention`)."""
     multiprocessors, shared = device_limits(device)
-    fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
+    fewest: int = max(16, triton.next_power_of_2(group))  # a tile holds at least one token
     if not exact:
         any_order = fit_tiles(choose_paged_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
@@ -177,7 +177,7 @@ def choose_ragged(
     block_m, num_warps, stages, in_memory = 32, 4, 3, False
     if item_size > 2:
         block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2
-    elif num_tokens * group > 256:  # two accumulators a row, of which long rows keep one in memory
+    elif num_tokens * group > 256:  # two accumulators per row; long rows keep one in memory
         if block_d <= 128:
             block_m, num_warps = 64, 8
         elif block_d <= 256:

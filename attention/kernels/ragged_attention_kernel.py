@@ -2,15 +2,15 @@
 
     grid (tiles, Hkv, splits)
 
-    places   a a a a a a a b b b c . .       tiles of 4 tokens of one run each: how many a run has follows from cu_len
+    places   a a a a a a a b b b c . .       a tile is up to 4 tokens of one run; cu_len gives the tiles per run
              |0      |1    |2    |3|4  |     padding is a run of no keys at the end; programs past the last tile return
     rows     a tile's tokens x the G query heads of a kv head, packed token-major
     keys     lo ........................ end positions; tiles of BLOCK_K at multiples of BLOCK_K; lo is the oldest key
                                              that a row of the tile can see, so that what a window hides is not visited
 
-Two ways of adding keys up. SPLIT_LEN 0: one online softmax over all keys of a split, the splits cut evenly and merged
-by `merge_kernel` of `paged_attention`. Else as `tree_attention` does it, operation by operation: chains of SPLIT_LEN
-keys at absolute positions, folded in ascending order, so that a row has the bits that plain decoding gives it.
+There are two ways of adding keys. SPLIT_LEN 0: one online softmax over all keys of a split; splits are cut evenly and
+merged by `merge_kernel` of `paged_attention`. Otherwise the same operations as in `tree_attention`: chains of SPLIT_LEN
+keys at absolute positions, folded in ascending order, so that a row has the bits of plain decoding.
 """
 
 from specdec.attention.kernels.key_tiles import (
@@ -60,7 +60,7 @@ def _add_tile(
     MASKED: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
-    """The keys from i_key on. Those outside [lo, end) read the nearest inside, and weigh nothing."""
+    """Add the tile of keys from i_key on. Columns outside [lo, end) load the nearest key inside and get weight 0."""
     o_key = i_key + tl.arange(0, BLOCK_K)
     o_inside = o_key
     if MASKED:
@@ -118,7 +118,7 @@ def _walk(
     BLOCK_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
-    """The keys [begin, stop): before free_end every row sees every key."""
+    """Add the keys [begin, stop). Before free_end every row sees every key, so no mask is needed."""
     # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
@@ -173,7 +173,7 @@ def ragged_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a tile
+    TOKENS: tl.constexpr,  # per tile
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,7 +182,7 @@ def ragged_kernel(
     SPLIT_LEN: tl.constexpr,
     GROWS: tl.constexpr,
 ) -> None:
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # what sees most keys first
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles that see most keys first
     i_h, i_split = tl.program_id(1).to(tl.int64), tl.program_id(2)
 
     # the tile map: run `num_runs` is padding
@@ -236,7 +236,7 @@ def ragged_kernel(
         p_scale_v += i_h
         o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
         o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
-    # every row sees every key before the tile's first token, but for a window and keys that do not exist
+    # without a window and a first key, every row sees every key before the tile's first token
     free_end = 0
     if GROWS and first_key is None:  # no window
         free_end = tl.where(is_real, (first_pos + 1) // BLOCK_K * BLOCK_K, 0)
@@ -298,7 +298,7 @@ def ragged_kernel(
             if p_total is None:
                 b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_acc * b_decay[:, None])
             else:
-                b_total = tl.load(p_total, mask=m_total[:, None], other=0.0)  # none: it was never written
+                b_total = tl.load(p_total, mask=m_total[:, None], other=0.0)  # 0 if it was never written
                 b_total = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_total * b_decay[:, None])
                 tl.store(p_total, b_total)
                 tl.debug_barrier()  # another thread may read it

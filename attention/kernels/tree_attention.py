@@ -1,27 +1,26 @@
-r"""Attention whose every row is a function of its own path, to the bit: decode, chains, trees, prefill, drafting.
+r"""Attention in which every row's bits depend on its own path only. Used for decode, chains, trees, prefill, drafting.
 
-Query n of request b sits at position q = S + depth, S = committed_len[b], and sees the keys of its own path:
+Query n of request b is at position q = S + depth, S = committed_len[b], and sees the keys of its own path:
 
     visible(n, p) = start_b <= p <= q   and q - p < window     p < S: committed; p >= S: the ancestor at depth p - S
-                  = start_b <= p < S    and q - p < window     where the queries bring no keys (a frozen drafter)
-    and in both     p >= min(first_key, q)                     keys before it do not exist, but for a query's own
+                  = start_b <= p < S    and q - p < window     if the queries have no keys (a frozen drafter)
+    and in both     p >= min(first_key, q)                     earlier keys do not exist, except a query's own
     out_n = sum_p e^{x_np} v_p / (e^{sink} + sum_p e^{x_np}),   x_np = cap(scaling * q_n . k_p),  cap(x) = c tanh(x / c)
 
-The cut is by absolute position, so it is the same in every launch that computes the row:
+Keys are cut by absolute position, so the cut is the same in every launch that computes the row:
 
     tiles    |t|t|t|t|t|t|t|t|t|t|t|t|      BLOCK_K keys, at multiples of BLOCK_K; a split is a chain of tiles
     splits   |split 0|split 1|split 2|      folded in ascending order: decay the total, add the split
              |shared         |.S.|own|      complete committed tiles: by page, read once for all rows of a request
                                             from the tile of S on: by node, `own_keys` says where its path lies
 
-What is not visible weighs nothing, exactly, so neither siblings nor the rest of a batch, the table's width, a prompt's
-chunks or the row tile show in the result. The block's K and V are read from the pool, where the forward has stored
-them: then a key is loaded by the same code whether it is committed or not, layers that share the K/V of another need
-nothing else, and a fused rotation can store and forget them. The launcher reads nothing back. `deterministic_attention`
-is the same in plain torch.
+An invisible key has weight exactly 0. So siblings, the rest of the batch, the table's width, prompt chunks and the row
+tile do not change the result. The forward's own K and V are read from the pool after it has stored them. So the same
+code loads every key, committed or not; layers that share another layer's K/V need no special case; and a fused RoPE
+kernel need only store them. The host reads nothing back. `deterministic_attention` does the same in plain torch.
 
-Rows that do not exist and slots that were never written may hold anything. A NaN or infinity in the K or V of a row
-that does exist may reach all rows of its row tile.
+Padding rows and unwritten slots may hold anything. A NaN or infinity in the K or V of a real row may reach all rows of
+its row tile.
 """
 
 from typing import NamedTuple
@@ -36,29 +35,29 @@ from specdec.gpu.triton_device import device_limits
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
-"""Partial results above this are folded by the programs that make them."""
+"""With more partial results than this, the programs that compute them also fold them."""
 
 
 MANY_HEADS = 8
-"""From this number of heads for K and V on, splits of 256 channels are twice as long."""
+"""From this number of K/V heads on, splits with 256 channels are twice as long."""
 
 
 class KeySplit(NamedTuple):
-    """Cut of the keys. The bits of a row depend on this and on nothing else that a launch decides."""
+    """Cut of the keys. Of all launch parameters, only this one affects the bits of a row."""
 
     block_k: int
     split_len: int
 
 
 class RowTiles(NamedTuple):
-    """Cut of the rows, and resources of a program; of no effect on bits."""
+    """Cut of the rows, and resources of a program. They have no effect on bits."""
 
     block_m: int
     num_warps: int
     num_stages: int
-    rows: int | None = None  # packed rows a tile, None: block_m; fewer make more programs
-    fold: bool | None = None  # fold splits where they are made; None: when there are rows enough to fill the device
-    max_registers: int | None = None  # a thread; what the compiler takes can keep a third program off a multiprocessor
+    rows: int | None = None  # packed rows per tile; None: block_m; fewer rows make more programs
+    fold: bool | None = None  # fold splits in the program that computes them; None: if rows alone fill the device
+    max_registers: int | None = None  # per thread; the compiler's own choice may leave no room for a third program
 
 
 def tree_attention(
@@ -84,16 +83,16 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, DV] in the query's dtype.
 
-    query: [B, Hq, N, D], any strides.      pool_k [slots, Hkv, D], pool_v [slots, Hkv, DV]: any strides; the block is
-    stored in them.
-    own: of this step, in the group of these pools.           pages: [B, P] page ids; wide enough for every prefix.
-    start: [B], the position of the first key of the table, page-aligned, before every window; None: 0.
-    committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
-    block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
+    query: [B, Hq, N, D], any strides.      pool_k [slots, Hkv, D], pool_v [slots, Hkv, DV]: any strides; they hold the
+    forward's own K/V.
+    own: own keys of this step in the group of these pools.   pages: [B, P] page ids; wide enough for every prefix.
+    start: [B], page-aligned position of the table's first key, before every window; None: 0.
+    committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries; the root's is the least.
+    block_len: [B], number of real rows (None: N); the result of the other rows is 0, and no row sees them.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: see above.
-    shares: ranks hold the heads in this many parts: keys are cut as for the heads of all.
-    cut, tiles: chosen by `choose_key_split` and `choose_rows`, given by hand only in tests and when tuning.
+    shares: number of ranks that divide the heads; keys are cut as for the heads of all ranks together.
+    cut, tiles: `choose_key_split` and `choose_rows` choose them; only tests and tuning give them by hand.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, value_dim = pool_k.shape[1], pages.shape[1], pool_v.shape[2]
@@ -125,7 +124,7 @@ def tree_attention(
     part = torch.empty((*part_shape, value_dim), dtype=torch.float32, device=query.device)
     part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
-    # programs of empty splits exit at once, yet each takes a multiprocessor's time: some take several splits
+    # even a program of an empty split costs a launch slot, so a program may take several splits
     split_programs = 1 if fold else min(num_splits, max(16, -(-1024 // programs)))
     shared_options = {
         "HAS_OWN": own.path_len > 0,
@@ -168,9 +167,9 @@ def tree_attention(
 
 
 def choose_key_split(block_d: int, item_size: int, kv_heads: int) -> KeySplit:
-    """One cut per layer: what keeps a lone request's splits short, and many requests' parts few.
+    """The cut of a layer's keys: short splits for a lone request, few partial results for many requests.
 
-    Many heads are programs enough for a lone request, whose splits may be longer.
+    With many heads even a lone request has enough programs, so splits may be longer.
     """
     if item_size > 2:
         return KeySplit(16, 128)
@@ -182,11 +181,11 @@ def choose_key_split(block_d: int, item_size: int, kv_heads: int) -> KeySplit:
 def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool, fp8: bool) -> RowTiles:
     """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
 
-    Few programs wait for latency: they take small tiles, more stages and, a multiprocessor each, more warps. Many share
-    the reading of K and V, and the more of them fit a multiprocessor the better, unless they fold, which takes the
-    registers of a second accumulator. Keys and values of 8 bits are bound by instructions, of which two warps need a
-    fifth fewer than four. Chains over 128 channels were timed on an H100 in an engine's steps, between other kernels:
-    there few programs take a third less time with eight warps, of which a graph of attention alone shows nothing.
+    Few programs are bound by latency: they get small tiles, more stages and, with one per multiprocessor, more warps.
+    Many programs share reads of K and V, so as many as possible should fit a multiprocessor, unless they fold, which
+    needs registers for a second accumulator. 8-bit K/V are bound by instructions, and two warps need a fifth fewer than
+    four. Chains over 128 channels were timed on an H100 within an engine's steps, between other kernels: there, few
+    programs take a third less time with eight warps. A graph of attention alone does not show it.
     """
     if item_size > 2:  # float32 multiplies without tensor cores
         return RowTiles(16, 4 if block_d <= 256 else 8, 2)
@@ -208,7 +207,7 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
 
 
 def fit_rows(tiles: RowTiles, cut: KeySplit, block_d: int, item_size: int, shared: int) -> RowTiles:
-    """The tiles, with fewer stages, then fewer rows, until they fit `shared` bytes of a multiprocessor's memory."""
+    """Reduce the stages of `tiles`, then their rows, until they fit `shared` bytes of shared memory."""
     while tiles.block_m > 16 or tiles.num_stages > 3:
         if fits(tiles.block_m, cut.block_k, tiles.num_stages, block_d, item_size, shared):
             break
@@ -218,7 +217,7 @@ def fit_rows(tiles: RowTiles, cut: KeySplit, block_d: int, item_size: int, share
 
 
 def count_splits(num_keys: int, window: int | None, path_len: int, cut: KeySplit, *, grows: bool) -> int:
-    """Upper bound of the splits of one request."""
+    """Upper bound on the splits of one request."""
     if grows:
         units = -(-num_keys // cut.split_len)
         short: int = SHORT_SPLITS.value
@@ -227,4 +226,4 @@ def count_splits(num_keys: int, window: int | None, path_len: int, cut: KeySplit
         return max(1, min(units, short) + min(-(-max(0, units - short) // 2), middle) + -(-far // 4))
     if window is not None:
         num_keys = min(num_keys, window + max(path_len, 1) - 1)
-    return max(1, (num_keys - 2) // cut.split_len + 2)  # they need not begin where a split does
+    return max(1, (num_keys - 2) // cut.split_len + 2)  # keys may begin within a split

@@ -7,13 +7,14 @@
     keys     |.......|.......|.......|...S...|.......|  positions; tiles of BLOCK_K, splits of SPLIT_LEN and multiples
              |shared: by page        |own: by node   |
 
-A split is one chain of tiles, an online softmax in base 2, whose state (maximum, sum, accumulator) goes to `part`.
-Columns outside what a tile's rows can see read the nearest key inside, so that no load needs a mask, and weigh nothing:
-a tile that a row does not see leaves its state as it was, to the bit. That, the order of the chain and explicit
-fused multiply-adds (no other contraction is left to the compiler) make a row's bits a function of the row alone.
+A split is one chain of tiles: an online softmax in base 2, whose state (maximum, sum, accumulator) is written to
+`part`. If a tile's rows cannot see a column, it loads the nearest visible key, so that no load needs a mask, and gets
+weight 0. So a tile that a row does not see adds exactly 0 to the row's state. Together with the fixed order of the
+chain and explicit fused multiply-adds (the compiler may contract nothing else), this makes a row's bits a function of
+the row alone.
 
 Under programmatic dependent launch both kernels read the plan (lengths, positions, tables) before they wait for the
-kernel before them: plans are written by kernels that let nothing start before they end.
+previous kernel. That is safe: the kernels that write plans let no later kernel start before they end.
 """
 
 from specdec.attention.kernels.key_tiles import (
@@ -38,7 +39,8 @@ MIDDLE_SPLITS = tl.constexpr(16)
 
 @triton.jit
 def split_of(pos: tl.tensor, SPLIT_LEN: tl.constexpr, GROWS: tl.constexpr) -> tl.tensor:
-    """The split that holds a position: 16 of SPLIT_LEN keys, 16 of twice, then of four times as many if GROWS."""
+    """The split that holds a position. Splits have SPLIT_LEN keys; if GROWS, after 16 splits twice as many, and after
+    32 four times as many."""
     unit = pos // SPLIT_LEN
     if GROWS:
         middle = SHORT_SPLITS + (unit - SHORT_SPLITS) // 2
@@ -86,14 +88,14 @@ def absorb_in_order(
     b_p, b_weight = b_p.to(b_v[0].dtype), (b_p * b_v_scale).to(b_v[0].dtype)
     b_decay = tl.exp2(b_max - b_shift)[:, None]
     b_ones = tl.full([b_v[0].shape[0], 16], 1.0, b_v[0].dtype)
-    b_sum = tl.dot(b_p, b_ones, b_sum * b_decay, input_precision="ieee")  # tl.sum's order would be the layout's
+    b_sum = tl.dot(b_p, b_ones, b_sum * b_decay, input_precision="ieee")  # tl.sum's order depends on the layout
     b_acc = add_values(b_acc, b_decay, b_weight, b_v)
     return b_new, b_sum, b_acc
 
 
 @triton.jit
 def fold_weights(b_max: tl.tensor, b_split_max: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(new maximum, what the total is scaled by, what the split is scaled by)."""
+    """(new maximum, factor of the total, factor of the split)."""
     b_new = tl.maximum(b_max, b_split_max)
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
     return b_new, tl.exp2(b_max - b_shift), tl.exp2(b_split_max - b_shift)
@@ -125,7 +127,7 @@ def attend_kernel(
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
     first_key: tl.tensor,  # or None
-    tile_rows: tl.tensor,  # packed rows a tile, at most BLOCK_M
+    tile_rows: tl.tensor,  # packed rows per tile, at most BLOCK_M
     num_rows: tl.tensor,
     num_pages: tl.tensor,
     own_rows: tl.tensor,
@@ -144,7 +146,7 @@ def attend_kernel(
     s_page: tl.tensor,
     s_pos_b: tl.tensor,
     s_pos: tl.tensor,
-    HAS_OWN: tl.constexpr,  # the rows bring keys of their own
+    HAS_OWN: tl.constexpr,  # the rows have their own keys
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -192,11 +194,11 @@ def attend_kernel(
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
     o_v = tl.arange(0, BLOCK_V)
     m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
-    wait_for_previous(PDL)  # what a plan holds was complete before its first layer; queries, keys and values are not
+    wait_for_previous(PDL)  # the plan was complete before its first layer; queries, keys and values may not be
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
     DTYPE: tl.constexpr = b_q[0].dtype
-    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_page = p_pages + i_b * s_page_b
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
@@ -210,7 +212,7 @@ def attend_kernel(
     shared_end = tl.minimum(own_begin, (start + num_pages * PAGE_SIZE) // BLOCK_K * BLOCK_K)
     first_node = i_tile * tile_rows // GROUP
     end_node = tl.minimum((i_tile * tile_rows + tile_rows - 1) // GROUP + 1, valid_rows)
-    # packed rows are neighbours there: one address and constant offsets, or the addresses would fill the registers
+    # packed rows are neighbours here: one address with constant offsets saves registers
     first_row = tl.program_id(1).to(tl.int64) * num_rows * GROUP + i_tile * tile_rows
     part_rows = tl.num_programs(1).to(tl.int64) * num_rows * GROUP
     o_tile = tl.arange(0, BLOCK_M)
@@ -221,7 +223,7 @@ def attend_kernel(
     m_out = m_row[:, None] & m_v[None, :]
 
     for i_split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
-        i_part = i_split if FOLD else num_splits - 1 - i_split  # the newest, which has the own keys, first
+        i_part = i_split if FOLD else num_splits - 1 - i_split  # the newest first: it has the own keys
         begin = tl.maximum(split_begin(first_split + i_part, SPLIT_LEN, GROWS), lo // BLOCK_K * BLOCK_K)
         stop = tl.minimum(split_begin(first_split + i_part + 1, SPLIT_LEN, GROWS), end)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -248,7 +250,7 @@ def attend_kernel(
                 b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
             )
 
-        # the node's own tiles: one walk over them a run of nodes that lie on one path
+        # the node's own tiles: one loop for each run of nodes on one path
         begin = tl.maximum(begin, own_begin)
         node = tl.where(begin < stop, first_node, end_node)
         while node < end_node:
@@ -327,7 +329,8 @@ def merge_kernel(
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program a packed row: its splits folded in ascending order, then the sink. A row that sees nothing is 0."""
+    """One program per packed row: folds its splits in ascending order, then the sink. A row that sees nothing gives
+    0."""
     trigger_next(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     part_rows = tl.num_programs(0).to(tl.int64)
@@ -360,7 +363,7 @@ def merge_kernel(
             b_split_max = tl.load(p_part_max + o_part, mask=m_split, other=float("-inf"))
             b_split_sum = tl.load(p_part_sum + o_part, mask=m_split, other=0.0)
             b_part = tl.load(p_part + o_part * VALUE_DIM + o_v, mask=o_v < tl.where(m_split, VALUE_DIM, 0), other=0.0)
-            b_part = tl.where(b_split_max > float("-inf"), b_part, 0.0)  # what a row did not see may hold anything
+            b_part = tl.where(b_split_max > float("-inf"), b_part, 0.0)  # unseen parts may hold anything
             b_max, b_decay, b_weight = fold_weights(b_max, b_split_max)
             b_sum = tl.fma(b_split_sum, b_weight, b_sum * b_decay)
             b_acc = tl.fma(b_part, tl.zeros_like(b_part) + b_weight, b_acc * b_decay)

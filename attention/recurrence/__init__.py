@@ -1,1 +1,1 @@
-"""Recurrent layers: a state a request, records of its newest tokens, and what a path of tokens computes from both."""
+"""Recurrent layers: one state per request, records of its newest tokens, and the computation of a path from both."""

@@ -1,32 +1,34 @@
-r"""Kernels of the recurrence of `blocks.py`: the same sums, place by place, so that a token has the same bits anywhere.
+r"""Kernels of the recurrence of `blocks.py`. They add in one fixed order, place by place, so a token always has the
+same bits.
 
-    begin     how far each state is folded already, and will be once this forward has run         one launch a forward
-    fold      states of all layers take in what is certain by now, and the convolution's inputs   one launch a forward
+    begin     notes how far each state is folded, and will be after this forward                   one launch a forward
+    fold      folds committed tokens and the convolution's inputs into the states of all layers    one launch a forward
     tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
               (in the fast mode up to 49 nodes by `fast_tree_kernel.py`, in another order of sums)
     run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
 
-A forward first folds each state to the last multiple of FOLD among committed tokens, however far it was folded before.
-Drafts never enter it, so a rejected draft leaves nothing to undo. A path of drafts that crosses the next multiple needs
-a state of its own, which `tree` computes from the request's for each node in the last place of a block. The host reads
+A forward first folds each state to the last multiple of FOLD among committed tokens, wherever it stood before. Drafts
+never enter a state, so a rejected draft leaves nothing to undo. If a path of drafts crosses the next multiple, it needs
+its own state: `tree` computes one from the request's state for each node in the last place of a block. The host reads
 nothing.
 
-Bits: k . k, S^T k and S^T q are products of FOLD rows, which do not see each other. All other sums run over the places
-of a path in their order, one multiplication and addition each, and skip those of others by adding 0. Nodes are in an
-order in which ancestors come first, so the order of nodes is that of places.
+Bits: k . k, S^T k and S^T q are products over FOLD independent rows. All other sums run over the places of a path in
+order, with one multiplication and one addition each; places of other paths add 0. Ancestors come first among nodes, so
+the order of nodes is the order of places.
 """
 
 from specdec.gpu.triton_shim import tl, triton
 
 CHUNK = 16
-"""Numbers of a key in one product: what is in registers of a state's tile at a time."""
+"""Key channels per product: the part of a state's tile that is in registers at one time."""
 
 
 @triton.jit
 def slots_at(
     p_table: tl.tensor, begin: tl.tensor, positions: tl.tensor, mask: tl.tensor, PAGE: tl.constexpr
 ) -> tl.tensor:
-    """Slots of these positions in the table of one request, whose first column is position `begin`; 0 elsewhere."""
+    """Slots of these positions from one request's table, whose first column is position `begin`; 0 outside the
+    table."""
     column = positions - begin
     page = tl.load(p_table + column // PAGE, mask=mask, other=0)
     return tl.where(mask, page * PAGE + column % PAGE, 0)
@@ -52,7 +54,7 @@ def number_of(x: tl.tensor, place: tl.tensor, o_place: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def running_sum(g: tl.tensor, count: tl.tensor, o_place: tl.tensor) -> tl.tensor:
-    """g [FOLD], of which only the first `count` are not 0, added up in its order."""
+    """Prefix sums of g [FOLD] in order; only its first `count` numbers are not 0."""
     total = tl.zeros_like(g)
     for place in range(count):
         total += tl.where(o_place >= place, number_of(g, place, o_place), 0.0)
@@ -72,7 +74,8 @@ def load_block(
 def load_chunk(
     p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_k: tl.tensor, V_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros at position 0, where texts begin."""
+    """Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros if the text begins here (position
+    0)."""
     begun = tl.zeros_like(o_k) < position
     return tl.load(p_tile[None, :] + o_k[:, None] * V_DIM, mask=m_k & begun[:, None], other=0.0)
 
@@ -81,8 +84,8 @@ def load_chunk(
 def weigh_records(
     u: tl.tensor, total: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Weigh records u [FOLD, V] and the state before their block by the decay up to its end. total [FOLD]: sums of log
-    decays."""
+    """Scale records u [FOLD, V], and the state before their block, by the decay up to the block's end. total [FOLD]:
+    sums of log decays."""
     end = number_of(total, FOLD - 1, o_place)
     return u * tl.exp(end - total)[:, None], tl.exp(end)
 
@@ -91,7 +94,7 @@ def weigh_records(
 def fold_chunk(
     state: tl.tensor, decay: tl.tensor, k: tl.tensor, weighted: tl.tensor, PRECISION: tl.constexpr
 ) -> tl.tensor:
-    """Rows of a state after a whole block of keys k [FOLD, CHUNK] and records [FOLD, V]: see `weigh_records`."""
+    """Rows of a state after a whole block with keys k [FOLD, CHUNK] and records [FOLD, V]: see `weigh_records`."""
     added = tl.dot(tl.trans(k), weighted, input_precision=PRECISION)
     return tl.fma(state, tl.zeros_like(state) + decay, added)
 
@@ -113,8 +116,8 @@ def weights_of(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Weights of earlier records for the keys and the queries of `rows`. apart [FOLD, FOLD]: log decay between two
-    places, -inf where one does not see the other."""
+    """Weights that earlier records have for the keys and the queries of `rows`. apart [FOLD, FOLD]: log decay between
+    two places; -inf if one does not see the other."""
     by_key = tl.zeros_like(apart)
     by_query = tl.zeros_like(apart)
     for i_k in range(0, K_DIM, CHUNK):
@@ -158,8 +161,8 @@ def solve_records(
     o_place: tl.tensor,
     CORRECTED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`add_records` for rows of which some are `new`: their records [FOLD, V] are computed from earlier ones -> u,
-    out."""
+    """`add_records` for rows of which some are `new`. Computes the records [FOLD, V] of new rows from earlier ones ->
+    u, out."""
     diagonal = o_place[:, None] == o_place[None, :]
     by_key = tl.where(diagonal, 0.0, by_key)
     for place in range(count):
@@ -194,8 +197,8 @@ def store_records(
     V_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Store records at slots [FOLD]: a tile of u, g by the first tile of each head, k by that of the first head of each
-    key."""
+    """Store records at slots [FOLD]: each program stores its tile of u, the first tile of a head stores g, and the
+    first head of a key stores k."""
     stored = stored & (slots != 0)
     cells_u = p_u + slots[:, None] * (HEADS * V_DIM) + o_v[None, :]
     tl.store(cells_u, u, mask=stored[:, None] & (o_v < V_DIM)[None, :])

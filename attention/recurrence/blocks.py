@@ -1,16 +1,16 @@
-r"""Arithmetic of recurrent layers, block by block, in plain torch: a token's bits follow from its path and position.
+r"""Arithmetic of recurrent layers, block by block, in plain torch. A token's bits depend on its path and position only.
 
-A block is FOLD positions of one path, from a multiple of FOLD on. S is the state before it, [DK, DV] a head, and G_i
-the sum of the log decays g of its places up to i. Place i has a query q_i, a key k_i, and a record u_i:
+A block is FOLD positions of one path and begins at a multiple of FOLD. S is the state before it, [DK, DV] per head. G_i
+is the sum of the log decays g of its places up to i. Place i has a query q_i, a key k_i and a record u_i:
 
     u_i   beta_i (v_i - S'_i k_i),   S'_i k_i = e^{G_i} S^T k_i + sum_{j < i} e^{G_i - G_j} (k_j . k_i) u_j
-          v_i of a layer without beta, whose records are not corrected
+          u_i = v_i in a layer without beta (no delta rule)
     o_i   e^{G_i} S^T q_i + sum_{j <= i} e^{G_i - G_j} (k_j . q_i) u_j
     fold  S <- e^{G_end} S + sum_j e^{G_end - G_j} k_j u_j^T
 
-Every product has the shape of a whole block, a place is at its own row of it, and absent places are zeros. So it makes
-no difference whether a place is computed alone or with others, as a prompt, in a chain or in a tree. A convolution adds
-its taps in their order.
+Every product has the shape of a whole block: each place has a fixed row, and absent places are zeros. So a place has
+the same bits whether it is computed alone or with others, in a prompt, a chain or a tree. A convolution adds its taps
+in order.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,8 @@ from specdec.kvcache.recurrent_state import FOLD
 
 
 class RecordBlock(NamedTuple):
-    """X blocks. state [X, HV, DK, DV]; by place, 0 where absent: k [X, FOLD, HK, DK], u [X, FOLD, HV, DV] and
-    g [X, FOLD, HV]. HV is a multiple of HK: a key serves HV / HK heads."""
+    """X blocks. state [X, HV, DK, DV]. By place, 0 for absent places: k [X, FOLD, HK, DK], u [X, FOLD, HV, DV] and g
+    [X, FOLD, HV]. HV is a multiple of HK: a key serves HV / HK heads."""
 
     state: torch.Tensor
     k: torch.Tensor
@@ -31,9 +31,9 @@ class RecordBlock(NamedTuple):
 
 
 class NewPlaces(NamedTuple):
-    """The places [X, R] to be computed in each block, in the order of the path, and a mask [X, R] of those that exist.
+    """The places [X, R] to compute in each block, in the order of the path, and a mask [X, R] of the places that exist.
 
-    q [X, R, HK, DK], v [X, R, HV, DV] and beta [X, R, HV]; beta None: records are not corrected.
+    q [X, R, HK, DK], v [X, R, HV, DV] and beta [X, R, HV]; beta None: no delta rule.
     """
 
     place: torch.Tensor
@@ -44,7 +44,7 @@ class NewPlaces(NamedTuple):
 
 
 def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """inputs [T, K, C] of each token's path, its own last, and weight [C, K] -> [T, C]."""
+    """Convolve inputs [T, K, C] (the newest K of each token's path, its own last) with weight [C, K] -> [T, C]."""
     out = inputs[:, 0] * weight[:, 0]
     for tap in range(1, inputs.shape[1]):
         out = out + inputs[:, tap] * weight[:, tap]
@@ -52,12 +52,12 @@ def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def run_blocks(block: RecordBlock, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the new places -> their outputs [X, R, HV, DV], and u [X, FOLD, HV, DV] with their records. `block` must
-    have their k and g already; its u there is ignored."""
+    """Compute the new places -> their outputs [X, R, HV, DV], and u [X, FOLD, HV, DV] with their records added. `block`
+    must already have k and g of the new places; its u at these places is ignored."""
     count, _, key_heads, _ = block.k.shape
     heads, v_dim = block.u.shape[2:]
     blocks = torch.arange(count, device=block.k.device)
-    cells = blocks[:, None], torch.where(new.exists, new.place, FOLD)  # a place more takes what does not exist
+    cells = blocks[:, None], torch.where(new.exists, new.place, FOLD)  # an extra place takes absent rows
 
     def at_places(rows: torch.Tensor) -> torch.Tensor:
         """[X, R, Y, Z] -> [X, FOLD, Y, Z], 0 elsewhere."""
@@ -96,7 +96,7 @@ def run_blocks(block: RecordBlock, new: NewPlaces) -> tuple[torch.Tensor, torch.
 
 
 def folded(block: RecordBlock) -> torch.Tensor:
-    """The states [X, HV, DK, DV] after all places of these blocks."""
+    """The states [X, HV, DK, DV] after folding all places of these blocks."""
     key_heads, heads = block.k.shape[2], block.u.shape[2]
     total = block.g.cumsum(1)  # [X, FOLD, HV]
     weight = (total[:, -1:] - total).exp()[..., None]  # [X, FOLD, HV, 1]

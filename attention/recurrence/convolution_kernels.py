@@ -1,10 +1,10 @@
-"""Kernels of the convolutions of recurrent layers. The newest inputs of a row's path lie in three places:
+"""Kernels of the convolutions of recurrent layers. The newest inputs of a row's path are in three places:
 
     position    < folded      the request's state, which has the newest inputs before that
                 < start       their slots
                 later         rows of this forward: ancestors, or earlier tokens of the run
 
-A launch reads no slot that it writes. Sums are float32, tap by tap in their order, and rounded once.
+A launch reads no slot that it writes. Sums are float32, tap by tap in order, and rounded once.
 """
 
 from specdec.attention.recurrence.block_kernels import slots_at
@@ -25,7 +25,7 @@ def before_forward(
     CHANNELS: tl.constexpr,
     PAGE: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs at a position before `start`, else 0; the state is `first` tokens long."""
+    """Inputs at positions before `start`, 0 elsewhere. `first` tokens are folded into the state."""
     recorded = (position >= first) & (position < start)
     slot = slots_at(p_table, begin, position, recorded, PAGE)
     m_recorded = o_channel < tl.where(recorded, CHANNELS, 0)
@@ -149,7 +149,7 @@ def run_convolution_kernel(
         cells = p_in + (o_row + position - mine)[:, None] * stride_in + o_channel[None, :]
         x = tl.load(cells, mask=m_own, other=0.0).to(tl.float32)
         old = real & (position < start)
-        if tl.max(old.to(tl.int32), axis=0) > 0:  # few tiles begin a run
+        if tl.max(old.to(tl.int32), axis=0) > 0:  # only few tiles contain the start of a run
             row = tl.load(p_rows + runs, mask=old, other=0).to(tl.int64)
             first = start // FOLD * FOLD
             begin = tl.load(p_begin + runs, mask=old, other=0)
@@ -169,7 +169,7 @@ def run_convolution_kernel(
         total += tl.where(real[:, None], bias[None, :], 0.0)
     cells = p_out + o_row[:, None] * CHANNELS + o_channel[None, :]
     tl.store(cells, total.to(p_out.dtype.element_ty), mask=m_row[:, None] & m_channel[None, :])
-    # records of the tokens that the states will not have taken in
+    # store records of the tokens that stay unfolded
     end = (start + tl.load(p_length + runs, mask=real, other=0)) // FOLD * FOLD
     left = real & (mine >= end)
     if tl.max(left.to(tl.int32), axis=0) > 0:
@@ -197,7 +197,7 @@ def run_inputs_kernel(
     FOLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Put the newest inputs before the last fold of each run into its state."""
+    """Store the newest inputs before the last fold of each run in the run's state."""
     i_run = tl.program_id(0).to(tl.int64)
     o_channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_channel = o_channel < CHANNELS

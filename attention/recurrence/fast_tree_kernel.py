@@ -1,13 +1,14 @@
 r"""Kernel of trees in the fast mode: token by token, with a tile of the state in registers.
 
-The gated delta rule (Yang, Kautz, Hatamizadeh 2024) with the state's decay multiplied out, as in `blocks.py`: S is the
-state of the request, read once; j are the tokens of a node's path since then, G sums of their log decays,
+It computes the gated delta rule (Yang, Kautz, Hatamizadeh 2024) with the state's decay multiplied out, as in
+`blocks.py`. S is the state of the request and is read once. j runs over the tokens of a node's path after that state; G
+are sums of their log decays:
 
     u_i = b_i (v_i - e^{G_i} S^T k_i - sum_{j < i} e^{G_i - G_j} (k_j . k_i) u_j)
     o_i =            e^{G_i} S^T q_i + sum_{j <= i} e^{G_i - G_j} (k_j . q_i) u_j
 
-and u_i = v_i in Mamba-2. Nothing is folded, wherever a path crosses a multiple of FOLD: the j are the committed records
-of the first block, and then ancestors. k_j and u_j are in registers too:
+In Mamba-2 u_i = v_i. Nothing is folded, even if a path crosses a multiple of FOLD: j runs over the committed records of
+the first block, then over ancestors. k_j and u_j are in registers too:
 
     record    0 ......... m - 1          m ......... m + num_nodes - 1          RECORDS
               committed, m < FOLD        nodes, ancestors first
@@ -72,7 +73,7 @@ def fast_tree_kernel(
     o_k, o_record = tl.arange(0, BLOCK_K), tl.arange(0, RECORDS)
     o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < K_DIM, o_v < V_DIM
-    m_state = (m_k & (tl.zeros_like(o_k) < first))[:, None] & m_v[None, :]  # a text begins with zeros
+    m_state = (m_k & (tl.zeros_like(o_k) < first))[:, None] & m_v[None, :]  # a new text begins with a zero state
     p_state += (row * HEADS + i_head) * (K_DIM * V_DIM)
     state = tl.load(p_state + o_k[:, None] * V_DIM + o_v[None, :], mask=m_state, other=0.0)
     first_row = i_request * num_nodes
@@ -99,7 +100,7 @@ def fast_tree_kernel(
     total = tl.cumsum(tl.where(m_old, g, 0.0), axis=0)
     for node in tl.range(num_nodes, num_stages=2):
         above = tl.load(p_ancestors + node * stride_node + o_node, mask=m_new, other=0) != 0
-        path = tl.sum(tl.where(m_old | above, g, 0.0), axis=0)  # log decay since the state
+        path = tl.sum(tl.where(m_old | above, g, 0.0), axis=0)  # log decay after the state
         mine = o_node == node
         total = tl.where(mine, path, total)
         decay = tl.exp(tl.where(m_old | above, path - total, float("-inf")))
@@ -107,7 +108,7 @@ def fast_tree_kernel(
         q = tl.load(p_q + node * stride_q, mask=m_k, other=0.0).to(tl.float32)
         record = tl.load(p_v + node * stride_v, mask=m_v, other=0.0).to(tl.float32)
         if CORRECTED:
-            by_key = decay * tl.sum(keys * k[None, :], axis=1)  # its own record is 0 as yet
+            by_key = decay * tl.sum(keys * k[None, :], axis=1)  # its own record is still 0
             known = tl.exp(path) * tl.sum(state * k[:, None], axis=0) + tl.sum(u * by_key[:, None], axis=0)
             record = tl.load(p_beta + node * stride_beta).to(tl.float32) * (record - known)
         u = tl.where(mine[:, None], record[None, :], u)

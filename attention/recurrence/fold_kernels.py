@@ -1,5 +1,5 @@
-"""Kernels that fold: `begin_kernel` notes how far states are folded, `fold_kernel` folds committed tokens into all
-layers."""
+"""Kernels that fold: `begin_kernel` notes how far states are folded, and `fold_kernel` folds committed tokens into the
+states of all layers."""
 
 from specdec.attention.recurrence.block_kernels import (
     fold_chunk,
@@ -89,7 +89,7 @@ def fold_kernel(
                             k = load_block(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
                             state = fold_chunk(state, kept, k, weighted, PRECISION)
                             tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
-                        tl.debug_barrier()  # the next block reads what was stored
+                        tl.debug_barrier()  # the next block reads these stores
         if i_part >= HEADS:
             o_channel = (i_part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
             m_channel = o_channel < CHANNELS

@@ -1,10 +1,10 @@
-"""Recurrent layers of one forward: their convolutions and recurrences over the paths of its rows.
+"""The recurrent layers of one forward in plain torch: convolutions and recurrences over the paths of its rows.
 
-    convolve   stores each row's input at its slot, and reads the newest of its path back
-    recur      stores each row's k and g, then its u, computes its output, and folds what is certain into the states
+    convolve   stores each row's input at its slot, then reads the newest inputs of its path
+    recur      stores each row's k and g, then its u, computes its output, and folds certain tokens into the states
 
-It runs on a CPU, where lengths are read back. A forward may run in parts, in any order in which a row's ancestors have
-run before it: what is stored and folded by then is what the next part reads.
+It runs on a CPU and reads lengths on the host. A forward may run in parts, as long as a row's ancestors run before it:
+the next part reads the records and states of the earlier ones.
 """
 
 from typing import NamedTuple
@@ -26,8 +26,8 @@ EVERYTHING = slice(None), slice(None)
 
 
 class _Rows(NamedTuple):
-    """The forward's rows, as all layers read them. numbers, write: [n]. begun: rows of the request table that begin
-    anew. folded_len: by row of the request table, when the forward begins."""
+    """The forward's rows, shared by all layers. numbers, write: [n]. begun: rows of the request table whose text begins
+    here. folded_len: folded tokens by row of the request table at the start of the forward."""
 
     rows: ForwardRows
     numbers: torch.Tensor
@@ -37,14 +37,14 @@ class _Rows(NamedTuple):
 
 
 class RecurrentForward:
-    """The rows of a plan, or of a part of it: `part` are columns of requests."""
+    """The rows of a plan or of a part of it. `part`: a slice of requests and a slice of columns."""
 
     def __init__(self, plan: KVPlan, view: KVView, part: tuple[slice, slice] = EVERYTHING) -> None:
         self._plan = plan
         self._view = view
         self._part = part
         self._rows: _Rows | None = None
-        self._newest: dict[int, NewestInputs] = {}  # by taps
+        self._newest: dict[int, NewestInputs] = {}  # keyed by taps
         self._waves: list[Wave] | None = None
 
     def part(self, requests: slice, columns: slice) -> "RecurrentForward":
@@ -53,7 +53,7 @@ class RecurrentForward:
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """inputs [T, C], weight [C, K] -> [T, C], 0 on padding."""
+        """Convolve inputs [T, C] with weight [C, K] -> [T, C], 0 on padding."""
         kept, mine = self._view.writable_layer(layer), self._found(layer)
         state, pool, taps = kept.state, kept.fields[0], weight.shape[1]
         assert state is not None
@@ -69,7 +69,7 @@ class RecurrentForward:
         return _spread(convolved(path, weight, bias), mine.numbers, len(inputs))
 
     def _fold_inputs(self, kept: LayerKV, state: RecurrentState) -> None:
-        """Fold what is certain into the states of a layer that is a convolution alone."""
+        """Fold certain tokens into the states of a layer that is only a convolution."""
         for wave in self._all_waves():
             if len(wave.into):
                 matrices = state.matrices[wave.into]
@@ -82,7 +82,7 @@ class RecurrentForward:
         return self._waves
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        """-> [T, HV, DV] in float32, 0 on padding."""
+        """Run the recurrence -> [T, HV, DV] in float32, 0 on padding."""
         kept, mine = self._view.writable_layer(layer), self._found(layer)
         state = kept.state
         assert state is not None
@@ -112,7 +112,7 @@ class RecurrentForward:
         return _spread(out, mine.numbers, len(rows.v))
 
     def _found(self, layer: int) -> _Rows:
-        """Rows of the forward, whose records all lie at the slots of one group."""
+        """Rows of the forward. All their records use the slots of one group."""
         if self._rows is None:
             kept = self._view.layer(layer)
             assert kept.state is not None
@@ -141,14 +141,14 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
 
 
 def _stored(kept: LayerKV, wave: Wave, base: torch.Tensor) -> RecordBlock:
-    """The blocks of a wave, with what is stored of their records."""
+    """The blocks of a wave, with their stored records."""
     absent = ~wave.present[:, :, None, None]
     k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in kept.fields[1:])
     return RecordBlock(base, k, u, g[..., 0])
 
 
 def last_inputs(kept: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
-    """Inputs [Z, taps, C] of the last places of the blocks that a wave folds for certain."""
+    """Inputs [Z, taps, C] of the last places of those blocks whose folds are final (`Wave.certain`)."""
     slots = wave.slots[wave.folds][wave.certain][:, FOLD - state.inputs.shape[1] :]
     return rows_at(kept.fields[0], slots)[:, :, 0]
 

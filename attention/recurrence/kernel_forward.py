@@ -1,8 +1,8 @@
-"""Recurrent layers of one forward on kernels, without a length read on the host: `RecurrentForward` on a GPU.
+"""The recurrent layers of one forward on a GPU: `RecurrentForward` as kernels, without lengths read on the host.
 
 When the first recurrent layer runs, one launch folds the states of all layers to the last multiple of FOLD among
-committed tokens, and every layer's own launches start from there. A run of a prompt takes states further, to the last
-multiple of FOLD of its own tokens: block by block with the bits of decoding, or span by span.
+committed tokens; each layer's launches start from these states. A run of a prompt then folds its own tokens up to their
+last multiple of FOLD: block by block with the bits of decoding, or span by span.
 """
 
 from dataclasses import dataclass
@@ -46,16 +46,16 @@ from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 from specdec.kvcache.table import RequestTable, Rows
 
 CHANNELS = 512
-"""Channels of a convolution of trees in one program."""
+"""Channels per program in a convolution of trees."""
 
 RUN_ROWS, RUN_CHANNELS = 8, 256
-"""Tokens and channels of a convolution of runs in one program."""
+"""Tokens and channels per program in a convolution of runs."""
 
 
 class KernelForm(NamedTuple):
-    """How the kernels of trees, of runs in decoding's order and of folds compute. columns: numbers of a value that one
-    program computes. stages: chunks of a state that are being loaded or used at a time. precision "ieee": float32 in
-    exactly rounded steps; "tf32x3": three products of tensor cores instead."""
+    """Launch parameters of the kernels for trees, folds, and runs in decoding's order. columns: value channels per
+    program. stages: chunks of a state that are loaded or used at one time. precision "ieee": exactly rounded float32;
+    "tf32x3": three tensor-core products instead."""
 
     precision: str
     columns: int
@@ -68,20 +68,21 @@ class KernelForm(NamedTuple):
 
 
 FORM = KernelForm("ieee", 32, 4, 3)
-"""The form with the same bits next to any other rows."""
+"""The form that is batch-invariant."""
 
 MAX_RECORDS = 64
-"""Upper bound on committed records (at most 15) and nodes of a request in `fast_tree_kernel`, so on 49 nodes. Larger
-trees run in FORM, 16 nodes at once, since in `fast_tree_kernel` the work per node grows with their number."""
+"""Upper bound on committed records (at most 15) plus nodes of a request in `fast_tree_kernel`: it takes 49 nodes.
+Larger trees run in FORM, 16 nodes at once, since the work per node of `fast_tree_kernel` grows with their number."""
 
 NUMBERS_PER_WARP = 2048
-"""Numbers of keys of records in one warp of `fast_tree_kernel`: more, next to the tile of a state, spill on sm_90."""
+"""Key numbers of records per warp of `fast_tree_kernel`. With more, registers spill on sm_90 next to the state's
+tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSlots:
-    """Slots of the tokens before a forward, in one group: table [B, X] of pages, of slots where page_size is 1. begin
-    [B]: positions of the first columns."""
+    """Slots of the tokens before a forward in one group. table [B, X]: pages, or slots if page_size is 1. begin [B]:
+    position of each first column."""
 
     table: torch.Tensor
     begin: torch.Tensor
@@ -99,9 +100,10 @@ class PrefixSlots:
 
 
 class Spans(NamedTuple):
-    """Spans of the runs of a pack: see `span_kernels.py`. X is an upper bound; spans after the last one have no token.
+    """The X spans of the runs of a pack: see `span_kernels.py`. X is an upper bound; unused spans at the end have no
+    token.
 
-    run_of, position [X]: the run of each, and the position of its first place.
+    run_of, position [X]: the run of each span, and the position of its first place.
     """
 
     run_of: torch.Tensor
@@ -119,11 +121,10 @@ class Spans(NamedTuple):
 
 
 class RecurrentKernels:
-    """The rows of a plan that writes, of trees or of runs.
+    """The recurrent layers for the rows of a plan that writes: trees or runs.
 
-    deterministic: a token of a run has the bits that it has as a node of a tree.
-    Padding costs time and changes nothing: a tree of the padding row begins a text and has no slots, a run of it has no
-    token.
+    deterministic: a token has the same bits in a run as in a tree. Padding costs time but changes nothing: a tree of
+    the padding row begins a text and has no slots; a run of it has no token.
     """
 
     def __init__(self, plan: KVPlan, view: KVView, *, deterministic: bool = False) -> None:
@@ -186,7 +187,7 @@ class RecurrentKernels:
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """-> [T, HV, DV] in float32."""
         plan, kept = self._plan, self._view.writable_layer(layer)
-        convolved = self._slots is not None  # by a plain launch, before which all folds have ended
+        convolved = self._slots is not None  # by a plain launch, which starts after all folds
         slots, state = self._begun(kept), kept.state
         assert state is not None
         q, k, v, g = (_by_row(x) for x in rows[:4])
@@ -271,7 +272,7 @@ class RecurrentKernels:
         return out
 
     def _begun(self, kept: LayerKV) -> PrefixSlots:
-        """Slots before this forward; at its first call, states of all layers are folded."""
+        """Slots of the tokens before this forward. The first call also folds the states of all layers."""
         if self._slots is None:
             plan = self._plan
             self._slots = PrefixSlots.of_plan(plan, kept.group)
@@ -288,8 +289,8 @@ def fold_states(
     slots: PrefixSlots,
     length: torch.Tensor | None = None,
 ) -> None:
-    """Fold the states of rows [B] to the last multiples of FOLD of `start` [B] certain tokens. length [B]: runs after
-    them, which take the states further in this forward; a run that begins a text begins its state anew."""
+    """Fold the states of rows [B] to the last multiple of FOLD within `start` [B] certain tokens. length [B]: tokens of
+    the runs after these, which this forward folds later. A run that begins a text resets its state."""
     since = torch.empty_like(start)
     begin_kernel[(len(rows),)](
         *(rows, start, start if length is None else length, layers.folded_len, since),
@@ -329,7 +330,7 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """The nodes of a plan for kernels: positions and ancestors, and their strides."""
+    """The nodes of a plan as kernels read them: positions and ancestors, with strides."""
 
     tensors: tuple[torch.Tensor, torch.Tensor]
     strides: tuple[int, int, int]
@@ -348,7 +349,7 @@ def _tree_arguments(plan: KVPlan) -> _Tree:
 
 
 def _by_row(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ...] with the numbers of a row next to each other."""
+    """x [T, ...] with each row contiguous."""
     dense = x[0].is_contiguous() if len(x) else True
     return x if dense else x.contiguous()
 

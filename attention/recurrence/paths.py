@@ -1,13 +1,13 @@
-"""Which blocks the rows of one forward need, from the states and records of their requests: found once a forward.
+"""Finds, once per forward, the blocks that its rows need, given the states and records of their requests.
 
     request at S = 37, folded to 32          rows at 37 .. 50 of a chain
     wave 0    block 32 .. 47: records of 32 .. 36, rows of 37 .. 47, from the request's state
-    wave 1    block 48 .. 63: rows of 48 .. 50, from block 32 .. 47 folded, which is of this path only: rows are drafts
+    wave 1    block 48 .. 63: rows of 48 .. 50, from this path's own fold of block 32 .. 47, since its rows are drafts
 
-Each path has blocks of its own: a row that several paths share is computed in a block of each, with the same bits. A
-token is certain if it is committed or in a prompt chunk of this forward, so all but drafts. If all tokens of a folded
-block are certain, the request's state is replaced. Invariant: a row's ancestors are rows of this forward, or their
-records are stored. Lengths are read by the host.
+Each path has its own blocks: a row on several paths is computed once in a block of each, with the same bits. A token is
+certain if it is committed or in a prompt chunk of this forward; only drafts are not. If all tokens of a folded block
+are certain, the fold replaces the request's state. Invariant: each ancestor of a row is a row of this forward, or its
+record is stored. The host reads lengths.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from specdec.kvcache.recurrent_state import FOLD
 class Wave(NamedTuple):
     """X blocks that do not depend on each other.
 
-    base [X]: row of the request table whose state a block begins with; of later waves, number in `folds` of the wave
-    before. slots [X, FOLD]: slot of each place, present [X, FOLD]. rows [X, R]: the forward's rows at places [X, R],
-    exists [X, R]. folds [Y]: blocks whose state the next wave needs. certain [Z]: those of `folds` that replace the
-    state of rows `into` [Z], which are `folded_len` [Z] long then.
+    base [X]: in the first wave, the row of the request table with whose state a block begins; in a later wave, a number
+    in `folds` of the previous wave. slots [X, FOLD]: slot of each place, if present [X, FOLD]. rows [X, R]: the
+    forward's rows at places [X, R], if exists [X, R]. folds [Y]: blocks whose state the next wave needs. certain [Z]:
+    entries of `folds` that replace the states of rows `into` [Z], with `folded_len` [Z] tokens folded then.
     """
 
     base: torch.Tensor
@@ -47,8 +47,8 @@ class Wave(NamedTuple):
 
 
 class RequestPath(NamedTuple):
-    """One request of a forward: its row of the request table, the slots of positions `begin` and later that all rows
-    share, and how many of its tokens are certain."""
+    """One request of a forward: its row of the request table, the slots of positions from `begin` on that all its paths
+    share, and its number of certain tokens."""
 
     row: int
     begin: int
@@ -58,10 +58,10 @@ class RequestPath(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardRows:
-    """The rows of a forward, or of a part of it, that exist.
+    """The rows of a forward, or of a part of it, without padding.
 
-    numbers [n]: among all of the part. request, position, write slot: [n] each. own: of each row, slots of its path
-    from the first uncertain position on; None: all positions are certain.
+    numbers [n]: place of each row in the part. request, position, write slot: [n] each. own: for each row, slots of its
+    path from the first uncertain position on; None: all positions are certain.
     """
 
     requests: Sequence[RequestPath]
@@ -72,10 +72,10 @@ class ForwardRows:
     own: Sequence[IntArray] | None
 
     def path(self, row: int, begin: int, end: int) -> IntArray:
-        """Slots of positions `begin` to `end` of the path of a row."""
+        """Slots of positions `begin` to `end` on the path of a row."""
         request = self.requests[self.request[row]]
         first, last = begin - request.begin, min(end, request.certain) - request.begin
-        assert first >= 0, f"records of position {begin} are gone, which {request} needs"
+        assert first >= 0, f"{request} needs the record of position {begin}, which is gone"
         parts = [request.slots[first : max(first, last)]]
         if self.own is not None and end > request.certain:
             parts.append(self.own[row][max(begin - request.certain, 0) : end - request.certain])
@@ -85,13 +85,13 @@ class ForwardRows:
 
     @property
     def begun(self) -> IntArray:
-        """Rows of the request table whose position 0 is read."""
+        """Rows of the request table whose text begins in this forward (position 0)."""
         rows = [self.requests[request].row for request in self.request[self.position == 0]]
         return np.unique(np.array(rows, dtype=np.int64))
 
 
 def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> ForwardRows:
-    """The rows of these columns of these requests under a plan that writes; rows without a slot are padding."""
+    """The rows of a part (requests, columns) of a plan that writes; rows without a slot are padding."""
     shape = plan.positions.shape
     numbers = np.arange(shape.numel()).reshape(shape)[part].reshape(-1)
     write = _host(plan.write_slots(group))[numbers]
@@ -118,8 +118,8 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> For
 
 
 class NewestInputs(NamedTuple):
-    """Places of the newest inputs of each row's path, its own last: [n, taps] each. recorded: at `slots`; the others
-    are in the state of row `states` of the request table, numbered from its end by `back`, 1 the last."""
+    """Places of the newest inputs of each row's path, its own last: [n, taps] each. Recorded inputs are at `slots`. The
+    others are in the state of row `states` of the request table; `back` counts from its end (1: the last)."""
 
     slots: torch.Tensor
     recorded: torch.Tensor
@@ -128,7 +128,7 @@ class NewestInputs(NamedTuple):
 
 
 def newest_inputs(rows: ForwardRows, folded_len: IntArray, taps: int) -> NewestInputs:
-    """folded_len: by row of the request table, 0 for those that begin anew."""
+    """Locate the inputs. folded_len: folded tokens by row of the request table, 0 if its text begins here."""
     states = np.array([rows.requests[request].row for request in rows.request], dtype=np.int64)
     positions = rows.position[:, None] + np.arange(1 - taps, 1)  # [n, taps]
     back = folded_len[states][:, None] - positions
@@ -142,7 +142,7 @@ def newest_inputs(rows: ForwardRows, folded_len: IntArray, taps: int) -> NewestI
 
 @dataclass(slots=True)
 class _Block:
-    """One block under construction. base: key of the block before; None: the request's state."""
+    """A block under construction. base: key of the previous block; None: it begins with the request's state."""
 
     request: int
     begin: int
@@ -152,13 +152,13 @@ class _Block:
 
 
 def waves_of(rows: ForwardRows, folded_len: IntArray) -> list[Wave]:
-    """folded_len: by row of the request table, 0 for those that begin anew."""
-    levels: list[dict[int, _Block]] = []  # by the slot of a block's last place
+    """Make the waves. folded_len: folded tokens by row of the request table, 0 if its text begins here."""
+    levels: list[dict[int, _Block]] = []  # keyed by the slot of a block's last place
     row_at = {slot: row for row, slot in enumerate(rows.write.tolist())}
     covered = np.zeros(len(rows.write), dtype=np.bool_)
 
     def add(row: int, begin: int, end: int) -> int:
-        """The block at positions `begin` to `end` of a row's path -> its key."""
+        """Add the block at positions `begin` to `end` of a row's path. Returns its key."""
         request = int(rows.request[row])
         level, odd = divmod(begin - int(folded_len[rows.requests[request].row]), FOLD)
         assert level >= 0 and not odd, f"position {begin} of {rows.requests[request]} is folded already"

@@ -1,4 +1,4 @@
-"""Kernel of prompts: see `block_kernels.py`."""
+"""The kernel for runs of prompts: see `block_kernels.py`."""
 
 from specdec.attention.recurrence.block_kernels import (
     fold_chunk,
@@ -118,8 +118,8 @@ def run_kernel(
                     k += load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
                     state = fold_chunk(state, kept, k, weighted, PRECISION)
                     tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
-                tl.debug_barrier()  # the next block reads what was stored
-            else:  # records of the tokens that the state has not taken in
+                tl.debug_barrier()  # the next block reads these stores
+            else:  # store records of unfolded tokens
                 slots = tl.load(p_write + rows, mask=m_new, other=0)
                 store_records(
                     p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, m_new, o_v, i_head, i_tile,

@@ -1,20 +1,20 @@
 r"""Kernels of prompts in the fast mode: the recurrence of `blocks.py` span by span, in products of matrices.
 
-    weights    what each place of a span counts for the others, all spans at once           one launch a layer
-    spans      a state goes through the spans of a run, and gives outputs on the way        one launch a layer
+    weights    how much each place of a span weighs for the others, all spans at once        one launch a layer
+    spans      steps a state through the spans of a run and computes the outputs             one launch a layer
 
-A span is up to SPAN places of one run, from a multiple of FOLD on. With S the state before it, G the sums of log decays
-within it, and rows K, Q, V, U of keys, queries, values and records:
+A span is up to SPAN places of one run and begins at a multiple of FOLD. S is the state before it, G are the sums of log
+decays within it, and K, Q, V, U have its keys, queries, values and records as rows:
 
     A     strictly lower, A_ij = beta_i e^{G_i - G_j} (k_i . k_j)
     B     lower, B_ij = e^{G_i - G_j} (q_i . k_j)
-    U     (I + A)^-1 R,  R_i = beta_i (v_i - e^{G_i} S^T k_i);  V of a layer without beta
+    U     (I + A)^-1 R,  R_i = beta_i (v_i - e^{G_i} S^T k_i);  U = V in a layer without beta
     O     e^G Q S + B U
     S     <- e^{G_end} S + sum_j e^{G_end - G_j} k_j u_j^T
 
 Operands of products are sums of one or two numbers of a smaller type (`OperandParts`). `weights` stores queries, keys,
-(I + A)^-1 - I and B so, by token. Records are those of decoding, up to rounding: the last ones of a run, which no state
-takes in, are stored. Sums are in another order than in decoding.
+(I + A)^-1 - I and B in that form, by token. Records equal those of decoding up to rounding, since
+sums run in another order. The unfolded records at the end of a run are stored.
 """
 
 from typing import NamedTuple
@@ -25,28 +25,29 @@ from specdec.attention.recurrence.block_kernels import load_block, slots_at, sto
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 
 SPAN = 64
-"""Places of a span, four blocks of FOLD: `triangular_inverse` divides it so."""
+"""Places of a span: four blocks of FOLD, as `triangular_inverse` requires."""
 
 
 class OperandParts(NamedTuple):
-    """Operands of products: sums of `number` numbers of a type. Of two parts, the product of the smaller ones is left
-    out."""
+    """How operands of products are split: sums of `number` numbers of a type. With two parts, the product of the two
+    small parts is left out."""
 
     number: int
     dtype: torch.dtype
 
 
 SPAN_PARTS = OperandParts(1, torch.float32) if INTERPRETED else OperandParts(2, torch.bfloat16)
-"""Two of bf16 are exact to 2^-16; one to 2^-9, as other engines compute. The interpreter has no bf16."""
+"""Two bf16 parts are exact to 2^-16; one is exact to 2^-9, which is what other engines use. The interpreter has no
+bf16."""
 
 SPAN_COLUMNS = 32
-"""Numbers of a value in one program of `spans_kernel`."""
+"""Value channels per program of `spans_kernel`."""
 
 SPAN_WARPS, SPAN_STAGES = 8, 2
-"""Warps of a program of `spans_kernel`, and spans that it loads or uses at a time."""
+"""Warps per program of `spans_kernel`, and spans that it loads or uses at one time."""
 
 WEIGHT_WARPS, WEIGHT_CHUNK = 4, 32
-"""Warps of a program of `weights_kernel`, and numbers of a key that it reads at a time."""
+"""Warps per program of `weights_kernel`, and key channels that it reads at one time."""
 
 
 @triton.jit
@@ -56,10 +57,10 @@ def low_part(x: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def product(a: tl.tensor, high: tl.tensor, low: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """a [X, Y] float32, high + low [Y, Z] -> [X, Z]. low is not read where there is one part."""
+    """a [X, Y] float32, high + low [Y, Z] -> [X, Z]. With one part, low is not read."""
     high_a = a.to(high.dtype)
     out = tl.dot(high_a, high, input_precision="ieee")
-    if PARTS == 2:  # sums of their own, which do not wait for each other
+    if PARTS == 2:  # separate sums, which do not wait for each other
         out += tl.dot(high_a, low) + tl.dot(low_part(a, high_a), high)
     return out
 
@@ -72,8 +73,8 @@ def exact_product(a: tl.tensor, b: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def triangular_inverse(a: tl.tensor, SPAN: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """(I + a)^-1 of a strictly lower triangular [SPAN, SPAN]: four blocks on the diagonal D by substitution, then
-    (I + N)^-1 D = (I - N) (I + N^2) D with N = D (a outside the blocks), whose fourth power is 0."""
+    """(I + a)^-1 for a strictly lower triangular a [SPAN, SPAN]. Inverts the four diagonal blocks by substitution: D.
+    Then (I + N)^-1 D = (I - N) (I + N^2) D with N = D (a outside the blocks), since N^4 = 0."""
     BLOCKS: tl.constexpr = SPAN // FOLD
     tl.static_assert(BLOCKS <= 4)
     o_block, o_place, o = tl.arange(0, BLOCKS), tl.arange(0, FOLD), tl.arange(0, SPAN)
@@ -198,7 +199,7 @@ def after_records(
     o: tl.tensor,
     PARTS: tl.constexpr,
 ) -> tl.tensor:
-    """state [V, K] after the first `count` of records k [X, K] and u [V, X]; total [X]: sums of log decays."""
+    """Fold the first `count` of records k [X, K] and u [V, X] into state [V, K]. total [X]: sums of log decays."""
     end = tl.sum(tl.where(o == count - 1, total, 0.0), axis=0)
     weight = tl.exp(tl.where(o < count, end - total, float("-inf")))
     return state * tl.exp(end) + product(u * weight[None, :], high_k, low_k, PARTS)
@@ -276,7 +277,7 @@ def spans_kernel(
         p_total += i_head
         o_place, o_k = tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
         m_k = o_k < K_DIM
-        # the state at `start`: as it is folded, and the records since
+        # the state at `start`: the folded state and the later records
         p_tile = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_v[:, None] + o_k[None, :] * V_DIM
         m_tile = m_v[:, None] & m_k[None, :]
         begun = (tl.zeros_like(o_k) < first)[None, :]
@@ -314,7 +315,7 @@ def spans_kernel(
             tl.store(p_out + rows[None, :] * (HEADS * V_DIM), out, mask=m_new)
             taken = tl.minimum(folded - position, SPAN)
             state = after_records(state, high_k, low_k, u, total, taken, o, PARTS)
-            if position + SPAN >= end:  # records of what the state has not taken in
+            if position + SPAN >= end:  # store records of unfolded tokens
                 m_left = exists & (positions >= folded)
                 slots = tl.load(p_write + rows, mask=m_left, other=0)
                 g = tl.load(p_g + rows * stride_g, mask=m_left, other=0.0).to(tl.float32)

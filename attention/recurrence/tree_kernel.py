@@ -1,4 +1,4 @@
-"""Kernel of trees: see `block_kernels.py`."""
+"""The kernel for trees: see `block_kernels.py`."""
 
 from specdec.attention.recurrence.block_kernels import (
     add_records,
@@ -85,17 +85,17 @@ def tree_kernel(
     begin = tl.load(p_begin + i_request)
     first = start // FOLD * FOLD
     p_tile = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_v
-    # what is committed of the first block
+    # committed places of the first block
     m_old = first + o_place < start
     old_slots = slots_at(p_table, begin, first + o_place, m_old, PAGE)
     old_g = tl.load(p_pool_g + old_slots * HEADS, mask=m_old, other=0.0)
     old_total = running_sum(old_g, start - first, o_place)
     all_positions = tl.load(p_positions + o_node, mask=o_node < num_nodes, other=0)
-    # nodes in the last place of a block: their descendants begin with a state of their own
+    # nodes in the last place of a block: their descendants begin with a new state
     crossing = (o_node < num_nodes) & (all_positions % FOLD == FOLD - 1)
     for i_item in range(1 + tl.sum(crossing.to(tl.int32), axis=0)):
         node, level = tl.full((), -1, tl.int32), tl.full((), 0, tl.int64)
-        m_item = o_node < num_nodes  # the nodes that may be of this item
+        m_item = o_node < num_nodes  # nodes that may belong to this item
         if i_item > 0:
             node = tl.min(tl.where(crossing, o_node, NODES), axis=0)
             crossing = crossing & (o_node != node)
@@ -120,7 +120,7 @@ def tree_kernel(
                     beta = tl.zeros_like(g)
                     if CORRECTED:
                         beta = tl.load(p_beta + rows * stride_beta, mask=exists, other=0.0).to(tl.float32)
-                    # sums of log decays, in the order of the path
+                    # sum log decays in the order of the path
                     total = tl.zeros_like(g)
                     if level == 0:
                         total += number_of(old_total, FOLD - 1, o_place)
@@ -191,7 +191,7 @@ def tree_kernel(
                                 apart, K_DIM, CHUNK, PRECISION,
                             )  # fmt: skip
                             known, out = add_records(known, out, by_key, by_query, other_u, FOLD, o_place)
-                    # the tile itself, whose columns `seen` has last
+                    # the tile itself: the last columns of `seen`
                     apart = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
                     by_key, by_query = weights_of(
                         p_q, p_k, rows, stride_q, stride_k, exists, p_k, rows, stride_k, exists,
@@ -208,4 +208,4 @@ def tree_kernel(
                         tl.store(p_totals + rows * stride_totals, total, mask=exists)
                     cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
                     tl.store(cells_out, out, mask=exists[:, None] & m_v[None, :])
-                    tl.debug_barrier()  # later tiles and items read what was stored
+                    tl.debug_barrier()  # later tiles and items read these stores

@@ -1,1 +1,1 @@
-"""Trees of drafts: what they are, how they grow, and the walk down the accepted path."""
+"""Draft trees: their fields, how they grow, and the walk down the accepted path."""

@@ -1,14 +1,14 @@
-"""The beam of a growing draft tree: scores of the children of K nodes, and which K children are expanded next.
+"""The beam of a growing draft tree: scores the children of K nodes and chooses the K children to expand next.
 
-A level's candidates are the K children of each node of the beam, M * K of them: M = 1 on level 1, then K. A child's
-score is its parent's plus its log-probability; NaN counts as -inf, -inf as the smallest number, and more than 0 as 0.
-The next beam holds the K best candidates, the lowest number first among equals.
+The beam has M nodes: 1 on level 1, then K. A level's candidates are the K children of each, M * K in all. A child's
+score is its parent's score plus its log-probability; NaN counts as -inf, -inf as the smallest number, and more than 0
+as 0. The next beam holds the K best candidates; among equal scores the lowest number goes first.
 
     K = 2    beam -.1 -2.    log-probabilities -.0 -3.    scores -.1 -3.1    next beam: candidates 0 and 2
                                                -.4 -9.           -2.4 -11.
 
-Levels whose log-probabilities do not depend on the node (the marginals of a block) are expanded together: one launch
-for all of them instead of about ten launches a level.
+If log-probabilities do not depend on the node (a block drafter's marginals), one launch expands all levels; otherwise a
+level takes about ten launches.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from specdec.gpu.triton_shim import tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
 MAX_TOPK = 32
-"""Widest beam of the kernel, which holds the square of it in registers."""
+"""Widest beam of the kernel: it holds MAX_TOPK squared scores in registers."""
 
 
 class Candidates(NamedTuple):
-    """All candidates of a tree in the order in which they are made, [B, C]: tokens, scores, and parents (candidates;
-    -1: the root)."""
+    """All candidates of a tree in order of creation, [B, C]: tokens, scores, and parents (a candidate's number; -1: the
+    root)."""
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -38,14 +38,15 @@ class Candidates(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """Nodes to expand next: tokens [B, K], and for each the entry [B, K] of the beam before that it is a child of."""
+    """Nodes to expand next: tokens [B, K], and the place [B, K] of each one's parent in the previous beam."""
 
     tokens: torch.Tensor
     origin: torch.Tensor
 
 
 class Scored(NamedTuple):
-    """A beam with what its children's scores are made of, [B, K] each: scores, and which candidates they are."""
+    """A beam, with scores [B, K] and candidate numbers [B, K] of its nodes, from which children's scores are
+    computed."""
 
     beam: Beam
     scores: torch.Tensor
@@ -115,7 +116,7 @@ def _expand_kernel(
         o_pair = i_level * s_level + o_node * s_node + o_child
         b_added = tl.load(p_log_probs + o_pair, mask=m_pair, other=0.0).to(tl.float32)
         b_added = tl.minimum(tl.where(b_added > LOWEST, b_added, LOWEST), 0.0)  # NaN and -inf too
-        b_added = tl.maximum(b_added, LOWEST - b_score[:, None])  # rows of padding may have any scores: no overflow
+        b_added = tl.maximum(b_added, LOWEST - b_score[:, None])  # padding rows have arbitrary scores: avoid overflow
         b_sum = tl.maximum(b_score[:, None] + b_added, LOWEST)  # [SLOTS, SLOTS]
         o_made = o_out + o_node * K + o_child
         tl.store(p_out_tokens + o_made, tl.load(p_tokens + o_pair, mask=m_pair, other=0), mask=m_pair)
@@ -147,9 +148,9 @@ def expand(
 ) -> Scored:
     """Expand a beam of M nodes, or the root (None), by L levels.
 
-    tokens, log_probs: [B, L, M, K] of each node's children, distinct in K <= MAX_TOPK; or [B, L, 1, K], the same for
-    all nodes, as they must be with more than one level. Their candidates are written to `out` from column
-    `first_candidate`. Returns the beam after the last level.
+    tokens, log_probs: [B, L, M, K] of each node's children, K <= MAX_TOPK distinct tokens; or [B, L, 1, K], shared by
+    all nodes (required if L > 1). Their candidates are written to `out` from column `first_candidate` on. Returns the
+    beam after the last level.
     """
     batch, levels, _, topk = tokens.shape
     assert tokens.shape == log_probs.shape and topk <= MAX_TOPK, f"{tokens.shape=} {log_probs.shape=}"

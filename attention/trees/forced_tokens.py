@@ -1,10 +1,10 @@
-"""Tokens that a grammar leaves no choice for, in place of a drafter's.
+"""Replaces drafts by forced tokens: those that the grammar leaves no choice for.
 
     tree of the drafter      0 - 1 - 2       forced  7 8       0 - 7 - 8   3      3: blank, in no path
                              ` - 3
 
-A row with forced tokens has a chain of them for its tree; the others keep theirs. Nodes that are left over are blank:
-token -1, children of the root, which no draw is equal to.
+A row with forced tokens gets a chain of them as its tree; the other rows keep their trees. Unused nodes are blank:
+children of the root with token -1, which the target never draws.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ BLANK = -1
 
 
 def force_tokens(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:
-    """Trees of `num_nodes` nodes, N: the first `length` [B] of forced [B, F] after the root, where there are any."""
+    """Trees of `num_nodes` nodes: the first `length` [B] tokens of forced [B, F] after the root, or the given tree if
+    there are none."""
     nodes = torch.arange(num_nodes, device=length.device)
     extra = num_nodes - tree.num_nodes
     blank_path = (nodes == 0) | (nodes[:, None] == nodes)  # [N, N]: the root and itself
@@ -39,5 +40,5 @@ def force_tokens(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, nu
 
 
 def without_blanks(tree: DraftTree) -> DraftTree:
-    """Returns the tree with a token at every node, 0 in place of a blank, so that each can be looked up in a table."""
+    """Returns the tree with token 0 at blank nodes, so that every token can be looked up in an embedding."""
     return replace(tree, tokens=tree.tokens.clamp(min=0))

@@ -1,4 +1,4 @@
-"""The draft tree: what a drafter proposes and the target verifies. A chain is a tree.
+"""The draft tree, which a drafter proposes and the target verifies. A chain is a tree too.
 
     node      0  1  2  3  4          0 (root: the previous bonus token, its K/V not yet written)
     parent   -1  0  0  1  3         / \
@@ -17,9 +17,9 @@ import torch
 class DraftTree:
     """B trees of N nodes.
 
-    tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0).
-    ancestors: [B, N, N] bool, `ancestors[b, i, j]`: j is i itself or an ancestor of i.
-    max_depth: no node is deeper; None: not known, so at most N - 1. is_chain: each node is the parent of the next.
+    tokens, parents, depth: [B, N] int64 (parents[:, 0] = -1, depth[:, 0] = 0). ancestors: [B, N, N] bool, `ancestors[b,
+    i, j]`: j is i itself or an ancestor of i. max_depth: upper bound on depths; None: not known, so N - 1. is_chain:
+    each node is the parent of the next.
     """
 
     tokens: torch.Tensor
@@ -35,7 +35,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
-        """The tree without branches: tokens [B, N], root first."""
+        """Chains of tokens [B, N], root first."""
         batch, num_nodes = tokens.shape
         parents, depth, ancestors = _chain_fields(num_nodes, tokens.device)
         return cls(
@@ -49,18 +49,18 @@ class DraftTree:
 
     @classmethod
     def from_parents(cls, tokens: torch.Tensor, parents: torch.Tensor) -> "DraftTree":
-        """Any tree whose parents come before their children: tokens and parents [B, N]."""
+        """Trees of tokens and parents [B, N]; parents must come before their children."""
         batch, num_nodes = tokens.shape
         nodes = torch.arange(num_nodes, device=tokens.device)
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
         current = parents
-        for _ in range(num_nodes - 1):  # one hop towards the root for every node at once
+        for _ in range(num_nodes - 1):  # all nodes take one hop towards the root
             ancestors |= (current[:, :, None] == nodes) & (current >= 0)[:, :, None]
             current = torch.where(current > 0, parents.gather(1, current.clamp(min=0)), -1)
         return cls(tokens=tokens, parents=parents, depth=ancestors.sum(-1) - 1, ancestors=ancestors)
 
     def check(self) -> None:
-        """Assert the shape rules (synchronises with the device; for tests and drafter conformance)."""
+        """Assert the rules above. Synchronises with the device; meant for tests and drafter conformance."""
         batch, num_nodes = self.tokens.shape
         nodes = torch.arange(num_nodes, device=self.tokens.device)
         assert self.parents.shape == self.depth.shape == (batch, num_nodes), (
@@ -79,10 +79,10 @@ class DraftTree:
         assert not bool((same & ~torch.eye(num_nodes, dtype=torch.bool, device=same.device)).any()), "equal siblings"
 
 
-@cache  # never emptied: captured rounds refer to what is in it
+@cache  # never emptied: captured rounds refer to its tensors
 def _chain_fields(num_nodes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parents and depth [N] and ancestors [N, N] of a chain. Made on the host, once: on a GPU they would be seven
-    launches a round, and those of one thread's stream."""
+    """Parents and depth [N] and ancestors [N, N] of a chain. Made once, on the host: made on a GPU they would cost
+    seven launches per round, all on one thread's stream."""
     with torch.inference_mode(False):
         steps = torch.arange(num_nodes)
         ancestors = steps[:, None] >= steps[None, :]

@@ -1,16 +1,16 @@
 r"""Best-first growth of draft trees from scored candidates, shared by all drafters.
 
-Candidates of a request come level by level; `topk` = K. Level 1 holds the K children of the root, every later level
-the K * K children of the K best candidates (the beam) of the level before:
+A request's candidates are added level by level; K = `topk`. Level 1 holds the K children of the root. Every later level
+holds the K * K children of the K best candidates (the beam) of the previous level:
 
     candidate    0 .. K-1 | K .. K+K*K-1 | ...       level 1 | level 2 | ...
     parent       -1 (root)| a candidate of level 1   always a smaller number than its child's
     score        sum of log-probabilities on the path; NaN counts as -inf, and -inf as the smallest number
 
-Growth: take the best candidate whose parent is taken, lowest number first among equals, until the tree has N nodes. A
-child's score is capped by its parent's. So (score descending, number ascending) puts every parent before its children:
-growth takes the first N - 1 in that order, and the tree holds its ancestors by construction, on ties too. Nodes are
-numbered in candidate order, so parents come before children; siblings are distinct if a parent's K tokens are.
+Growth: take the best candidate whose parent is taken, until the tree has N nodes; among equal scores the lowest number
+goes first. A child's score is at most its parent's. So the order (score descending, number ascending) puts every parent
+before its children, also on ties, and growth simply takes the first N - 1 candidates in this order. Nodes are numbered
+in candidate order, so parents come before children; siblings are distinct if a parent's K tokens are.
 
     K = 2   candidates  0 [-.1] 1 [-2.]   2, 3 under 0 [-.1 -3.]   4, 5 under 1 [-2. -9.]
     N = 4   taken       0, 2 (equal to its parent), 1              parents of nodes -1 0 0 1, depth 0 1 1 2
@@ -29,19 +29,19 @@ MAX_CANDIDATES = 4096
 
 
 class TreeBackend(Protocol):
-    """Expands beams and selects trees: plain torch or one launch each."""
+    """Expands beams and selects trees, in plain torch or by one launch each."""
 
     def expand(
         self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
     ) -> Scored:
-        """The beam after one or more levels, whose candidates are written to `out`."""
+        """Expand one or more levels and write their candidates to `out`. Returns the beam after the last level."""
 
     def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
         """The best tree of `num_nodes` nodes among the candidates."""
 
 
 class TreeBuilder:
-    """Collects the candidates of B trees, level by level, and selects the trees. `root`: [B] int64 tokens."""
+    """Collects the candidates of B trees level by level, then selects the trees. `root`: [B] int64 tokens."""
 
     def __init__(self, root: torch.Tensor, backend: TreeBackend, num_levels: int) -> None:
         self.root, self.backend, self.num_levels = root, backend, num_levels
@@ -50,16 +50,17 @@ class TreeBuilder:
         self._count = 0
 
     def add_level(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
-        """Children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then K."""
+        """Add the children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then
+        K."""
         return self._add(tokens[:, None], log_probs[:, None])
 
     def add_all_levels(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
-        """All levels at once, where each node of a level has the same children: tokens and log_probs [B, L, K]."""
+        """Add all levels at once; all nodes of a level have the same children: tokens and log_probs [B, L, K]."""
         assert tokens.shape[1] == self.num_levels and self._count == 0, f"{tokens.shape=} {self._count=}"
         return self._add(tokens[:, :, None], log_probs[:, :, None])
 
     def _add(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
-        """tokens and log_probs [B, L, M, K]."""
+        """Add L levels: tokens and log_probs [B, L, M, K]."""
         topk = tokens.shape[-1]
         if self.candidates is None:
             self.candidates = Candidates.empty(self.root, num_candidates(topk, self.num_levels))
@@ -69,7 +70,7 @@ class TreeBuilder:
         return self._beam.beam
 
     def select(self, num_nodes: int) -> DraftTree:
-        """The best tree of `num_nodes` nodes, root included; all levels have been added."""
+        """The best tree of `num_nodes` nodes, root included. Requires that all levels have been added."""
         found = self.candidates
         assert found is not None and self._count == found.tokens.shape[1], f"{self._count} candidates of {found}"
         return self.backend.select_tree(self.root, found, num_nodes=num_nodes, num_levels=self.num_levels)
@@ -89,7 +90,7 @@ def reference_select_tree(
     batch, num_candidates = tokens.shape
     capped = scores.float().nan_to_num(nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
     above = parents
-    for _ in range((num_levels or num_candidates).bit_length()):  # by twice as many ancestors each time
+    for _ in range((num_levels or num_candidates).bit_length()):  # pointer jumping: ancestors double each time
         ancestor_score = capped.gather(1, above.clamp(min=0))
         capped = torch.where(above >= 0, torch.minimum(capped, ancestor_score), capped)
         above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), -1)
@@ -125,7 +126,7 @@ def _select_nodes_kernel(
     score = tl.load(p_scores + o_in, mask=m_candidate, other=0.0).to(tl.float32)
     score = tl.where(score > LOWEST, score, LOWEST)  # NaN and -inf too
     parent = tl.load(p_parents + o_in, mask=m_candidate, other=-2).to(tl.int32)
-    ready = tl.where(parent == -1, score, float("-inf"))  # its parent is taken and it is not
+    ready = tl.where(parent == -1, score, float("-inf"))  # ready: not taken, but its parent is
     taken = o_candidate < 0
     node = tl.zeros([BLOCK], tl.int32)  # candidates taken up to and including this one
     parent_node = tl.zeros([BLOCK], tl.int32)  # the same at its parent: the parent's node number
@@ -148,7 +149,7 @@ def select_tree(root: torch.Tensor, found: Candidates, *, num_nodes: int, num_le
     """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates, C <= MAX_CANDIDATES.
 
     root [B] int64; found: tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1, the root.
-    `num_levels`: no candidate is deeper (default: not known).
+    `num_levels`: upper bound on depths (None: not known).
     """
     _check_candidates(root, found, num_nodes)
     batch, num_candidates = found.tokens.shape

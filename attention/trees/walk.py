@@ -1,17 +1,17 @@
-"""Walks over draft trees.
+"""Walks over draft trees: tree fields from parents, and the accepted path.
 
-    tree_fields   parents -> depth and ancestors, one program per block of nodes where plain torch needs a launch a hop
+    tree_fields   parents -> depth and ancestors, one program per block of nodes (plain torch needs a launch per hop)
     walk          sample and match, a part of the kernel that closes a round (`closing.py`): node 0 is accepted; from an
-                  accepted node go to the child that carries the token the target drew there, else stop. What was
-                  drawn at the end of the path is the bonus.
+                  accepted node go to the child whose token the target drew there, else stop. The token drawn at the
+                  last accepted node is the bonus token.
 
-Siblings differ, so accepted nodes form one path. There is no acceptance ratio and no residual: the output is what plain
-decoding draws, token for token.
+Siblings have distinct tokens, so accepted nodes form one path. Unlike rejection sampling, there is no acceptance ratio
+and no residual distribution: the output is what plain decoding draws, token for token.
 
     tree   0 [the] - 1 [cat] - 3 [sat]     target draws after 0: cat, after 1: ran
                    \\ 2 [dog]               path [0, 1], length 2, emitted [cat, ran]
 
-Both follow `parents` from node to node: there is no mask, and no limit on the number of nodes.
+Both follow `parents` from node to node, without a mask, so the number of nodes has no limit.
 """
 
 from typing import NamedTuple
@@ -26,10 +26,11 @@ CELLS = 4096
 
 
 class Accepted(NamedTuple):
-    """Accepted paths of B trees, and the tokens that they emit.
+    """Accepted paths of B trees, and the tokens to emit.
 
-    path [B, N]: accepted nodes in order, root first, then 0s. length [B]: how many. tokens [B, N]: tokens[:, i] is the
-    target's token after path[:, i]; the first `length` are emitted, the last of them is the bonus.
+    path [B, N]: accepted nodes in order, root first, then 0s. length [B]: number of accepted nodes. tokens [B, N]:
+    tokens[:, i] is the target's token after path[:, i]. The first `length` are emitted; the last of these is the bonus
+    token.
     """
 
     path: torch.Tensor
@@ -38,13 +39,13 @@ class Accepted(NamedTuple):
 
 
 def reference_accept(tree: DraftTree, target_tokens: torch.Tensor) -> Accepted:
-    """`walk` of B trees at once: target_tokens [B, N], the token the target draws after each node."""
+    """`walk` for B trees at once. target_tokens [B, N]: the token that the target draws after each node."""
     batch, num_nodes = tree.tokens.shape
     drawn_at_parent = target_tokens.gather(1, tree.parents.clamp(min=0))
-    matches = (tree.tokens == drawn_at_parent) | (tree.parents < 0)  # the root is given
+    matches = (tree.tokens == drawn_at_parent) | (tree.parents < 0)  # the root is always accepted
     accepted = (matches[:, None, :] | ~tree.ancestors).all(dim=-1)  # [B, N]: itself and all its ancestors
     nodes = torch.arange(num_nodes, device=target_tokens.device).expand(batch, num_nodes)
-    by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes the rejected
+    by_depth = torch.where(accepted, tree.depth, num_nodes)  # column num_nodes takes rejected nodes
     path = nodes.new_zeros((batch, num_nodes + 1)).scatter_(1, by_depth, nodes)[:, :num_nodes]
     return Accepted(path, accepted.sum(dim=-1), target_tokens.gather(1, path))
 
@@ -86,7 +87,8 @@ def walk(
     num_nodes: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Walk one tree -> path [BLOCK], then 0s; each node's place on it [BLOCK], BLOCK where it is not on it; length."""
+    """Walk one tree -> path [BLOCK], padded with 0s; each node's place on the path [BLOCK], or BLOCK if off it;
+    length."""
     o_node = tl.arange(0, BLOCK).to(tl.int64)
     m_node = o_node < num_nodes
     b_tokens = tl.load(p_tokens + o_node, mask=m_node, other=0)
@@ -95,7 +97,7 @@ def walk(
     place = tl.full([BLOCK], BLOCK, tl.int64)
     length = tl.program_id(0).to(tl.int64) * 0
     node = length
-    while node >= 0:  # ends: a child comes after its parent
+    while node >= 0:  # terminates: children come after their parents
         path = tl.where(o_node == length, node, path)
         place = tl.where(o_node == node, length, place)
         length += 1

@@ -1,1 +1,1 @@
-"""Block drafters (DFlash, DSpark, JetSpec): one loader, one head and its fused form, one drafter."""
+"""Block drafters (DFlash, DSpark, JetSpec): a loader, a head with its fused form, and the drafter."""

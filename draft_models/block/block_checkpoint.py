@@ -1,6 +1,6 @@
-"""Block drafters on disk: a folder in one of the published formats <-> one spec and one state dict of `BlockHead`.
+"""Block drafters on disk: reads and writes a folder in a published format as the spec and state dict of a `BlockHead`.
 
-`drafter_formats.py` says what the formats hold. Invariant: config, tensors and target agree, or the head is refused.
+`drafter_formats.py` describes the formats. Invariant: config, tensors and target agree, or the head is refused.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
 
 
 def write_block(folder: str | Path, spec: BlockSpec, state: StateDict, target: TargetShape) -> None:
-    """Write a head in DFlash's format, with JetSpec's `causal_head` where blocks are causal."""
+    """Write a head in DFlash's format, with JetSpec's `causal_head` if blocks are causal."""
     special = (spec.is_gemma4, spec.shifted, spec.anchored, spec.skips_embed_norm, spec.successor)
     assert not any((*special, spec.owns_embed, spec.draft_vocab_size)), "a head that DFlash's format has no room for"
     config = {
@@ -68,11 +68,11 @@ def write_block(folder: str | Path, spec: BlockSpec, state: StateDict, target: T
 
 
 def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTPUT_IDS) -> tuple[int, ...]:
-    """Boundaries (see `BlockSpec.aux_layers`) from ids that name layers by their output, -1 being the embeddings; those
-    of `ENTERED_IDS` are boundaries.
+    """Convert layer ids to boundaries (see `BlockSpec.aux_layers`). An id names a layer by its output, -1 the
+    embeddings; ids under the key `ENTERED_IDS` are boundaries already.
 
-    The last layer's output is refused: transformers norms it, engines do not, and no published drafter says which it
-    was trained with.
+    The last layer's output is refused: transformers norms it, other engines do not, and no published drafter states
+    which form it was trained with.
     """
     if ids is None:
         raise CheckpointError(
@@ -89,7 +89,8 @@ def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTP
 
 
 def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
-    """What config and tensors say together; what they and the target say twice is checked, but for shapes."""
+    """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
+    shapes."""
     settings, state = files.settings, files.state
     if not files.num_layers:
         raise CheckpointError("there are no tensors layers.N.*")
@@ -119,7 +120,7 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
     if settings["block_size"] < 2 and not shifted:
         raise CheckpointError("block_size=1 drafts nothing; expected 2 or more")
     key = ENTERED_IDS if files.format is SPECULATORS_BLOCK else OUTPUT_IDS
-    layers = {"causal": any(causal.values()), **_layers(files)}  # corrects settings that are fields
+    layers = {"causal": any(causal.values()), **_layers(files)}  # overrides the plain settings
     return BlockSpec(
         **files.fields(),
         **layers,
@@ -134,7 +135,7 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
 
 
 def _layers(files: HeadFiles) -> dict[str, Any]:
-    """Fields that say what the layers are and what a row sees."""
+    """Spec fields for the layers and for what a row sees."""
     if files.format is GEMMA4_BLOCK:
         return _gemma4_layers(files)
     settings, windows = files.settings, read_windows(files.format, files.settings, files.num_layers)
@@ -158,8 +159,8 @@ def _layers(files: HeadFiles) -> dict[str, Any]:
 
 
 def _gemma4_layers(files: HeadFiles) -> dict[str, Any]:
-    """Fields of Gemma 4's layers. Head size and K/V heads are read off the tensors: the config has two of each, and
-    several places for them."""
+    """Spec fields for Gemma 4's layers. Head size and K/V heads come from the tensors: the config has two of each, in
+    several places."""
     settings, state = files.settings, files.state
     settings.setdefault("hidden_activation", "gelu_pytorch_tanh")
     try:

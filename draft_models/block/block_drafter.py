@@ -1,9 +1,9 @@
-"""The block drafter: one forward of a small transformer drafts a whole block, from the target's own hidden states.
+"""The block drafter: one forward of a small transformer drafts a whole block from the target's hidden states.
 
-Its K/V are kept as an EAGLE-3 head's are (`eagle3_drafter.py`): those of committed positions in a store of its own,
-by `observe`; those of the block, the last token and then MASK, in a scratch block for the length of one `propose`.
-Row d of a block has the distribution of draft d, given the text and no other draft. A tree gives every node of depth d
-the candidates of row d. With a successor head (DSpark) candidates also depend on the token before.
+It keeps K/V like an EAGLE-3 head (`eagle3_drafter.py`): `observe` writes those of committed positions to its own store,
+and those of the block (the last token, then MASKs) live in a scratch block during one `propose`. Row d of a block gives
+the distribution of draft d, given the text but no other draft. So in a tree every node of depth d has the candidates of
+row d. With a successor head (DSpark), candidates also depend on the previous token.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
 
 
 class BlockWorker(StoreWorker):
-    """A head in one engine: its K/V, and nothing else."""
+    """A head in one engine. Its only state is its K/V."""
 
     def __init__(self, drafter: BlockDrafter, binding: Binding) -> None:
         super().__init__(binding, drafter.kv_layout, drafter.dtype)
@@ -76,7 +76,7 @@ class BlockWorker(StoreWorker):
         return builder.select()
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
-        """start [1, B], S -> states [B, levels, H] of the rows that draft."""
+        """Run a block that starts at positions start [1, B] (S) -> states [B, levels, H] of the rows that draft."""
         drafter, spec, backend = self.drafter, self.drafter.spec, self.binding.backend
         rows = spec.rows_for(levels)
         draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
@@ -91,7 +91,7 @@ class BlockWorker(StoreWorker):
     def _by_successors(
         self, batch: DraftBatch, states: torch.Tensor, logits: torch.Tensor, drawn_pos: torch.Tensor
     ) -> DraftTree:
-        """The rows of a block one after another, each node's scores depending on its parent's token."""
+        """Draw the rows of a block one after another; a node's scores depend on its parent's token."""
         successors = self.drafter.head.markov_head
         assert successors is not None
         builder = DraftTreeBuilder(batch, self.binding.backend)
@@ -113,7 +113,7 @@ def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
 
 
 def _share_vocabulary(head: BlockHead, target: TargetInfo) -> None:
-    """DSpark's files hold copies of the target's table and lm_head: drop what is equal."""
+    """Drop the head's embedding table and lm_head if they equal the target's: DSpark's files hold copies."""
     if head.embed_tokens is not None and _equal(head.embed_tokens, target.embed):
         head.embed_tokens = None
     if head.lm_head is not None and _equal(head.lm_head, target.head):
@@ -121,7 +121,7 @@ def _share_vocabulary(head: BlockHead, target: TargetInfo) -> None:
 
 
 def _equal(own: nn.Module, theirs: nn.Module) -> bool:
-    """Plain modules of one class with equal weights: scaled embeddings and packed heads are others."""
+    """Are both plain modules of one class with equal weights? Scaled embeddings and packed heads never are."""
     if type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
         return False
     a, b = own.weight, theirs.weight

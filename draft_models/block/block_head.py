@@ -1,10 +1,10 @@
-"""The head of a block drafter: what it computes (`BlockSpec`), its modules, and how a drafter runs them (`PlainBlock`).
+"""The head of a block drafter: its computation (`BlockSpec`), its modules, and how a drafter runs them (`PlainBlock`).
 
-    c_i  = hidden_norm( fc( cat(states_i) ) )        states: what leaves the target's layers `target_layer_ids` at i
+    c_i  = hidden_norm( fc( cat(states_i) ) )        states: outputs of the target's layers `target_layer_ids` at i
     K/V of a committed position i                    k_norm(W_k c_i) and W_v c_i of each layer, RoPE at i
     block                                            embed([last token, MASK, MASK, ..]) at positions S, S + 1, ..
-    each layer                                       a Qwen3 layer; queries are the block's, keys those of all committed
-                                                     positions and, by the same W_k and W_v, the block's own
+    each layer                                       a Qwen3 layer; the block's queries see the keys of committed
+                                                     positions and the block's own keys (same W_k, W_v)
     logits                                           lm_head( norm( block ) )
 
     family     rows of a block see       row j drafts                 table and lm_head     logits also have
@@ -12,10 +12,11 @@
     JetSpec    those up to their own     token S + j, j > 0           the target's          -
     DSpark     each other, both ways     token S + j + 1              copies in the file    a successor head's bias
 
-A head may draft some of the target's tokens only, as EAGLE-3 heads do: `lm_head` and the bias have a row for each.
+Like an EAGLE-3 head, it may draft only some of the target's tokens: `lm_head` and the bias have a row for each of
+these.
 
-K/V of a position depend on the target's states there and on nothing that is drafted. One forward drafts a whole block.
-A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say where they are.
+K/V of a position depend on the target's states at that position, never on drafts. One forward drafts a whole block. A
+head holds no K/V and knows no requests: `HeadContext` and `TapContext` tell it where K/V are.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,12 +43,12 @@ from specdec.kvcache.layer_context import Destination
 class BlockSpec(HeadSpec):
     """A block drafter's head as data: every choice in its computation.
 
-    aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, that of the newest token
-    included. shifted: row j drafts the token at S + j + 1; False: the one at S + j. anchored: windows of all rows count
-    from the block's first row. owns_embed: it has an embedding table of its own. skips_embed_norm: it takes rows of the
-    target's table as they are stored, although the target norms them. draft_vocab_size: rows of its own lm_head; None:
-    it uses the target's. successor: kind of its successor head, of rank `successor_rank`, or None. is_gemma4: layers,
-    norms and embedding are Gemma 4's; keys_are_values and softcap (of logits) belong to them.
+    aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, including that of the newest
+    token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
+    from the block's first row. owns_embed: it has its own embedding table. skips_embed_norm: it reads the target's
+    table without the norm that the target applies. draft_vocab_size: rows of its own lm_head; None: it uses the
+    target's lm_head. successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers,
+    norms and embedding are Gemma 4's; keys_are_values and softcap (of logits) then apply.
     """
 
     block_size: int
@@ -89,22 +90,22 @@ class BlockSpec(HeadSpec):
         return self.block_size - self.first_row
 
     def rows_for(self, levels: int) -> int:
-        """Rows that must run for the first `levels` drafts: all of them, unless the block is causal."""
+        """Rows that must run for the first `levels` drafts: the whole block, unless it is causal."""
         return self.first_row + levels if self.causal else self.block_size
 
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
-    """Target states for a block drafter, evenly from layer 1's output to that of layer n - 3, named by the layer that
-    they enter."""
+    """Target states for a new block drafter, spread evenly from layer 1's output to layer n - 3's, each named by the
+    layer it enters."""
     last = num_layers - 3
     return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
 
 
 class BlockHead(HeadModule):
-    """The head of a spec, randomly initialised; `read_block` fills one from a checkpoint.
+    """A head of this spec, randomly initialised. `read_block` loads one from a checkpoint.
 
-    embed_tokens, lm_head: None when the head shares the target's. target_ids [draft V]: target token of each draft
-    token, None for the full vocabulary.
+    embed_tokens, lm_head: None if the head shares the target's. target_ids [draft V]: target token of each draft token;
+    None: full vocabulary.
     """
 
     spec: BlockSpec
@@ -141,7 +142,7 @@ class BlockHead(HeadModule):
             self.markov_head = SuccessorHead(spec.successor, *sizes)
 
     def taps(self, states: torch.Tensor) -> torch.Tensor:
-        """Target states side by side [..., A * H] -> c [..., H], what the keys are made of."""
+        """Concatenated target states [..., A * H] -> c [..., H], from which keys and values are computed."""
         normed: torch.Tensor = self.hidden_norm(self.fc(states))
         return normed
 
@@ -164,7 +165,8 @@ def block_states(
     places: torch.Tensor,
     form: Callable[[DraftAttend], DraftAttend] = lambda attend: attend,
 ) -> torch.Tensor:
-    """A block at each of `places` [B, A] of texts [B, T], from the target's states [B, T, L * H] -> [B, A, K, H]."""
+    """Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K,
+    H]."""
     spec, taps = head.spec, head.taps(states)
     rotary = head.rotary_emb(taps, pos)
     steps = torch.arange(spec.block_size, device=places.device)
@@ -192,7 +194,7 @@ def block_states(
 
 
 class TapContext(NamedTuple):
-    """Stores the K/V of committed positions in the drafter's own store, at the slots of `plan`."""
+    """Stores the K/V of committed positions in the drafter's store, at the slots of `plan`."""
 
     plan: KVPlan
     view: KVView
@@ -209,7 +211,7 @@ class TapContext(NamedTuple):
 
 
 class KeptTaps:
-    """A `TapContext` that keeps K/V in tensors of its own."""
+    """A `TapContext` that keeps K/V in its own tensors."""
 
     def __init__(self, form: HeadForm, num_rows: int) -> None:
         spec, weight = form.head.spec, form.head.fc.weight
@@ -229,7 +231,7 @@ class KeptTaps:
 
 
 class StoredRows(nn.Module):
-    """The rows of an embedding table, without what its class makes of them."""
+    """The stored rows of an embedding table, without the scaling or norm of its class."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class StoredRows(nn.Module):
 
 
 class PlainBlock(HeadForm):
-    """A head run by its own modules. `FusedBlock` is the other form."""
+    """A head that runs its own modules. `FusedBlock` is the other form."""
 
     def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(head, table, lm_head)
@@ -261,14 +263,14 @@ class PlainBlock(HeadForm):
         return states
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """States after the final norm [B, N, H] -> [B, N, V], without what a successor head adds."""
+        """States after the final norm [B, N, H] -> [B, N, V], without a successor head's bias."""
         logits: torch.Tensor = self.lm_head(states)
         cap = self.head.spec.softcap
         return logits if cap is None else (logits / cap).tanh() * cap
 
     @torch.inference_mode()
     def probed(self) -> torch.Tensor:
-        """K/V of random states, and the states and logits of a block, each of six rows."""
+        """For six random rows: their K/V, and the states and logits of a block."""
         spec, weight = self.head.spec, self.head.fc.weight
         random = torch.Generator().manual_seed(0)
         states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
@@ -279,5 +281,5 @@ class PlainBlock(HeadForm):
             block = self.run(tokens, tokens * 100, EchoContext())
             out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
         parts = [x.float() for x in (taps.rows(), out)]
-        # each part counts alike; a padding token's embedding may be 0, and then so is its row
+        # normalised so that each part counts equally; a padding token's row may be 0
         return torch.cat([x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in parts], dim=-1)

@@ -1,7 +1,7 @@
-"""Layers of DSpark's drafters for Gemma 4, as they differ from `head_layers.py`, and DSpark's successor head.
+"""Layers of DSpark's drafters for Gemma 4, and DSpark's successor head. The layers differ from `head_layers.py`:
 
-v          normed by head, without a gain; where keys are values, v is the k before its norm
-scores     q . k, unscaled; RoPE of the target's full-attention layers, whose later frequencies are 0
+v          normed per head, without a gain; if keys are values, v is the k before its norm
+scores     q . k, unscaled; RoPE as in the target's full-attention layers, with later frequencies 0
 residual   h = h + norm(attention(norm(h))),   h = scalar (h + norm(mlp(norm(h))))
 """
 
@@ -20,7 +20,7 @@ FULL = "full_attention"
 
 
 def gemma4_config(spec: Any) -> Gemma4TextConfig:
-    """Settings of a `BlockSpec` for Gemma 4's modules."""
+    """The config that Gemma 4's modules need, from a `BlockSpec`."""
     heads: dict[str, Any] = {"head_dim": spec.head_dim, "global_head_dim": spec.head_dim}
     return Gemma4TextConfig(
         vocab_size=spec.vocab_size,
@@ -39,7 +39,7 @@ def gemma4_config(spec: Any) -> Gemma4TextConfig:
 
 
 class Gemma4Rotary(nn.Module):
-    """cos and sin [B, N, D] of full-attention layers."""
+    """Computes cos and sin [B, N, D] of full-attention layers."""
 
     def __init__(self, config: Gemma4TextConfig) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Gemma4Rotary(nn.Module):
 
 
 class Gemma4BlockLayer(nn.Module):
-    """One decoder layer of Gemma 4's kind."""
+    """A decoder layer of Gemma 4."""
 
     layer_scalar: torch.Tensor
 
@@ -78,7 +78,7 @@ KINDS = ("vanilla", "gated", "rnn")
 
 
 class SuccessorHead(nn.Module):
-    """Names of its modules are those of the checkpoints."""
+    """DSpark's successor head. Its modules have the names of the checkpoints."""
 
     def __init__(self, kind: str, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__()
@@ -94,7 +94,8 @@ class SuccessorHead(nn.Module):
     def forward(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """before [B, M] tokens, hidden [B, H] of the row, state [B, M, r] or None -> bias [B, M, V], the next state."""
+        """Previous tokens before [B, M], hidden [B, H] of the row, state [B, M, r] or None -> bias [B, M, V], next
+        state."""
         token: torch.Tensor = self.markov_w1(before)  # [B, M, r]
         if self.kind == "vanilla":
             return self.markov_w2(token), None

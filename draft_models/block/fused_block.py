@@ -1,10 +1,10 @@
-"""The head with fused layers: the same weights in few launches.
+"""A block drafter's head with fused layers: the same weights in few launches.
 
-    committed positions    fc, hidden_norm; then each layer's K and V rows of its merged QKV weight, and one launch that
-                           norms, rotates and stores
+    committed positions    fc, hidden_norm; then for each layer the K and V rows of its merged QKV weight, and one
+                           launch that norms, rotates and stores
     a block                `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
 
-A head that fused layers cannot express raises `Unfusable`: it runs as a `PlainBlock`.
+If fused layers cannot express a head, `Unfusable` is raised and the head runs as a `PlainBlock`.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class FusedBlock(PlainBlock):
             self.store_keys(layer, taps, angles, context.destination(layer.index))
 
     def store_keys(self, layer: FusedLayer, taps: torch.Tensor, angles: Rotary, destination: Destination) -> None:
-        """K/V of taps [T, H]: the last rows of the layer's merged weight make them."""
+        """Compute and store K/V of taps [T, H] with the last rows of the layer's merged weight."""
         parts = layer.parts
         heads, first = parts.heads._replace(num_q=0), parts.heads.num_q * parts.heads.head_dim
         weight: Any = parts.qkv

@@ -1,1 +1,1 @@
-"""Drafters on disk: config.json of every format, tensor files, and the one reader of both."""
+"""Drafters on disk: the config.json of every format, tensor files, and the reader of both."""

@@ -1,5 +1,5 @@
-"""A drafter's folder, whatever its format: config.json and tensors, read and written, a head filled with them, and the
-tokens of the target that it drafts (`d2t`, `t2d`)."""
+"""Reads and writes a drafter's folder in any format: config.json and tensors. Loads tensors into a head, and reads
+which target tokens the head drafts (`d2t`, `t2d`)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class TargetShape(NamedTuple):
-    """The target as a reader of drafters needs it."""
+    """The properties of a target that readers of drafters need."""
 
     name: str
     num_layers: int
@@ -44,7 +44,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by its name: nothing else is read. Empty without safetensors. Raises
+    """The file of each tensor of a checkpoint, by tensor name. Reads no tensor. Empty without safetensors. Raises
     CheckpointError."""
     for index in folder.glob("model.safetensors.index.json"):
         return _weight_map(index)
@@ -62,8 +62,8 @@ def stored_tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """A sentence about the first file of a checkpoint that is not there, though an index names it, or that is cut off
-    or damaged; None: all can be opened."""
+    """A sentence about a checkpoint's first file that an index names but that is missing, cut off or damaged; None: all
+    files can be opened."""
     try:
         for index in sorted(folder.glob("*.index.json")):
             for file in sorted(set(_weight_map(index).values())):
@@ -78,7 +78,7 @@ def damaged_file(folder: Path) -> str | None:
 
 
 def _weight_map(index: Path) -> dict[str, Path]:
-    """The file of each tensor, as an index says."""
+    """The file of each tensor according to an index."""
     with _reading(index):
         found = json.loads(index.read_text("utf-8"))["weight_map"]
         return {name: index.parent / file for name, file in found.items()}
@@ -86,7 +86,7 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """What a broken or hostile file raises in the block, which can be anything, becomes a sentence about it."""
+    """Convert any exception that a broken or hostile file raises in the block into a CheckpointError about the file."""
     try:
         yield
     except Exception as error:
@@ -104,7 +104,7 @@ def _unreadable(file: Path, error: Exception) -> str:
 
 
 def write_folder(folder: str | Path, config: Mapping[str, Any], state: StateDict) -> None:
-    """Write config.json and model.safetensors. Raises CheckpointError where tensors cannot be written."""
+    """Write config.json and model.safetensors. Raises CheckpointError if tensors cannot be written."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     with naming_file(out / "config.json"):
@@ -120,8 +120,8 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], state: StateDict
 def fill_head(
     make: Callable[[], AnyModule], state: StateDict, explain: Callable[[str], str] = lambda fault: ""
 ) -> AnyModule:
-    """A head with these tensors. Raises CheckpointError unless they are its own, in its shapes and of floating types of
-    16 bits or more. explain: what else is said of the first fault."""
+    """Make a head and load these tensors. Raises CheckpointError unless names and shapes match and all types are
+    floating with 16 bits or more. explain: adds to the message for the first fault."""
     with torch.device("meta"):
         expected = make().state_dict()
     shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
@@ -140,8 +140,8 @@ def fill_head(
 
 
 def take_target_ids(state: dict[str, torch.Tensor], target: TargetShape) -> torch.Tensor | None:
-    """Target token of each draft token, for the rows of `lm_head.weight`; d2t and t2d leave `state`. None: all tokens,
-    in their order. d2t holds offsets: draft token j is target token j + d2t[j]."""
+    """Target token of each draft token (row of `lm_head.weight`); None: the full vocabulary. Removes d2t and t2d from
+    `state`. d2t holds offsets: draft token j is target token j + d2t[j]."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     size = len(state["lm_head.weight"]) if "lm_head.weight" in state else None
     if d2t is None:

@@ -1,7 +1,7 @@
-"""config.json of any checkpoint, target or drafter: read, and checked once for values that no model can have.
+"""Reads the config.json of any checkpoint (target or drafter) and checks for values that no model can have.
 
-transformers checks types when it makes a config. What it leaves are numbers that fail later, as a division by zero or a
-tensor of another shape: those of `WITHIN` are refused here, by name. Families of drafters check the rest of their keys.
+transformers checks types when it makes a config, but not numbers, which fail later as a division by zero or a wrong
+shape. The keys in `WITHIN` are checked here and refused by name. Drafter families check the rest of their keys.
 """
 
 import json
@@ -43,13 +43,13 @@ WITHIN: dict[str, ValueKind] = {
     **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
     "architectures": NAMES,
 }
-"""What keys must hold at the top level, in the parts that describe a text decoder, and in RoPE. A list, such as one
-number a layer, is left to the family."""
+"""The kinds of values that keys must have at the top level, in the parts that describe a text decoder, and in RoPE. The
+family checks lists, such as one number per layer."""
 PARTS = ("text_config", "transformer_layer_config", "rope_parameters", "rope_scaling")
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is no JSON object, or a value cannot be any model's."""
+    """Read the file. Raises CheckpointError if it is no JSON object, or if a value cannot belong to any model."""
     try:
         config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def _parts(place: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The config, and what it has of `PARTS`; RoPE may be one for each type of layers."""
+    """The config and those of `PARTS` that it has; RoPE may have one part per layer type."""
     yield place, part
     for key, value in part.items():
         if isinstance(value, dict) and (key in PARTS or place.endswith(("rope_parameters.", "rope_scaling."))):

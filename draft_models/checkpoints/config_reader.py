@@ -1,8 +1,8 @@
-"""The one reader of drafters' folders: config.json by the table of its format, tensors by the names of its head.
+"""Reads drafters' folders: config.json by the table of its format, tensors by the names of the head's modules.
 
-A format (`drafter_formats.py`) is a table of keys. A key that is set is read, or compared with the tensors and the
-target; or it has a value that changes nothing; or its name is harmless. Any other is refused by name, so that no head
-runs with half of its config.
+A format (`drafter_formats.py`) is a table of keys. A key that is set must be one of: read; compared with the tensors
+and the target; set to a value that changes nothing; or harmless by name. Any other key is refused by name, so that no
+head runs with half of its config.
 """
 
 import re
@@ -24,9 +24,9 @@ HeadSettings = dict[str, Any]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 QWEN3_HEAD_DIM, QWEN3_FULL_LAYERS = 128, 28
-"""Defaults of Qwen3's config: head_dim, and max_window_layers."""
+"""Defaults of Qwen3's config for head_dim and max_window_layers."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    # the numbers that each needs
+    # the numbers that each type needs
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -37,16 +37,16 @@ ROPE_KEYS: dict[str, ValueKind] = {
     **dict.fromkeys(("low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"), NUMBER),
     **dict.fromkeys(("partial_rotary_factor", "rope_theta"), NUMBER),
     **dict.fromkeys(("rope_type", "truncate"), ANY),
-    **dict.fromkeys(("mrope_section", "mrope_interleaved"), ANY),  # the three positions of a text token are one
+    **dict.fromkeys(("mrope_section", "mrope_interleaved"), ANY),  # a text token's three positions are equal
 }
 
 
 class Key(NamedTuple):
     """A row of a format's table.
 
-    kind: what the key must hold. field: the field of the spec that it is; empty: code reads it. only: the values that
-    are accepted, the usual one first; empty: all of its kind. required: every config has it. places: objects of the
-    config where it may stand ("": the top level); empty: in any. merged: its value is the same wherever it stands.
+    kind: the kind of its values. field: the spec field that it sets; empty: code reads it. only: accepted values, the
+    usual one first; empty: all of the kind. required: every config has it. places: objects of the config that may hold
+    it ("": the top level); empty: any. merged: its value means the same in every place.
     """
 
     kind: ValueKind = ANY
@@ -59,14 +59,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One way of writing a head to a folder.
+    """A format: one way of writing a head to a folder.
 
-    name: plural, for messages. matches: is this config.json one? places: objects of the config whose keys count as
-    those of the top level do. layers: accepted values of `model_type`, the default first; layer_words: the same for
-    messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, its replacement
-    in the names of the head's modules), applied in this order; None: the tensor is not read. why_refused: a sentence
-    about a config that matches and is of a family that does not run here, or None. sees_edge: a key at the distance of
-    a window is seen too.
+    name: plural, for messages. matches: is this config.json in the format? places: objects of the config whose keys
+    count like top-level keys. layers: accepted values of `model_type`, the default first; layer_words: the same for
+    messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, replacement that
+    gives the head's module name), applied in order; None: the tensor is not read. why_refused: a sentence if the config
+    belongs to a family that does not run here, or None. sees_edge: a key exactly one window away is visible too.
     """
 
     name: str
@@ -81,12 +80,12 @@ class Format:
     sees_edge: bool = False
 
     def key_at(self, place: str, name: str) -> Key | None:
-        """The row of a key that stands in this object of the config."""
+        """The table's row for a key in this object of the config."""
         key = self.keys.get(name)
         return None if key is None or (key.places and place not in key.places) else key
 
     def module_name(self, tensor: str) -> str | None:
-        """The name among the head's modules of a tensor in a file; None: it is not read."""
+        """The head's module name for a tensor in a file; None: the tensor is not read."""
         for pattern, name in self.tensors:
             if name is None and re.search(pattern, tensor):
                 return None
@@ -95,7 +94,7 @@ class Format:
 
 
 class HeadFiles(NamedTuple):
-    """What a folder holds: its config.json and the settings that its format reads, and tensors by module names."""
+    """Contents of a folder: its config.json, the settings that its format reads, and tensors by module name."""
 
     format: Format
     config: Config
@@ -104,12 +103,12 @@ class HeadFiles(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """Draft layers that have tensors."""
+        """Number of draft layers that have tensors."""
         return 1 + max((int(key.split(".")[1]) for key in self.state if re.match(r"layers\.\d+\.", key)), default=-1)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the spec that stand in the config as they are. Raises CheckpointError and UnsupportedModelError
-        for heads that do not group, or turn, and an activation that is not known."""
+        """Spec fields that the config states directly. Raises CheckpointError or UnsupportedModelError if heads do not
+        group, if RoPE cannot rotate them, or if the activation is unknown."""
         rows, settings = self.format.keys.items(), self.settings
         fields = {key.field: settings[name] for name, key in rows if key.field and name in settings}
         heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
@@ -122,8 +121,8 @@ class HeadFiles(NamedTuple):
         return fields
 
     def require_same(self, said: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
-        """Raise CheckpointError for a key that is not what another says. said: (key, who else says it) -> what the key
-        must be if it is set; None: anything."""
+        """Raise CheckpointError if a key contradicts another source. said: (key, the other source) -> the value that a
+        set key must have; None: any value."""
         everywhere: Mapping[tuple[str, str], Any] = {
             ("num_hidden_layers", "the file"): self.num_layers,
             ("target_hidden_size", f"target {target.name}"): target.hidden_size,
@@ -137,7 +136,7 @@ class HeadFiles(NamedTuple):
 
 
 def read_files(folder: Path, formats: Sequence[Format]) -> HeadFiles:
-    """The files of a folder, by the first of the formats that matches, else the last.
+    """Read a folder in the first format that matches, else in the last.
 
     Raises CheckpointError and UnsupportedModelError, see `read_settings`.
     """
@@ -149,15 +148,15 @@ def read_files(folder: Path, formats: Sequence[Format]) -> HeadFiles:
 
 
 def read_settings(config: Config, form: Format) -> HeadSettings:
-    """The keys of the table that are set, wherever they stand; defaults of three that every head has.
+    """The table's keys that are set, in any place, with defaults for three keys that every head has.
 
-    Raises UnsupportedModelError for layers of another kind, a key that is unknown and a value that is not accepted,
+    Raises UnsupportedModelError for an unknown kind of layers, an unknown key or a value that is not accepted;
     CheckpointError for a key that has two values, has the wrong kind or is missing.
     """
     if reason := form.why_refused(config):
         raise UnsupportedModelError(reason)
     entries = list(_entries(config, form))
-    for place, name, value in entries:  # before others: other kinds of layers have keys of their own
+    for place, name, value in entries:  # checked first: other kinds of layers have other keys
         if name == "model_type" and form.key_at(place, name) and value not in (None, *form.layers):
             made_of = ", ".join(map(str, config.get("architectures") or ["?"]))
             raise UnsupportedModelError(f"{form.name} of {value} layers ({made_of}); specdec runs {form.layer_words}")
@@ -188,7 +187,7 @@ def read_settings(config: Config, form: Format) -> HeadSettings:
 
 
 def _entries(config: Config, form: Format) -> Iterable[tuple[str, str, Any]]:
-    """(place, key, value) of the top level, and of those objects that the format has."""
+    """(place, key, value) of the top level and of the format's objects."""
     for place in ("", *form.places):
         part = config.get(place) if place else config
         if isinstance(part, dict):
@@ -196,9 +195,9 @@ def _entries(config: Config, form: Format) -> Iterable[tuple[str, str, Any]]:
 
 
 def read_windows(form: Format, settings: HeadSettings, num_layers: int) -> tuple[int | None, ...]:
-    """Keys that each draft layer sees through its sliding window, by `layer_types`. Without them a `sliding_window`
-    means nothing, as in both reference packages, except to Qwen3's config, where the layers from `max_window_layers` on
-    slide if asked to."""
+    """Window of each draft layer, by `layer_types`. Without `layer_types` a `sliding_window` is ignored, as in both
+    reference packages, except in Qwen3's config: there, layers from `max_window_layers` on slide if
+    `use_sliding_window` is set."""
     window, kinds = settings.get("sliding_window"), settings.get("layer_types")
     use = settings.get("use_sliding_window", kinds is not None)
     says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
@@ -209,7 +208,7 @@ def read_windows(form: Format, settings: HeadSettings, num_layers: int) -> tuple
         kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) < num_layers or any(k not in LAYER_TYPES for k in kinds[:num_layers]):
         raise UnsupportedModelError(f"{says}; expected one of {', '.join(LAYER_TYPES)} for each")
-    kinds = kinds[:num_layers]  # some heads carry the list of their target
+    kinds = kinds[:num_layers]  # some heads have their target's whole list
     if "sliding_attention" not in kinds:
         return (None,) * num_layers
     if type(window) is not int or window < 1:
@@ -220,8 +219,8 @@ def read_windows(form: Format, settings: HeadSettings, num_layers: int) -> tuple
 
 
 def read_rope(settings: HeadSettings, by_layer_type: bool = False) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, from either spelling; for `rope_theta` the newer one wins. by_layer_type: of
-    one for each layer type, a head takes that of sliding layers."""
+    """`rope_parameters` of transformers 5, from either spelling; the newer spelling of `rope_theta` wins.
+    by_layer_type: if there is one per layer type, a head takes that of sliding layers."""
     newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))
     if by_layer_type and isinstance(newer.get("sliding_attention"), dict):
         newer = _rope_object(newer["sliding_attention"])
@@ -254,5 +253,5 @@ def read_rope(settings: HeadSettings, by_layer_type: bool = False) -> dict[str, 
 
 
 def _rope_object(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries that are set, `type` under its newer name."""
+    """The entries that are set; `type` gets its newer name."""
     return {"rope_type" if key == "type" else key: v for key, v in (value or {}).items() if v is not None}

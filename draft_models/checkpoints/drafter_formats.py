@@ -1,4 +1,4 @@
-"""The published formats of drafters' folders, each a table of what its config.json may hold. `config_reader.py` reads.
+"""The published formats of drafters' folders. Each is a table of its config.json keys; `config_reader.py` reads them.
 
     format             published by                            recognised by                   keys stand in
     SPECFORGE          SafeAILab, SpecForge, lmsys, AngelSlim; an architecture with "eagle3",  the top level,
@@ -15,8 +15,8 @@
                        RedHatAI (P-EAGLE, xPress)              `speculators_model_type`
                        SpecForge (DSpark)                      `projector_type`
 
-A format that is new is a table here. What a key means that no table can say, is code of its family's `checkpoint`.
-`kept_layout` is the K/V that a head keeps, by its config.json alone.
+To add a format, add a table here. If a key's meaning does not fit a table, code in its family's `checkpoint` reads it.
+`kept_layout` gives the K/V that a head keeps, from its config.json alone.
 """
 
 import re
@@ -49,16 +49,16 @@ decided by the tensors (a head has a table, an lm_head and a dense MLP, or says 
 """
 HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
 HARMLESS_NAME = r"^_|^speculators_|(^|_)(token_ids?|version|dtype|path|dropout|experts?|router|moe)(_|$)"
-"""Names of bookkeeping, of training, and of parts that would need tensors of their own."""
+"""Keys that change nothing: bookkeeping, training, and parts whose tensors would be refused."""
 
 
 def harmless(*names: str) -> re.Pattern[str]:
-    """What matches names that change nothing in any format, and these."""
+    """A pattern for names that change nothing in any format, plus these names."""
     return re.compile(f"{HARMLESS_NAME}|^({'|'.join(sorted({*HARMLESS, *names}))})$")
 
 
 def each(key: Key, *names: str) -> dict[str, Key]:
-    """One row for several keys."""
+    """Repeat a row for several keys."""
     return dict.fromkeys(names, key)
 
 
@@ -80,7 +80,7 @@ LAYER_KEYS: dict[str, Key] = {
     # compared with the tensors and the target
     **each(Key(COUNT), "vocab_size", "num_hidden_layers", "target_hidden_size"),
 }
-"""Keys of decoder layers, which every format has."""
+"""Keys of decoder layers, common to all formats."""
 EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
     "norm_before_residual": Key(FLAG, "norm_before_residual"),
     "norm_before_fc": Key(FLAG, "norm_before_fc"),
@@ -89,10 +89,10 @@ EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
     **each(Key(COUNT), "draft_vocab_size", "num_aux_hidden_states"),
     **each(Key(NUMBER), "query_pre_attn_scalar", "rotary_dim"),
     **each(Key(OBJECT), LAYER_CONFIG, EAGLE_CONFIG),
-    # their meaning depends on where they stand: `resolve_aux_ids`, `read_norm_output`
+    # their meaning depends on their place: `resolve_aux_ids`, `read_norm_output`
     AUX_IDS: Key(LIST, places=("", EAGLE_CONFIG), merged=False),
     "norm_output": Key(FLAG, places=("", EAGLE_CONFIG), merged=False),
-    # values under which a head computes what `Eagle3Head` does
+    # the values with which a head computes the same as `Eagle3Head`
     **each(Key(only=(False,)), "add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"),
     **each(Key(only=(True,)), "is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"),
     **each(Key(only=(1.0,)), "logit_scale", "partial_rotary_factor", "rotary_pct"),
@@ -113,12 +113,13 @@ BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     DFLASH_CONFIG: Key(OBJECT),
 }
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
-"""Keys of block drafters: confidence heads say where a draft may be cut, never what is drafted."""
+"""Keys of block drafters. Confidence heads are ignored: they decide where to cut a draft, never its tokens."""
 GEMMA4_SHAPES = (
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
     *("vocab_size_per_layer_input", "target_text_model_type"),
 )
-"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of other layers."""
+"""Keys of a Gemma 4 config that change nothing here: shapes, which come from the tensors, and settings of other
+layers."""
 
 
 def is_speculators(config: Config) -> bool:
@@ -126,8 +127,8 @@ def is_speculators(config: Config) -> bool:
 
 
 def is_eagle3_config(config: Config) -> bool:
-    """Is this config.json one of an EAGLE-3 head, or of a kin that is refused by name? (A plain Llama with
-    `draft_vocab_size` is: yuhuili's heads.)"""
+    """Does this config.json belong to an EAGLE-3 head, or to a related kind that is refused by name? A plain Llama
+    config with `draft_vocab_size` does (yuhuili's heads)."""
     if is_speculators(config):
         return config["speculators_model_type"] in ("eagle3", "peagle")
     names = [str(name).lower() for name in config.get("architectures") or ()]
@@ -135,7 +136,7 @@ def is_eagle3_config(config: Config) -> bool:
 
 
 def is_block_config(config: Config) -> bool:
-    """Is this config.json one of a block drafter, of a family that runs here or of one that is refused by name?"""
+    """Does this config.json belong to a block drafter, of a family that runs here or of one that is refused by name?"""
     named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return (
         isinstance(config.get(DFLASH_CONFIG), dict)
@@ -145,7 +146,7 @@ def is_block_config(config: Config) -> bool:
 
 
 def why_refused_speculator(config: Config) -> str | None:
-    """A sentence about another kind of drafter in speculators' format; None: it is one that runs."""
+    """A sentence if this drafter in speculators' format is of a kind that does not run here; None: it runs."""
     kind = config.get("speculators_model_type")
     if kind in (None, "eagle3", "mtp", *SPECULATORS_BLOCK_TYPES):
         return None
@@ -156,7 +157,7 @@ def why_refused_speculator(config: Config) -> str | None:
 
 
 def why_refused_block(config: Config) -> str | None:
-    """A sentence about a family of block drafters that is known and does not run here; None: it is another."""
+    """A sentence if this is a known family of block drafters that does not run here; None: it is not."""
     nested = config.get(DFLASH_CONFIG)
     keys = nested if isinstance(nested, Mapping) else {}
     names = ", ".join(map(str, config.get("architectures") or ["?"]))
@@ -180,7 +181,7 @@ SPECFORGE = Format(
     name="EAGLE-3 heads",
     matches=is_eagle3_config,
     places=(LAYER_CONFIG, EAGLE_CONFIG),
-    layers=("llama", "qwen3", "mistral", "qwen2", "phi3"),  # SpecForge makes Llama's layers for the last three too
+    layers=("llama", "qwen3", "mistral", "qwen2", "phi3"),  # SpecForge builds Llama layers for the last three too
     layer_words="Llama- and Qwen3-type layers",
     keys=EAGLE3_KEYS,
     harmless=harmless(),
@@ -197,7 +198,7 @@ SPECFORGE = Format(
 SPECULATORS = replace(
     SPECFORGE,
     matches=is_speculators,
-    keys=EAGLE3_KEYS | {"model_type": Key(places=(LAYER_CONFIG, EAGLE_CONFIG))},  # at the top it says "a speculator"
+    keys=EAGLE3_KEYS | {"model_type": Key(places=(LAYER_CONFIG, EAGLE_CONFIG))},  # on top it is "a speculator"
     harmless=harmless("model_type"),
     why_refused=why_refused_speculator,
 )
@@ -227,7 +228,7 @@ SPECULATORS_BLOCK = replace(
     BLOCK,
     matches=is_speculators,
     places=(LAYER_CONFIG,),
-    layers=(*QWEN3_TYPES, "llama"),  # speculators makes Qwen3's layers from either config
+    layers=(*QWEN3_TYPES, "llama"),  # speculators builds Qwen3 layers from both
     keys={name: key for name, key in BLOCK_KEYS.items() if name not in ("target_layer_ids", DFLASH_CONFIG)}
     | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
     | each(Key(FLAG), "sample_from_anchor", "sliding_window_non_causal")
@@ -251,14 +252,14 @@ BLOCK_FORMATS = (SPECULATORS_BLOCK, HF_BLOCK, GEMMA4_BLOCK, BLOCK)
 
 
 def kept_layout(config: Config) -> KVLayout:
-    """K/V of an EAGLE-3 head or a block drafter; where tensors are read too, they count. Raises CheckpointError and
-    UnsupportedModelError, see `read_settings`."""
+    """K/V of an EAGLE-3 head or a block drafter, from the config alone; when a head is loaded, its tensors decide.
+    Raises CheckpointError and UnsupportedModelError, see `read_settings`."""
     formats = BLOCK_FORMATS if is_block_config(config) else EAGLE3_FORMATS
     form = next((each for each in formats if each.matches(config)), formats[-1])
     settings = read_settings(config, form)
     num_layers = settings.get("num_hidden_layers", 1)
     windows = (None,) * num_layers if form is GEMMA4_BLOCK else read_windows(form, settings, num_layers)
-    if form is GEMMA4_BLOCK:  # its layers are the full ones of a Gemma 4
+    if form is GEMMA4_BLOCK:  # its layers are Gemma 4's full-attention layers
         settings["head_dim"] = config.get("global_head_dim") or settings["head_dim"]
         settings["num_key_value_heads"] = config.get("num_global_key_value_heads") or settings["num_key_value_heads"]
     fields = HeadFiles(form, config, settings, {}).fields()

@@ -1,1 +1,1 @@
-"""EAGLE-3 heads: checkpoints of four dialects, the head, its fused form, the drafter."""
+"""EAGLE-3 heads: checkpoints in four formats, the head, its fused form, and the drafter."""

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads on disk: a folder in one of the published formats <-> one spec and one state dict of `Eagle3Head`.
+"""EAGLE-3 heads on disk: reads and writes a folder in a published format as the spec and state dict of an `Eagle3Head`.
 
-`drafter_formats.py` says what the formats hold. Invariant: config, tensors and target agree, or the head is refused.
+`drafter_formats.py` describes the formats. Invariant: config, tensors and target agree, or the head is refused.
 """
 
 import logging
@@ -38,15 +38,15 @@ FIRST_AFTER_CHANGE = (5, 18)
 
 
 class ReadHead(NamedTuple):
-    """A head with the weights of its checkpoint, in float32 on the CPU. target_ids [draft_V]: target token of each
-    draft token, None for the full vocabulary."""
+    """A head with its checkpoint's weights, in float32 on the CPU. target_ids [draft_V]: target token of each draft
+    token; None: full vocabulary."""
 
     head: Eagle3Head
     target_ids: torch.Tensor | None
 
 
 def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int] | None = None) -> ReadHead:
-    """Read a head for `target`. `aux_layers` overrides which target states it gets (see `Eagle3Spec.aux_layers`).
+    """Read a head for `target`. `aux_layers` overrides the target states that it reads (see `Eagle3Spec.aux_layers`).
 
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target's widths) and
     UnsupportedModelError (a flag that this runtime does not know or cannot honour).
@@ -57,8 +57,8 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
         spec = _make_spec(files, target, aux_layers)
         target_ids = take_target_ids(state, target)
         if not spec.final_norm and settings.get("use_last_layernorm", True):
-            state.pop("norm.weight", None)  # SpecForge writes one that its head does not use
-        if spec.owns_embed and "embed_tokens.weight" in state:  # a table may be padded beyond the target's vocabulary
+            state.pop("norm.weight", None)  # SpecForge writes an unused one
+        if spec.owns_embed and "embed_tokens.weight" in state:  # the table may be padded
             state["embed_tokens.weight"] = state["embed_tokens.weight"][: spec.vocab_size]
 
         def explain(fault: str) -> str:
@@ -75,7 +75,7 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
 def write_head(
     folder: str | Path, spec: Eagle3Spec, state: StateDict, target: TargetShape, target_ids: torch.Tensor | None
 ) -> None:
-    """Write a head in the SpecForge format, such that every reader takes the same target states from it."""
+    """Write a head in the SpecForge format, so that every reader finds the same target states in it."""
     eagle_config: dict[str, Any] = {AUX_IDS: [entered - 1 for entered in spec.aux_layers], "use_aux_hidden_state": True}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -89,7 +89,7 @@ def write_head(
     }
     if any(spec.windows):
         config |= spec.stored_windows()
-    if spec.norm_output:  # servers read it at the top level, where it means something else to SpecForge
+    if spec.norm_output:  # servers read it at the top level, but there SpecForge gives it another meaning
         config["norm_output"] = eagle_config["norm_output"] = True
     if not spec.final_norm:
         eagle_config["use_last_layernorm"] = False
@@ -106,15 +106,16 @@ def write_head(
     write_folder(folder, config, tensors)
 
 
-# keys whose meaning depends on where they stand
+# keys whose meaning depends on their place
 
 
 def resolve_aux_ids(config: Config, num_layers: int, override: Sequence[int] | None) -> tuple[int, ...]:
-    """Boundaries (layers that the states enter; num_layers: what leaves the last) from a config of n layers.
+    """Read the boundaries from the config of a head for n target layers: numbers of layers that the states enter; n
+    means the output of the last layer.
 
-    The caller's ids, else the top level's (boundaries), else those of `eagle_config`: boundaries if n or a leading 2 is
-    among them, else layers named by their output, so one more. Default: 2, n // 2, n - 3, as [1, n // 2 - 1, n - 4]
-    says; a warning tells what was assumed.
+    The caller's ids come first, then those at the top level (boundaries), then those in `eagle_config`. The latter are
+    boundaries if they contain n or begin with 2; otherwise they name layers by their output, so 1 is added. Default,
+    with a warning: 2, n // 2, n - 3, which is [1, n // 2 - 1, n - 4] by output.
     """
     nested, where, shift = (config.get(EAGLE_CONFIG) or {}).get(AUX_IDS), AUX_IDS, 0
     ids: list[Any]
@@ -145,12 +146,14 @@ def resolve_aux_ids(config: Config, num_layers: int, override: Sequence[int] | N
 
 
 def read_norm_output(config: Config, norm: torch.Tensor | None) -> tuple[bool, bool]:
-    """(does lm_head read norm(a), does the next draft step): `norm_output` means one or the other.
+    """Interpret `norm_output`, which has two meanings. Returns (does lm_head read norm(a), does the next draft step
+    read it).
 
-    In `eagle_config` and in speculators' format it is the second, as for vLLM and SGLang. At the top level of the
-    SpecForge format it was the first until 2026-09-15, and is the second since. False: a `norm` [H] that was trained
-    has gains that differ, so lm_head reads norm(a); one that was not keeps those that it was made with. True: files of
-    a transformers released later are of the second kind; of any other the first is assumed, and a warning says so.
+    In `eagle_config` and in speculators' format it concerns the next draft step, as in vLLM and SGLang. At the top
+    level of the SpecForge format it concerned lm_head until 2026-09-15, and concerns the next draft step since. False:
+    if the gains of `norm` [H] differ, it was trained, so lm_head reads norm(a); an untrained norm keeps its initial
+    gains. True: a file from a later release of transformers has the new meaning; for any other the old one is assumed,
+    with a warning.
     """
     nested, top = (config.get(EAGLE_CONFIG) or {}).get("norm_output"), config.get("norm_output")
     if nested is not None:
@@ -178,7 +181,8 @@ def _was_saved_by(config: Config, first: tuple[int, int]) -> bool:
 
 
 def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] | None) -> Eagle3Spec:
-    """What config and tensors say together; all that they and the target say twice is checked, but for shapes."""
+    """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
+    shapes."""
     settings, state = files.settings, files.state
     if FIRST_TENSOR not in state:
         raise UnsupportedModelError(f"there is no {FIRST_TENSOR} (or midlayer); specdec runs Llama-type layers")

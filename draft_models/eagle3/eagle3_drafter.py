@@ -1,9 +1,9 @@
-"""The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
+"""The EAGLE-3 drafter: a small transformer over the target's hidden states, with its own K/V.
 
-Its K/V are indexed by the slots of the target's tokens, each layer's in the group of its window, so paging, eviction
-and commit of the request table are its only bookkeeping. K/V of committed positions [0, S) are written by `observe`,
-from true target features; those of a draft, to a scratch block that lives for one `propose`. Invariant: after
-`observe`, K/V of [0, S) are those of a fresh prefill, as far as windows reach.
+Its K/V use the slots of the target's tokens, each layer in the group of its window, so the request table pages, evicts
+and commits them too. `observe` writes K/V of committed positions [0, S) from true target features. K/V of a draft go to
+a scratch block that lives for one `propose`. Invariant: after `observe`, K/V of [0, S) equal those of a fresh prefill,
+as far as windows reach.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,7 @@ from specdec.layers.accepted_path import keep_last, path_rows
 
 
 class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
-    """A head fitted to a target; `eagle3_drafter` makes one. source: the folder that it was read from, None for a head
-    that was made otherwise."""
+    """A head fitted to a target; `eagle3_drafter` makes one. source: the folder that it was read from, or None."""
 
     name = "eagle3"
     source: str | None = None
@@ -39,12 +38,13 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
         return Eagle3Worker(self, binding)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
+        """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary; -inf for tokens that the head does not draft."""
         return self.over_vocabulary(self.form.logits(normed))
 
 
 class Eagle3Worker(StoreWorker):
-    """A head in one engine: its K/V, and per row the state of the last committed position, where a draft starts."""
+    """A head in one engine. It keeps its K/V and, for each row, the state of the last committed position, from which a
+    draft starts."""
 
     def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
         super().__init__(binding, drafter.kv_layout, drafter.dtype)
@@ -73,7 +73,8 @@ class Eagle3Worker(StoreWorker):
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Level l needs the states of level l - 1, so there are num_steps - 1 forwards of topk nodes per request."""
+        """Draft level by level. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes
+        run."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
@@ -95,7 +96,7 @@ class Eagle3Worker(StoreWorker):
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
-    """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
+    """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: those of the files."""
     head, target_ids = read_head(folder, TargetShape.of_target(target), aux_layers)
     drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
     drafter.source = str(folder)

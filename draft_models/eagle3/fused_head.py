@@ -1,11 +1,11 @@
-"""The head with fused layers: the same weights in few launches.
+"""An EAGLE-3 head with fused layers: the same weights in few launches.
 
-    x = cat[norm(embed), norm(g)]    embed_and_norm, which looks the token up and ends the sum of fc
+    x = cat[norm(embed), norm(g)]    embed_and_norm, which looks the token up and finishes fc's split sum
     layers                           `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
-    a, norm(a)                       from the last layer's one launch
+    a, norm(a)                       one launch of the last layer
 
-A head that fused layers cannot express (biases in the MLP, other activations) raises `Unfusable`: it runs as a
-`PlainHead`.
+If fused layers cannot express a head (biases in the MLP, other activations), `Unfusable` is raised and the head runs as
+a `PlainHead`.
 """
 
 from typing import Any
@@ -54,10 +54,10 @@ class FusedHead(PlainHead):
         return self.ops(norm)(Product.from_value(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
 
     def _features(self, states: torch.Tensor) -> Product:
-        """g [T, H] of states [T, A * Ht], before its last sum."""
+        """g [T, H] of states [T, A * Ht], before fc's split sum is finished."""
         head, ops = self.head, self.ops
         if self.layers.gain is not None:
-            rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed on its own
+            rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed separately
             _, normed = ops(norm)(Product.from_value(rows), pre=Norm(None, head.spec.rms_norm_eps))
             states = self.layers.gain * normed.view_as(states)
         if head.input_norm is not None:

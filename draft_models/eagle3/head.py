@@ -1,7 +1,7 @@
-"""The EAGLE-3 head: what it computes (`Eagle3Spec`), its modules, and how a drafter runs them (`PlainHead`).
+"""The EAGLE-3 head: its computation (`Eagle3Spec`), its modules, and how a drafter runs them (`PlainHead`).
 
-    g_i = fc( cat(states_i) )            states: what enters the target layers `aux_layers`, at position i
-                                         norm_before_fc: cat is normed first, fc_norm: each state is; never the feedback
+    g_i = fc( cat(states_i) )            states: the inputs of the target layers `aux_layers` at position i
+                                         norm_before_fc: norm(cat); fc_norm: each state's norm; never for feedback
     e_i = input_layernorm(embed(x_{i+1}))
     u_i = hidden_norm(h_i)               h_i = g_i after a target forward, the feedback of row i - 1 while drafting
     r_i = h_i                            norm_before_residual: u_i
@@ -9,8 +9,8 @@
     a_i = y_i + mlp(post_attention_layernorm(y_i))                      layers after the first are ordinary, H wide
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
-Row i holds the feature of position i and the token after it, so K/V of position i exist once token i + 1 is known.
-A head holds no K/V and knows no requests: the caller says where K/V live (`DraftAttend`, `HeadContext`).
+Row i combines the feature of position i with the next token, so K/V of position i can be computed once token i + 1 is
+known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `HeadContext`).
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ from specdec.draft_models.heads.head_spec import CosSin, HeadContext, HeadForm, 
 class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head as data: every choice in its computation.
 
-    aux_layers: empty: it reads the final state, after the norm. draft_vocab_size: None: it has the target's head and
-    vocabulary. has_fc: False: features pass unchanged. biases: names of the linear layers with a bias. owns_embed: it
-    has an embedding table of its own.
+    aux_layers: if empty, it reads the final state after the norm. draft_vocab_size: None: it uses the target's head and
+    vocabulary. has_fc: if False, features pass unchanged. biases: names of the linear layers with a bias. owns_embed:
+    it has its own embedding table.
     """
 
     target_hidden_size: int
@@ -53,12 +53,12 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def feature_size(self) -> int:
-        """Width of the target states that it reads, side by side."""
+        """Width of the concatenated target states that it reads."""
         return max(1, len(self.aux_layers)) * self.target_hidden_size
 
 
 class FirstLayer(HeadLayer):
-    """The first layer, which reads embeddings next to states."""
+    """The first layer, which reads concatenated embeddings and states."""
 
     def __init__(self, spec: Eagle3Spec, config: LlamaConfig) -> None:
         super().__init__(spec, 0, config, 2 * spec.hidden_size)
@@ -75,9 +75,9 @@ class FirstLayer(HeadLayer):
 
 
 class Eagle3Head(HeadModule):
-    """The head of a spec, randomly initialised; `checkpoint.read_head` fills one from a checkpoint.
+    """A head of this spec, randomly initialised. `checkpoint.read_head` loads one from a checkpoint.
 
-    embed_tokens, lm_head: None when the head shares the target's.
+    embed_tokens, lm_head: None if the head shares the target's.
     """
 
     spec: Eagle3Spec
@@ -101,7 +101,7 @@ class Eagle3Head(HeadModule):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """Target states side by side [..., T * Ht] -> g [..., H]."""
+        """Concatenated target states [..., T * Ht] -> g [..., H]."""
         if self.fc_norm is not None:
             chunks = states.chunk(len(self.fc_norm), dim=-1)
             states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -121,7 +121,7 @@ class Eagle3Head(HeadModule):
         return hidden
 
     def logits(self, a: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
-        """a [..., H] -> logits [..., draft V], by the target's head if the head has none of its own."""
+        """a [..., H] -> logits [..., draft V], by `target_head` if the head has no lm_head."""
         head = self.lm_head if self.lm_head is not None else target_head
         assert head is not None, "a head without lm_head needs the target's"
         logits: torch.Tensor = head(self.norm(a))
@@ -133,33 +133,34 @@ class Eagle3Head(HeadModule):
 
 
 def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of an embedding table as stored: Gemma's module scales them by sqrt(H), and heads are trained without."""
+    """Stored rows of an embedding table. Gemma's module scales them by sqrt(H), but heads are trained without the
+    scale."""
     return F.embedding(tokens, table)
 
 
 class HeadOutput(NamedTuple):
-    """a [B, N, H] and norm(a), which is what lm_head reads."""
+    """a [B, N, H], and norm(a), which lm_head reads."""
 
     state: torch.Tensor
     normed: torch.Tensor
 
 
 class PlainHead(HeadForm):
-    """A head run by its own modules. `FusedHead` is the other form.
+    """A head that runs its own modules. `FusedHead` is the other form.
 
-    tokens, positions: [B, N]; row i holds the token after position i.
+    tokens, positions: [B, N]. The token of a row is the one after its position.
     """
 
     def extend(
         self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
     ) -> HeadOutput:
-        """Rows that the target has processed: states [B, N, A * Ht] of the target."""
+        """Run rows that the target has processed: states [B, N, A * Ht] of the target."""
         return self.step(tokens, self.head.features(states), positions, context)
 
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
     ) -> HeadOutput:
-        """A level of a draft: hidden [B, N, H] is the head's own feedback."""
+        """Run a level of a draft: hidden [B, N, H] is the head's feedback."""
         weight: torch.Tensor = self.table.weight  # type: ignore[assignment]
         state = self.head(embed_raw(weight, tokens), hidden, positions, attend_in(context, self.head.spec.scaling))
         return HeadOutput(state, self.norm(state))

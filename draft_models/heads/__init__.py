@@ -1,1 +1,1 @@
-"""Code that EAGLE-3 heads, block drafters and language models as drafters share."""
+"""Code shared by EAGLE-3 heads, block drafters, MTP modules and language models that draft."""

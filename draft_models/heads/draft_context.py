@@ -1,5 +1,5 @@
-"""What drafters with K/V of their own, and those that draw level by level, have in common: a fitted head, the K/V of
-one engine, the forward of one level of a draft in progress, and the chain or tree that grows."""
+"""Shared by drafters that keep K/V or draw level by level: a fitted head, its K/V in one engine, the forward of one
+draft level, and the growing chain or tree."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar, Unpack
@@ -35,9 +35,9 @@ Head = TypeVar("Head", bound=HeadModule)
 
 
 class HeadDrafter(Drafter, Generic[Head, Form]):
-    """A head fitted to a target; its layers are fused if the target's are.
+    """A head fitted to a target. Its layers are fused if the target's are.
 
-    plain, fused: classes of its two forms. target_ids [draft V]: target token of each draft token; None: the full
+    plain, fused: classes of its two forms. target_ids [draft V]: target token of each draft token; None: full
     vocabulary.
     """
 
@@ -67,7 +67,7 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
             self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Spread logits [B, M, draft V] to [B, M, V], -inf for tokens outside the draft's vocabulary."""
+        """Spread logits [B, M, draft V] to [B, M, V]; -inf for tokens outside the draft vocabulary."""
         if self.target_ids is None:
             return logits
         full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -75,7 +75,7 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
 
 
 class StoreWorker:
-    """A drafter with K/V of its own in one engine: a store at the slots of the target's tokens."""
+    """The K/V of a drafter in one engine: a store at the slots of the target's tokens."""
 
     def __init__(self, binding: Binding, layout: KVLayout | None, dtype: torch.dtype) -> None:
         assert layout is not None
@@ -85,7 +85,7 @@ class StoreWorker:
         self.own_view = own_view(binding.cache.allocator, self.store)
 
     def plan_of(self, seen: Observation | PromptObservation) -> KVPlan:
-        """Plan for the K/V of the observed tokens, even if more have been committed since."""
+        """Plan the K/V of the observed tokens, even if more tokens have been committed since."""
         backend, table = self.binding.backend, self.binding.cache.table
         if isinstance(seen, PromptObservation):
             return plan_packed(backend, table, seen.pack)
@@ -93,9 +93,9 @@ class StoreWorker:
 
 
 class DraftContext:
-    """The forward of one draft level, K nodes a request, whose K/V go to the scratch block.
+    """The forward of one draft level with K nodes per request. Its K/V go to the scratch block.
 
-    owners: for each layer the one whose K/V it reads.
+    owners: for each layer, the layer whose K/V it reads.
     """
 
     def __init__(self, block: DraftBlock, backend: Backend, topk: int, owners: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class DraftContext:
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """Attend: q [B * K, Hq, D] -> [B * K, Hq, DV]; k and v are in the block already."""
+        """Attend: q [B * K, Hq, D] -> [B * K, Hq, DV]; k and v are already in the block."""
         query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
         return self.block.attend(self.owners[layer], query, **options).flatten(0, 1)
 
@@ -124,7 +124,7 @@ class DraftContext:
 class DraftTreeBuilder:
     """The chain or tree of a batch, drawn level by level with K = `batch.topk` nodes each.
 
-    sample, best: default: the batch's own. Others may draw from something else than logits.
+    sample, best: by default the batch's; others may draw from another input than logits.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class DraftTreeBuilder:
         self.chain = [batch.root[:, None]]
 
     def add_level(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw the next level from logits [B, M, V] of the M nodes that may go on, whose tokens stand at positions
-        [B, M] -> its tokens [B, K], and which of the M each continues (None: a chain has one)."""
+        """Draw the next level from logits [B, M, V] of the M current nodes. positions [B, M]: of the drawn tokens.
+        Returns the level's tokens [B, K], and the parent of each among the M nodes (None: a chain has one)."""
         if self.batch.topk == 1:
             self.chain.append(self.sample(logits, positions))
             return self.chain[-1], None
@@ -152,5 +152,5 @@ class DraftTreeBuilder:
 
 
 def continued(states: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
-    """States [B, M, H] of the nodes that a level continues [B, K, H]."""
+    """Pick from states [B, M, H] those of the parents of a level's nodes: [B, K, H]."""
     return states if origin is None else states.gather(1, origin[:, :, None].expand(-1, -1, states.shape[-1]))

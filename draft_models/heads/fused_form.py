@@ -1,4 +1,4 @@
-"""The proof of a drafter's fused layers: on a few random rows they must compute the same as its own modules."""
+"""Proves a drafter's fused layers: on a few random rows they must compute the same as its own modules."""
 
 import logging
 import math
@@ -18,15 +18,16 @@ logger = logging.getLogger("specdec")
 Form = TypeVar("Form", bound=HeadForm)
 
 FUSED_BOUND = 0.03
-"""Largest relative difference of the median row per square root of the layers. A wrong layer differs by about 1."""
+"""Largest allowed relative difference of the median row, per square root of the layers. A wrong layer differs by about
+1."""
 
 
 class EchoContext:
-    """A forward context whose attention returns the queries, cut to the width of values, and stores nothing: two forms
-    of a drafter can be compared in it without K/V."""
+    """A forward context without K/V, in which two forms of a drafter can be compared: its attention returns the
+    queries, cut to the width of values."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        own = call.key.shape[-1] == call.query.shape[-1]  # else they stand for K/V of another model, which is not read
+        own = call.key.shape[-1] == call.query.shape[-1]  # else they are placeholders for another model's K/V
         return call.query.transpose(1, 2)[..., : call.value.shape[-1] if own else None]
 
     def destination(self, layer: int) -> None:
@@ -45,7 +46,7 @@ def why_unfused(
     plain: Callable[[], torch.Tensor],
     fused: Callable[[], torch.Tensor],
 ) -> str | None:
-    """Compare both forms and log why the fused layers of `module` may not run -> the reason; None: they may.
+    """Compare both forms. If the fused layers of `module` may not run, log and return the reason; None: they may.
 
     plain: returns rows [R, W] float32 of its own modules; called first. fused: puts fused layers in place, which merges
     weights, and returns the same rows.
@@ -59,7 +60,7 @@ def why_unfused(
         reason = None if error.median() <= bound else "its fused layers compute something else than its own"
     except torch.OutOfMemoryError:
         raise
-    except Exception as refusal:  # of any kind: kernels are compiled here
+    except Exception as refusal:  # of any kind, since kernels are compiled here
         reason = str(refusal) or type(refusal).__name__
         level = logging.INFO if isinstance(refusal, Unfusable) else level
     del held
@@ -69,7 +70,7 @@ def why_unfused(
 
 
 def proved_form(name: str, plain: Form, fused: Callable[[], Form]) -> tuple[Form, str | None]:
-    """The form that `fused` makes if it computes what the plain one does; else the plain one, and the reason."""
+    """The fused form if it computes the same as the plain one; else the plain form and the reason."""
     made: list[Form] = []
 
     def rows_of_fused() -> torch.Tensor:

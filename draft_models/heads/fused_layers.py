@@ -1,4 +1,4 @@
-"""The layers of a head, fused: one described as those of Llama are, and described again when its weights have moved."""
+"""The fused layers of a head. They are described like Llama's layers, and described again when weights have moved."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ LLAMA = FAMILIES["llama.LlamaModel"]
 
 
 class FusedLayers:
-    """The layers of a head in order. Each ends with the first norm of the next one, and the last with `final`.
+    """The fused layers of a head in order. Each ends with the first norm of the next layer, and the last with `final`.
 
     beside: norms whose weights are merged too, into `gain`. Raises Unfusable.
     """
@@ -43,7 +43,8 @@ class FusedLayers:
     def run(
         self, state: torch.Tensor, x: torch.Tensor, angles: Rotary, context: HeadContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream [T, H] and what the first layer reads -> the last layer's, and `final` of it."""
+        """Run all layers from the residual stream [T, H] and the first layer's input. Returns the last residual stream,
+        and `final` of it."""
         for layer in self.layers:
             state, x = layer(state, x, SharedInputs({"": angles}, None), specdec_ctx=context)
         return state, x
@@ -51,10 +52,10 @@ class FusedLayers:
     @holds_weights_lock()
     def _describe(self) -> None:
         """Merge the weights and note their addresses, which may have changed."""
-        # outside inference mode, where a parameter cannot be given other data
+        # in inference mode a parameter's data cannot be replaced
         with MERGING, torch.inference_mode(False), torch.no_grad():
             parts = [LLAMA.layer(layer, self.head, WeightGroups(apart=False)) for layer in self.head.layers]
             self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
         norms = [*(part.input_norm for part in parts[1:]), self.final]
         self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts, norms, strict=True))]
-        self.generation = self.weights.generation()  # after the merge, which moves weights
+        self.generation = self.weights.generation()  # read after the merge, which moves weights

@@ -1,4 +1,4 @@
-"""Decoder layers of heads, EAGLE-3's and block drafters': those of Llama, and of Qwen3, which norms q and k by head.
+"""Decoder layers of EAGLE-3 and block-drafter heads: those of Llama, and of Qwen3, which norms q and k per head.
 
 y = h + attention(norm(h))          y + mlp(norm(y))
 """
@@ -16,11 +16,11 @@ from specdec.draft_models.heads.head_spec import CosSin, HeadSpec
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:
-    """Settings of a head for Llama's modules."""
+    """The config that Llama's modules need, from a head's spec."""
     return LlamaConfig(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
-        num_attention_heads=1,  # read by no module here, and refused where it does not divide hidden_size
+        num_attention_heads=1,  # unused here, but it must divide hidden_size
         head_dim=spec.head_dim,
         hidden_act=spec.hidden_act,
         mlp_bias=spec.has_bias("layers.0.mlp.gate_proj"),
@@ -30,7 +30,7 @@ def llama_config(spec: HeadSpec) -> LlamaConfig:
 
 
 class HeadAttention(nn.Module):
-    """Projections of one layer, of what is `width` wide. norm: makes the norms of q and k, None: there are none."""
+    """Attention of one layer over inputs of size `width`. norm: makes the norms of q and k; None: no such norms."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """One decoder layer, whose attention reads what is `width` wide."""
+    """One decoder layer. Its attention reads inputs of size `width`."""
 
     def __init__(self, spec: HeadSpec, layer: int, config: LlamaConfig, width: int | None = None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class HeadLayer(nn.Module):
     def add_layer_output(
         self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, attend: DraftAttend
     ) -> torch.Tensor:
-        """The residual, what attention makes of x, and what the MLP makes of both."""
+        """Residual + attention(x), then + MLP of the sum."""
         y = residual + self.self_attn(x, rotary, attend)
         out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
         return out

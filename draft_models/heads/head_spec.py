@@ -1,4 +1,4 @@
-"""What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
+"""Shared by EAGLE-3 heads and block drafters' heads: their spec, and how they are placed on a device and run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class HeadSpec:
     """A head of any kind as data: every choice in its computation.
 
-    aux_layers: target states that it reads, each named by the layer it enters. windows: sliding window of each draft
+    aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
     layer; None: full attention.
     """
 
@@ -55,11 +55,11 @@ class HeadSpec:
         return float(self.head_dim**-0.5)
 
     def has_bias(self, name: str) -> bool:
-        """Has the linear layer of this name one?"""
+        """Does the linear layer of this name have a bias?"""
         return False
 
     def stored_fields(self) -> dict[str, Any]:
-        """What config.json of a head has of these, as both published formats call them."""
+        """These fields as a head's config.json stores them, under the names of both published formats."""
         return {
             **{name: getattr(self, key.field) for name, key in LAYER_KEYS.items() if key.field},
             "vocab_size": self.vocab_size,
@@ -70,8 +70,7 @@ class HeadSpec:
         }
 
     def stored_windows(self) -> dict[str, Any]:
-        """Fields of config.json that say which layers have windows. Raises UnsupportedModelError for windows of several
-        sizes."""
+        """Fields of config.json for the layers' windows. Raises UnsupportedModelError for windows of several sizes."""
         sizes = {window for window in self.windows if window is not None}
         if len(sizes) > 1:
             raise UnsupportedModelError(f"a head with sliding windows {sorted(sizes)}; the format has room for one")
@@ -80,7 +79,7 @@ class HeadSpec:
 
 
 class HeadContext(AttentionContext, LayerContext, Protocol):
-    """What a head, plain or fused, asks of the forward that it runs in: where K/V go, and attention."""
+    """The forward that a head (plain or fused) runs in: it stores K/V and computes attention."""
 
 
 class HeadModule(nn.Module):
@@ -89,15 +88,14 @@ class HeadModule(nn.Module):
     spec: HeadSpec
 
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
+        """Move the head. RoPE frequencies stay float32: `.to(dtype)` would round them."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(device, dtype)
         return self.to(device)
 
 
 class HeadForm(ABC):
-    """A head with its embedding table and lm_head, those given where it has none of its own: by its own modules, or
-    fused."""
+    """A head in plain or fused form, with its embedding table and lm_head; if it lacks one, the given one is used."""
 
     def __init__(self, head: Any, table: nn.Module, lm_head: nn.Module) -> None:
         self.head = head
@@ -106,11 +104,11 @@ class HeadForm(ABC):
 
     @abstractmethod
     def probed(self) -> torch.Tensor:
-        """Rows [R, W] float32 that it computes of random ones: what two forms are compared by."""
+        """Results [R, W] float32 for random rows, by which two forms are compared."""
 
 
 def attend_in(context: HeadContext, scaling: float) -> DraftAttend:
-    """The attention of a forward, as modules of a head call it."""
+    """The attention of a forward in the form that a head's modules call."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))

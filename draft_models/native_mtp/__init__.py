@@ -1,1 +1,1 @@
-"""Native MTP: drafters whose modules lie in the target's own checkpoint."""
+"""Native MTP: drafters made of the MTP modules in the target's own checkpoint."""

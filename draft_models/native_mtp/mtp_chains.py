@@ -1,11 +1,11 @@
-"""Drafts of MTP modules after every place of texts, in a few dense forwards, for training and for measurement.
+"""Runs MTP modules' drafts from every place of texts in a few dense forwards, for training and measurement.
 
     place p, draft j + 1     token t_{p+1+j}, the text's own; predicts t_{p+2+j}
-    state                    j = 0: the target's, of row p          j > 0: what row (p, j - 1) hands on
+    state                    j = 0: the target's at row p           j > 0: the state that row (p, j - 1) passes on
 
-One module (form R) runs again for each draft; the rows of a place see keys of true states up to p, and their own, as in
-the draft block. With several modules, each runs over the whole text: its rows follow from the tokens alone. Nothing is
-paged. Texts may be packed into rows: position 0 begins one.
+One module (form R) runs again for each draft; a place's rows see keys of true states up to p and their own keys, as in
+the draft block. Several modules run over the whole text one after another, since their rows depend only on the tokens.
+Nothing is paged. Several texts may be packed into a row; position 0 begins a text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDra
 
 
 class ChainContext:
-    """Attention of modules over positions [B, T], for layers that run packed rows."""
+    """A forward context for modules over positions [B, T], whose layers run packed rows."""
 
     def __init__(self, windows: Sequence[int | None], pos: torch.Tensor) -> None:
         self.batch = len(pos)
@@ -28,7 +28,7 @@ class ChainContext:
         return call.answer(self, *call.rows())
 
     def destination(self, layer: int) -> None:
-        """Nothing is stored."""
+        """None: nothing is stored."""
 
     def attend_rows(
         self,
@@ -55,9 +55,9 @@ def chained_rows(
     num_steps: int,
     places: torch.Tensor | None = None,
 ) -> Iterator[ModuleRows]:
-    """Rows [B, T, H] that draft 1, 2, ... is drawn from, at each place of tokens and pos [B, T].
+    """States [B, T, H] from which draft 1, 2, ... is drawn, at each place of tokens and pos [B, T].
 
-    states: of the target, [B, T, H], as the drafter's conventions say. places [P]: the only ones that are looked at.
+    states: of the target, [B, T, H], as the drafter's conventions require. places [P]: only these places are used.
     """
     recurrent = drafter.form == "R"
     context = ChainContext(drafter.windows, pos)

@@ -1,4 +1,4 @@
-"""The modules of a checkpoint: its MTP tensors, which transformers drops when it loads a model, and nothing else."""
+"""Reads the MTP modules of a checkpoint: only the MTP tensors, which transformers drops when it loads a model."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, be
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
-"""A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
+"""A file next to the modules with fields of `MtpFamily`. It replaces the family's row."""
 NAMES = {
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
@@ -34,31 +34,30 @@ NAMES = {
     "head": "layers.0.shared_head.head",
     "embed": "layers.0.embed_tokens",
 }
-"""Names of the parts of a module that is written here, after "mtp."."""
+"""Names, after "mtp.", of the parts of a module that `write_module` writes."""
 
 
 def has_modules(folder: Path, num_layers: int) -> bool:
-    """Does this folder hold MTP modules for a target of so many layers?"""
+    """Does this folder have MTP modules for a target of `num_layers` layers?"""
     return module_count(folder, num_layers) > 0
 
 
 def module_count(folder: Path, num_layers: int) -> int:
-    """The number of MTP modules that a folder holds."""
+    """The number of MTP modules in a folder."""
     return len(module_tensors(tensor_files(folder), num_layers))
 
 
 def is_mtp_speculator(config: Mapping[str, Any]) -> bool:
-    """Is this config.json one of a finetuned module in speculators' format?"""
+    """Does this config.json belong to a finetuned module in speculators' format?"""
     return config.get("speculators_model_type") == "mtp"
 
 
 def native_mtp_drafter(
     folder: Path, target: MtpTarget, load_packed: LoadPacked | None = None, family: MtpFamily | None = None
 ) -> NativeMtpDrafter:
-    """The drafter that the modules in `folder` are, fitted to `target`. load_packed: reads packed weights as the
-    folder's config.json promises them; None: it promises none. family: None: `conventions_of`. Raises CheckpointError
-    where there are no modules, or where they are damaged or incomplete, and UnsupportedModelError where they cannot
-    run."""
+    """Make a drafter of the modules in `folder`, fitted to `target`. load_packed: reads weights that the folder's
+    config.json declares as packed; None: it declares none. family: None: `conventions_of`. Raises CheckpointError if
+    modules are missing, damaged or incomplete, and UnsupportedModelError if they cannot run."""
     made = list[MtpModule]()
     with about(str(folder)):
         files = tensor_files(folder)
@@ -79,7 +78,7 @@ def native_mtp_drafter(
             _require_parts(number, state)
             for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
-                    del state[f"{part}.weight"]  # a copy of the target's
+                    del state[f"{part}.weight"]  # a copy of the target's weight
             with about(f"its MTP module {number}"):
                 made.append(MtpModule(state, decoder, family.like, number, names, load_packed))
     drafter = NativeMtpDrafter(made, family, target)
@@ -95,14 +94,15 @@ def no_modules() -> CheckpointError:
 
 
 def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
-    """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
+    """The conventions in the file next to the modules, else those of their publisher. Raises like
+    `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
         return stated_family(folder / CONVENTIONS, len(target.layout.layers))
     return by_config(_published(folder, target), target)
 
 
 def family_of(target: DescribedTarget) -> MtpFamily:
-    """The row of the target's model type. Raises UnsupportedModelError for a type that has none."""
+    """The row of the target's model type. Raises UnsupportedModelError if the type has none."""
     for kind in target.model_types:
         if kind in FAMILIES:
             return FAMILIES[kind]
@@ -119,9 +119,9 @@ def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
 
 
 def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
-    """The row, with `like` set to a layer whose attention is that of the modules: a layer of the type in the config's
-    `mtp_layer_types`; without it the row's own layer; if the target lacks that or it is recurrent, the last layer that
-    attends."""
+    """The row, with `like` set to a layer whose attention the modules share: a layer of the type in the config's
+    `mtp_layer_types`; without that key, the row's own layer; if the target lacks that layer or it is recurrent, the
+    last attention layer."""
     config: Any = target.user_decoder.config
     kinds = getattr(config, "mtp_layer_types", None)
     if kinds and kinds[0] in config.layer_types:
@@ -133,7 +133,7 @@ def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
 
 
 def stated_family(file: Path, num_layers: int) -> MtpFamily:
-    """The conventions that a file states, for a target of `num_layers` layers. Raises CheckpointError."""
+    """Read the conventions in a file, for a target of `num_layers` layers. Raises CheckpointError."""
     try:
         stated = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -157,14 +157,13 @@ def stated_family(file: Path, num_layers: int) -> MtpFamily:
 
 
 def write_conventions(folder: Path, family: MtpFamily) -> None:
-    """Write CONVENTIONS, where `native_mtp_drafter` reads it. Raises CheckpointError."""
+    """Write the file CONVENTIONS, which `native_mtp_drafter` reads. Raises CheckpointError."""
     with naming_file(folder / CONVENTIONS):
         (folder / CONVENTIONS).write_text(json.dumps(asdict(family), indent=2) + "\n", "utf-8")
 
 
 def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel) -> None:
-    """Write a drafter of one module under the names of Qwen's, with the config.json of its target and its
-    conventions."""
+    """Write a drafter of one module under Qwen's tensor names, with its target's config.json and its conventions."""
     [module] = drafter.modules
     named = {f"mtp.{NAMES[part]}": weights for part, weights in module.parts().items()}
     state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}

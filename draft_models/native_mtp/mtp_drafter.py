@@ -1,16 +1,16 @@
-"""The drafter of a checkpoint's MTP modules: chains and trees over one module, or over several, in one plan.
+"""The drafter of a checkpoint's MTP modules: one module or several draft chains and trees.
 
-Published labels give row p of module k the token t_{p+1+k}, so its last k rows depend on drafts. Here rows are labelled
-by their token, in every module alike:
+Publications give row p of module k the token t_{p+1+k}, so the last k rows of module k depend on drafts. Here a row is
+numbered by its token instead, in the same way for every module:
 
     row (k, q)   token t_{q+1}, at position q and slot q        exists for q >= k
     state        k = 0: the target's, h_q
-                 form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, which row (k - 1, q - 1) read
+                 form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, the state that row (k - 1, q - 1) read
 
-K/V of slot q then depend on tokens up to q + 1 only, as the prefix cache requires. After a commit of m + 1 tokens all
-modules run the same rows. The first of these rows needs module k - 1's last row from before the commit, so that is kept
-for each request. The draft at depth l + 1 is drawn from module l (form R: the one module) at the nodes of depth l; the
-committed row S - 1, whose token is the root, is depth 0.
+So K/V of slot q depend only on tokens up to q + 1, as the prefix cache requires. After a commit of m + 1 tokens all
+modules run the same rows. The first of these rows needs the last row of module k - 1 from before the commit, so that
+row is kept for each request. Depth 0 is the committed row S - 1, whose token is the root. The draft at depth l + 1 is
+drawn from module l (form R: the only module) at the nodes of depth l.
 """
 
 import copy
@@ -36,8 +36,8 @@ from specdec.layers.fuse import Weights
 
 
 class DescribedTarget(Protocol):
-    """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
-    one's."""
+    """A target with the text model after which its modules' blocks are built. model_types: of its text config and of
+    the whole config."""
 
     name: str
     user_decoder: nn.Module
@@ -46,8 +46,8 @@ class DescribedTarget(Protocol):
 
 
 class MtpTarget(DescribedTarget, TargetInfo, Protocol):
-    """A target that modules are fitted to. user_head: its head as the checkpoint has it; `head` may be in parts.
-    logit_rule: from its head's product to its logits."""
+    """A target that modules are fitted to. user_head: its head as in the checkpoint (`head` may be split). logit_rule:
+    turns the head's product into logits."""
 
     user_head: nn.Module
 
@@ -56,18 +56,19 @@ class MtpTarget(DescribedTarget, TargetInfo, Protocol):
 
 
 def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
-    """The layout of `count` modules: each keeps what layer `like` of the target keeps of a token, and as long."""
+    """The layout of `count` modules: each has the fields and retention of the target's layer `like`."""
     layer = target.layers[like]
     return KVLayout(tuple(replace(layer, layer=number, owner=number) for number in range(count)))
 
 
 def default_steps(count: int) -> int:
-    """Drafts a round of `count` modules: one each, or 3 of a single one that is applied again."""
+    """Default drafts per round of `count` modules: one per module, or 3 from a single module that is applied
+    repeatedly."""
     return count if count > 1 else 3
 
 
 class ModuleRows(NamedTuple):
-    """Rows of a module [B, N, H]: the state that it read, and its y and z."""
+    """Rows of a module [B, N, H]: the states that it read, and its y and z."""
 
     read: torch.Tensor
     y: torch.Tensor
@@ -104,8 +105,8 @@ class NativeMtpDrafter(Drafter):
         self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
 
     def with_family(self, family: MtpFamily) -> "NativeMtpDrafter":
-        """A drafter of these modules under other conventions. If their blocks are then like another layer, it is
-        unfused, and raises CheckpointError if the tensors do not fit that layer."""
+        """The drafter of these modules under other conventions. If their blocks are then like another layer, it is
+        unfused; raises CheckpointError if the tensors do not fit that layer."""
         changed = copy.copy(self)
         if family.like != self.family.like:
             changed.modules = tuple(module.like_layer(family.like) for module in self.modules)
@@ -115,7 +116,7 @@ class NativeMtpDrafter(Drafter):
 
     @property
     def has_norm(self) -> bool:
-        """Do the modules have norms of their own before the head?"""
+        """Do the modules have their own norms before the head?"""
         return not isinstance(self.modules[0].norm, nn.Identity)
 
     def bind(self, binding: Binding) -> "NativeMtpWorker":
@@ -124,13 +125,13 @@ class NativeMtpDrafter(Drafter):
     def run(
         self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: HeadContext
     ) -> ModuleRows:
-        """Rows of module k: tokens, positions [B, N], state [B, N, H]."""
+        """Run rows of module k: tokens, positions [B, N], state [B, N, H]."""
         module = self.modules[k]
         embedded = (self.embed if module.embed is None else module.embed)(tokens)
         return ModuleRows(state, *module(embedded, state, positions, context, self.family.hidden_first))
 
     def carried_state(self, out: ModuleRows) -> torch.Tensor:
-        """The state that a row hands to the row after it, of the next module or its own."""
+        """The carry: the state that a row passes to the next row, of the next module or of its own."""
         if self.family.form == "T":
             return out.read
         return out.z if self.family.normed_carry else out.y
@@ -141,7 +142,7 @@ class NativeMtpDrafter(Drafter):
 
 
 class NativeMtpWorker(StoreWorker):
-    """Modules in one engine: their K/V, and by row and module what its last committed row read and computed."""
+    """Modules in one engine. Keeps their K/V and, for each row and module, the last committed `ModuleRows`."""
 
     def __init__(self, drafter: NativeMtpDrafter, binding: Binding) -> None:
         super().__init__(binding, drafter.kv_layout, drafter.dtype)
@@ -151,7 +152,7 @@ class NativeMtpWorker(StoreWorker):
         self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)
 
     def last(self, k: int, rows: torch.Tensor) -> ModuleRows:
-        """Row S - 1 of module k, of these rows of the request table [B]: [B, 1, H] each."""
+        """Row S - 1 of module k for rows [B] of the request table: [B, 1, H] each."""
         return ModuleRows(*(kept[rows][:, None] for kept in self._last[k]))
 
     @torch.inference_mode()
@@ -193,7 +194,7 @@ class NativeMtpWorker(StoreWorker):
                 above = drafter.carried_state(made[-1]).roll(1, dims=1)
                 carried = drafter.carried_state(ModuleRows(*self._last[k - 1]))[before]
                 state = torch.where(first[:, :, None], carried, above)
-                state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # no such row: another request's, or NaN
+                state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # this row does not exist
             context = ForwardContext.from_plan(replace(plan, first_key=k), self.own_view, drafter.windows)
             made.append(drafter.run(k, tokens, state, plan.positions, context))
         for kept, out in zip(self._last, made, strict=True):
@@ -202,7 +203,7 @@ class NativeMtpWorker(StoreWorker):
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """One forward a level of form R; of the others, one for each module that still drafts."""
+        """Draft. Form R runs one forward per level; other forms run one for each module that still drafts."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         count = len(drafter.modules)

@@ -1,16 +1,16 @@
-"""Native MTP modules as models publish them: where their tensors lie, and what no tensor says, a row a family.
+"""Native MTP modules as models publish them: the places of their tensors and, one row per family, their conventions.
 
-A module k reads a token and a state, and has K/V of its own (`mtp_drafter.py` says which token and state):
+Module k reads a token and a state (`mtp_drafter.py` says which) and has its own K/V:
 
     x = proj [enorm(embed(token)); hnorm(state)]      y = block(x)      z = norm(y)      logits = head(z)
 
     form  modules                 state that module k reads                       drafts a round
-    R     one, applied again      the target's; while drafting its own carry      any number
-    C     several, chained        the carry of module k - 1, one row earlier      one a module
-    T     several                 the target's, k rows earlier                    one a module
+    R     one, applied again      the target's; while drafting, its own carry     any number
+    C     several, chained        the carry of module k - 1, one row earlier      one per module
+    T     several                 the target's, k rows earlier                    one per module
 
-The carry is z, or y. One module is form R, whatever its family. What tensors do say is read from them: heads, norms and
-embeddings of a module's own.
+The carry is z or y. A single module always has form R. Everything else is read from the tensors: whether a module has
+its own head, norms and embedding.
 """
 
 import re
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpFamily:
-    """Conventions of the modules of some model types, which no tensor states.
+    """The conventions of a family's modules, which no tensor states.
 
-    form: of several modules. normed_state: the target's state is read after its final norm. normed_carry: the carry is
-    z. hidden_first: the order of the halves that the projection reads. like: the layer of the target whose attention a
-    module's block has, where the target's config has no `mtp_layer_types`; tensors say if its MLP has experts. renamed:
-    names of the block's tensors that are not those of the target's layers.
+    form: form of several modules. normed_state: the target's state is read after its final norm. normed_carry: the
+    carry is z. hidden_first: the projection reads the hidden half first. like: the target layer whose attention a
+    module's block copies, if the target's config has no `mtp_layer_types`; tensors show whether its MLP has experts.
+    renamed: names of the block's tensors that differ from those of the target's layers.
     """
 
     form: str = "C"
@@ -47,23 +47,23 @@ SPECULATORS = MtpFamily()
 FAMILIES: dict[str, MtpFamily] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
-    "hy_v3": DEEPSEEK,  # tensors as GLM's; its final norm is `final_layernorm`
-    # transformers 5.24 runs it by `MtpModel`: the block slides, as layer 1 does and the last one does not
+    "hy_v3": DEEPSEEK,  # tensors like GLM's; its final norm is `final_layernorm`
+    # transformers 5.24 runs it by `MtpModel`: the block slides like layer 1 (the last layer does not slide)
     "mellum": MtpFamily(like=1),
-    "ernie4_5_moe": DEEPSEEK,  # no final norm: the carry is y by itself
-    # vLLM's qwen3_next_mtp and qwen3_5_mtp: the state and the carry after their norms, a block of full attention
+    "ernie4_5_moe": DEEPSEEK,  # no final norm, so the carry is y
+    # vLLM's qwen3_next_mtp and qwen3_5_mtp: state and carry after their norms; the block has full attention
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DEEPSEEK),
-    # vLLM's exaone_moe_mtp: the block is built as layer 0, sliding and with RoPE
+    # vLLM's exaone_moe_mtp: the block is built like layer 0, sliding and with RoPE
     **dict.fromkeys(("exaone4", "exaone4_5", "exaone_moe"), MtpFamily(like=0)),
     # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])
     **dict.fromkeys(("mimo", "qwen2"), MtpFamily(hidden_first=True)),
-    # stepfun's publication and vLLM's step3p5_mtp: the state before the final norm, the carry before a module's own;
-    # transformers 5.17 has it otherwise, and shares one head. The block slides, as layer 1 does
+    # stepfun's publication and vLLM's step3p5_mtp: state before the final norm, carry before the module's norm
+    # (transformers 5.17 differs, and shares one head). The block slides like layer 1
     **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False, like=1)),
     # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
     "mimo_v2_flash": MtpFamily(form="T", like=1, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
 }
-"""Keys are `model_type` of the text config or of the whole one."""
+"""Keys are the `model_type` of the text config or of the whole config."""
 
 PLACES = (
     r"layers\.(?P<layer>\d+)\.(?:transformer(?:_block)?\.)?(?P<name>.+)",  # beyond the target's last layer
@@ -73,7 +73,8 @@ PLACES = (
     r"mtp\.layers\.(?P<module>\d+)\.(?P<name>.+)",
     r"mtp\.(?P<name>(?:fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\..+)",  # of the one module
 )
-"""Places of a module's tensors, after any prefix: `module` is its number, `layer` counts on from the target's."""
+"""Places of a module's tensors, after any prefix. `module` is the module's number; `layer` continues the target's
+numbering."""
 
 PARTS = {
     "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding", "mtp_emb_norm"),
@@ -83,7 +84,7 @@ PARTS = {
     "head": ("shared_head.head", "shared_head.output"),
     "embed": ("embed_tokens",),
 }
-"""Parts of a module by the names that models give them; all else is its block."""
+"""Parts of a module by the names in checkpoints; all other tensors belong to its block."""
 
 PART_OF = {name: part for part, names in PARTS.items() for name in names}
 REQUIRED = ("enorm", "hnorm", "proj")
@@ -93,9 +94,9 @@ LOOKED_FOR = (
 
 
 def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """Tensors of each module by place, such as "enorm.weight" and "block.mlp.up_proj.weight", as names in the file.
+    """File names of each module's tensors by place, such as "enorm.weight" or "block.mlp.up_proj.weight".
 
-    num_layers: layers of the target, after which modules are counted where they are named as layers are.
+    num_layers: layers of the target; modules that are named like layers are counted after these.
     """
     modules: dict[int, dict[str, str]] = {}
     for key in names:
@@ -112,7 +113,8 @@ def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]
 
 
 def _is_module(names: Mapping[str, str]) -> bool:
-    """Is it called a module, or has it the norms of one? Else it is a layer of a longer model, or of another tower."""
+    """Is it named as a module, or does it have a module's norms? Otherwise it is a layer of a longer model or of
+    another tower."""
     norms = tuple(f"{part}." for part in REQUIRED)
     return any(place.startswith(norms) or ".mtp" in f".{key}" for place, key in names.items())
 

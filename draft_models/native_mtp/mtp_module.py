@@ -1,7 +1,7 @@
-"""One MTP module: norms, a projection, and a block that is one decoder layer of the target's own class.
+"""One MTP module: norms, a projection, and a block, which is a decoder layer of the target's class.
 
-The block runs as a text model of one layer, a copy of the target's around another layer: rotary tables, kinds of layers
-and fused forms are the target's, and nothing is written twice.
+The block runs as a text model of one layer: a copy of the target's text model around this layer. So it uses the
+target's rotary tables, layer kinds and fused forms.
 """
 
 import copy
@@ -26,8 +26,8 @@ from specdec.modules.private_copy import private_copy
 
 State = Mapping[str, torch.Tensor]
 LoadPacked = Callable[[PreTrainedModel, State, Mapping[str, str], list[Any]], Any]
-"""Fills a model whose tensors may be packed: (model, tensors by its names, their keys in the checkpoint, conversions)
--> what transformers says of the load."""
+"""Loads a model whose tensors may be packed: (model, tensors by the model's names, their keys in the checkpoint,
+conversions) -> transformers' loading report."""
 
 
 def is_unquantised(tensor: torch.Tensor) -> bool:
@@ -35,11 +35,11 @@ def is_unquantised(tensor: torch.Tensor) -> bool:
 
 
 class MtpModule(nn.Module):
-    """A module by its tensors, `state` by place (`mtp_families.py`). decoder: the target's text model. like: the layer
-    of it that the block is like. number: of the module, by which it keeps K/V.
+    """A module made from its tensors `state`, by place (`mtp_families.py`). decoder: the target's text model. like: its
+    layer that the block copies. number: the module's number, which indexes its K/V.
 
-    keys: of the tensors in the checkpoint; load_packed: for those that are packed. embed, head: its own; None: the
-    target's. Raises CheckpointError for tensors that are not those of such a module.
+    keys: of the tensors in the checkpoint; load_packed: loads packed tensors. embed, head: the module's own; None: the
+    target's. Raises CheckpointError if the tensors do not form such a module.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class MtpModule(nn.Module):
             return made
 
         if (proj := rest.get("proj.weight")) is not None and proj.shape == (2 * width, width):
-            rest["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B holds the transposed one
+            rest["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B stores it transposed
         self.enorm, self.hnorm = norm("enorm"), norm("hnorm")
         self.norm = norm("norm") if "norm.weight" in rest else nn.Identity()
         self.embed: nn.Module | None = None
         if "embed.weight" in rest:
             table = rest.pop("embed.weight")
-            shape = max((decoder.config.vocab_size, *table.shape[:1])), width  # it may be padded
+            shape = max((decoder.config.vocab_size, *table.shape[:1])), width  # the table may be padded
             self.embed = nn.Embedding(*shape, device="meta")
             self.embed.weight = _parameter(table, weight, shape, "embed")
         filled = filled_parts(rest, decoder, like, keys or {}, load_packed)
@@ -78,32 +78,32 @@ class MtpModule(nn.Module):
         self.block: Any = one_layer_decoder(decoder, like, self._numbered(self.layer), nn.Identity())
 
     def like_layer(self, like: int) -> "MtpModule":
-        """A module of these weights, packed where they are packed, with a block like another layer. Raises
-        CheckpointError where it is none."""
+        """A module of these weights (packed ones stay packed) with a block like another layer. Raises CheckpointError
+        if they do not fit."""
         decoder, parts = self._source[0], self.parts()
         made = copy.copy(self)
         made._modules = dict(self._modules)
         made._source = decoder, like
-        made.enorm, made.hnorm, made.proj = parts["enorm"], parts["hnorm"], parts["proj"]  # not fused
+        made.enorm, made.hnorm, made.proj = parts["enorm"], parts["hnorm"], parts["proj"]  # the unfused forms
         made.layer = layer_like(decoder, like, parts["layer"])
         made.block = one_layer_decoder(decoder, like, made._numbered(made.layer), nn.Identity())
         return made
 
     def _numbered(self, layer: Any) -> Any:
-        """A layer that keeps K/V by the module's number."""
+        """Make a layer keep K/V under the module's number."""
         for part in layer.modules():
             if hasattr(part, "layer_idx"):
                 part.layer_idx = self.number
         return layer
 
     def parts(self) -> dict[str, nn.Module]:
-        """The module's own parts by name; `block` runs the layer's weights."""
+        """The module's own parts by name; `block` is the layer with the weights."""
         names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
         found = {name: getattr(self, name) for name in names}
-        return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # if fused
+        return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # or fused
 
     def fuse(self, name: str, ops: Operations) -> str | None:
-        """Run the block by fused layers if they compute the same as its own -> None, or the reason why not."""
+        """Run the block by fused layers if they compute the same. Returns the reason if they do not, else None."""
         plain = self.block, self.proj, self.enorm, self.hnorm
 
         def fused() -> torch.Tensor:
@@ -121,8 +121,7 @@ class MtpModule(nn.Module):
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext, first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half is the
-        first."""
+        """embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half comes first."""
         halves = self.enorm(embedded), self.hnorm(hidden)
         x = self.proj(torch.cat(halves[::-1] if first else halves, -1)).flatten(0, 1)[None]
         places = positions.reshape(1, -1)
@@ -147,12 +146,12 @@ class MtpModule(nn.Module):
 
 
 OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")
-"""Config fields by which layers of Gemma 3n and 4 read tensors of the whole stack, which a module's block does not
-read."""
+"""Config fields that make layers of Gemma 3n and 4 read tensors of the whole stack. A module's block does not read
+them."""
 
 
 def own_config(decoder: Any) -> Any:
-    """A copy of a text model's config for a layer that stands alone."""
+    """A copy of a text model's config for a single layer."""
     config = copy.deepcopy(decoder.config)
     for name in OF_THE_STACK:
         if getattr(config, name, 0):
@@ -161,8 +160,8 @@ def own_config(decoder: Any) -> Any:
 
 
 def empty_layer(decoder: Any, like: int, mlp: int | None = None) -> Any:
-    """A layer like layer `like` of a text model, without weights. mlp: the layer that its MLP is like; None: that
-    one."""
+    """A layer like layer `like` of a text model, without weights. mlp: the layer that its MLP copies; None: `like`
+    too."""
     config, count = own_config(decoder), len(decoder.layers)
     with torch.device("meta"):
         made = type(decoder.layers[like])(config, like % count)
@@ -172,7 +171,7 @@ def empty_layer(decoder: Any, like: int, mlp: int | None = None) -> Any:
 
 
 def layer_like(decoder: Any, like: int, layer: nn.Module) -> Any:
-    """A layer like layer `like` of a text model, with the weights of `layer`. Raises CheckpointError where they do not
+    """A layer like layer `like` of a text model, with the weights of `layer`. Raises CheckpointError if they do not
     fit."""
     made = empty_layer(decoder, like, nearest_mlp(decoder, like, _has_experts(layer.state_dict())))
     try:
@@ -182,7 +181,7 @@ def layer_like(decoder: Any, like: int, layer: nn.Module) -> Any:
                 getattr(part, "in_features", None),
                 getattr(part, "out_features", None),
             ):
-                made.set_submodule(name, part)  # it may be packed
+                made.set_submodule(name, part)  # the part may be packed
         made.load_state_dict(layer.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
         reason = first_line(error)
@@ -191,7 +190,7 @@ def layer_like(decoder: Any, like: int, layer: nn.Module) -> Any:
 
 
 def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
-    """The layer nearest to layer `like` that has experts, or none; `like` where there is no such layer."""
+    """The layer nearest to `like` with experts (routed) or without; `like` itself if there is no such layer."""
     layers = list(decoder.layers)
     like %= len(layers)
     alike = [number for number, layer in enumerate(layers) if _has_experts(layer.state_dict()) == routed]
@@ -199,8 +198,8 @@ def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
 
 
 def beside(decoder: Any, device: torch.device) -> Any:
-    """A text model with its norm and its rotary tables on `device`, where modules run. Its layers and embedding stay
-    where they are, which may be host memory if several devices share the target."""
+    """A text model whose norm and rotary tables are on `device`, where modules run. Its layers and embedding are not
+    moved; they may be in host memory if several devices share the target."""
     if decoder.norm.weight.device == device:
         return decoder
     made = copy.copy(decoder)
@@ -213,7 +212,7 @@ def beside(decoder: Any, device: torch.device) -> Any:
 
 
 def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
-    """A private copy of a text model with this layer alone, which is like its layer `like`, and this final norm."""
+    """A private copy of a text model with only this layer, which is like its layer `like`, and this final norm."""
     single = object.__new__(type(decoder))
     single.__dict__ = dict(decoder.__dict__)
     single.config = own_config(decoder)
@@ -230,9 +229,8 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
 
 def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str], load_packed: LoadPacked | None) -> Any:
     """Build the projection, the head if there is one, and a layer of the target's class from these tensors, in the
-    dtypes of the target's layers. Attention is like that of layer `like`. The MLP is like that of the nearest layer
-    with experts if the tensors have experts, else of the nearest without. Raises CheckpointError for tensors that do
-    not fit."""
+    dtypes of the target's layers. Attention is like layer `like`. The MLP is like the nearest layer with experts if the
+    tensors have experts, else like the nearest without. Raises CheckpointError if tensors do not fit."""
     layers, mlp = decoder.layers, nearest_mlp(decoder, like, _has_experts(state))
     expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
     expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
@@ -272,7 +270,7 @@ def _has_experts(names: Iterable[str]) -> bool:
 
 
 class _Holder(PreTrainedModel):
-    """A layer, a projection and a head as transformers loads them."""
+    """Holds a layer, a projection and a head, so that transformers can load them."""
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
@@ -287,7 +285,7 @@ class _Holder(PreTrainedModel):
             self.head = nn.Linear(width, config.vocab_size, bias="head.bias" in state)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Nothing runs here."""
+        """Accept any implementation: nothing runs here."""
         return requested_experts or "eager"
 
 

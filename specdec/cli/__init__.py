@@ -1,1 +1,2 @@
-"""The command line: app.py names the commands, commands.py declares what they take, bodies/ is what they do."""
+"""The command line: app.py names the commands, commands.py declares their options, and bodies/ holds their
+functions."""

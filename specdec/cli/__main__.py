@@ -1,4 +1,4 @@
-"""`python -m specdec.cli`, and what `accelerate launch -m specdec.cli` runs."""
+"""Runs for `python -m specdec.cli` and `accelerate launch -m specdec.cli`."""
 
 from specdec.cli.app import main
 

@@ -1,8 +1,8 @@
-"""The command line: the names of its commands, and a line of help for each.
+"""The command line: the names of its commands, and one line of help for each.
 
-commands.py declares their options; it is loaded when a command is run or asked for its help. What the command computes
-with is loaded only when it is run, so that help, versions and misspelt options import nothing heavy.
-Exit codes: 2 for a mistake, in one sentence on standard error; 130 for Ctrl-C; 1 where the reader of a pipe has gone.
+commands.py declares their options; it is loaded when a command runs or prints its help. torch and the engine are loaded
+only when a command runs, so help, versions and misspelt options import nothing heavy. Exit codes: 2 for a mistake, in
+one sentence on standard error; 130 for Ctrl-C; 1 if the reader of a pipe has gone.
 """
 
 import os
@@ -17,7 +17,7 @@ from specdec import __version__
 from specdec.cli.command import MakeCommand
 from specdec.lazy import load
 
-COMMANDS = {  # its line of help
+COMMANDS = {  # lines of help
     "generate": "Answer one prompt with speculation.",
     "chat": "Talk with a model: history is kept, and text from accepted drafts is coloured.",
     "bench": "Measure tokens/s with and without the drafter; refuses to print figures if any output differs.",
@@ -38,7 +38,7 @@ def load_command(name: str) -> TyperCommand:
 
 
 class Commands(TyperGroup):
-    """The group holds a name and a line of each command, enough for the list of commands."""
+    """The group holds each command's name and line of help, which is enough to list the commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -72,7 +72,7 @@ def specdec(
 
 
 def main() -> None:
-    """The program. Help is written when the program ends, so a reader who has gone is noticed here."""
+    """The program. Output is flushed when the program ends, so a closed pipe is noticed here."""
     try:
         try:
             app()

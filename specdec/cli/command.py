@@ -1,7 +1,7 @@
-"""A command from a dataclass: each field is an option of the shell, and the command's body receives the dataclass.
+"""Makes a command from a dataclass: each field is a shell option, and the command's body receives the dataclass.
 
-A field that is a dataclass stands for an option of each of its fields. Nothing heavy is imported here. Mistakes and
-interruptions of a body become one sentence and an exit code.
+A field that is itself a dataclass adds one option per field. Nothing heavy is imported here. Errors and interruptions
+in a body become one sentence and an exit code.
 """
 
 import inspect
@@ -17,17 +17,17 @@ from typer.core import TyperCommand
 from specdec.errors import SpecDecError
 
 MakeCommand: TypeAlias = Callable[[str, str], TyperCommand]
-"""Takes a command's name and its first line of help."""
+"""Called with a command's name and its first line of help."""
 
 
 def command(options: type[Any], body: Callable[[Any], None], help: str = "", **settings: Any) -> MakeCommand:
-    """body: receives the options. help: what follows the first line. settings: typer's, such as no_args_is_help."""
+    """body: receives the options. help: text after the first line. settings: typer's, such as no_args_is_help."""
 
     def run(**given: Any) -> None:
         with shell_errors():
             body(gathered(options, given))
 
-    run.__signature__ = inspect.Signature([*spread(options)])  # type: ignore[attr-defined]  # what typer reads
+    run.__signature__ = inspect.Signature([*spread(options)])  # type: ignore[attr-defined]  # typer reads it
 
     def make(name: str, line: str) -> TyperCommand:
         single = typer.Typer(add_completion=False)
@@ -40,7 +40,7 @@ def command(options: type[Any], body: Callable[[Any], None], help: str = "", **s
 
 
 class Command(TyperCommand):
-    """A command that knows what its options were once called."""
+    """A command that knows the former names of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = args[: args.index("--")] if "--" in args else args
@@ -59,8 +59,8 @@ def shell_errors() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        raise  # the reader has gone: typer ends quietly
-    except (SpecDecError, OSError) as error:  # OSError: a folder that cannot be made, a full disk
+        raise  # a closed pipe: typer exits quietly
+    except (SpecDecError, OSError) as error:  # OSError: a folder cannot be made, or the disk is full
         print(f"specdec: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as stop:
@@ -69,7 +69,7 @@ def shell_errors() -> Iterator[None]:
 
 
 def spread(options: type[Any]) -> Iterator[inspect.Parameter]:
-    """A parameter for each option, those of nested dataclasses in their place."""
+    """A parameter for each option; nested dataclasses are expanded in place."""
     hints = get_type_hints(options, include_extras=True)
     for each in fields(options):
         if is_dataclass(hints[each.name]):
@@ -89,7 +89,7 @@ def _default(option: Field[Any]) -> Any:
 
 
 def gathered(options: type[Any], given: Mapping[str, Any]) -> Any:
-    """The dataclass of the shell's values, nested ones too."""
+    """The dataclass with the shell's values, including nested ones."""
     hints = get_type_hints(options)
     return options(
         **{

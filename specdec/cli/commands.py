@@ -1,6 +1,6 @@
 """Options of the commands, one dataclass each, and the function of bodies/ that runs each.
 
-Nothing heavy is imported here: a body is loaded when its command is run.
+Nothing heavy is imported here: a body is loaded when its command runs.
 """
 
 import os
@@ -43,7 +43,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseOptions:
-    """Milliseconds of each phase of a round: of which model, over which batches and contexts."""
+    """Options for timing each phase of a round: the model, the batches and the contexts."""
 
     shape: str | None = phase_option(
         None,
@@ -77,7 +77,7 @@ class PhaseOptions:
     )
 
     def require_unused(self) -> None:
-        """Raises ConfigError for an option that belongs to --shape and --phases."""
+        """Raises ConfigError if an option that needs --shape or --phases is given."""
         used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
         used["weights"] = self.weights
         given = [f"--{name}" for name, value in used.items() if value is not None]
@@ -107,7 +107,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvalNumbers(SamplingNumbers):
-    """Longer answers, and the same ones every time."""
+    """Sampling defaults of `eval`: longer answers, the same in every run."""
 
     max_new_tokens: int = option(512, "Most tokens to generate.")
     seed: int | None = option(0, "Seeds every problem, by its number.")
@@ -157,7 +157,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """A field that `EngineConfig` has too is handed to it by its name."""
+    """Fields with the name of an `EngineConfig` field are passed to it."""
 
     pair: PairOptions
     config: Path | None = option(
@@ -191,7 +191,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListOptions:
-    """All but `json_file` belong to --memory."""
+    """All fields except `json_file` need --memory."""
 
     memory: bool = option(False, "K/V by cache group and weights of the pair, by its config.json alone.", "--memory")
     pair: PairOptions = field(default_factory=PairOptions)
@@ -201,7 +201,7 @@ class ListOptions:
     json_file: JsonFile = None
 
     def require_used(self) -> None:
-        """Raises ConfigError for an option that is given without --memory."""
+        """Raises ConfigError if an option needs --memory and it is missing."""
         usual = replace(ListOptions(), memory=self.memory, json_file=self.json_file)
         if not self.memory and self != usual:
             raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
@@ -216,7 +216,7 @@ class RecipeOptions:
 
 
 def body(module: str, name: str) -> Callable[[Any], None]:
-    """A function of bodies/, loaded when its command is run."""
+    """A function of bodies/, loaded when its command runs."""
     return lambda options: load(f"specdec.cli.bodies.{module}", name)(options)
 
 
@@ -272,4 +272,4 @@ MAKE = {
     "recipe": command(RecipeOptions, body("memory_pages", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, show_models, "With --memory: the memory that a pair takes, which need not be here."),
 }
-"""Makes each command, by its name."""
+"""Makers of the commands, by name."""

@@ -1,4 +1,4 @@
-"""The three ways to give `specdec serve` an option: shell, environment, file. Imports nothing heavy.
+"""The three sources of options for `specdec serve`: shell, environment, file. Imports nothing heavy.
 
 --max-waiting 16                   the shell, before
 SPECDEC_SERVE_MAX_WAITING=16       the environment, before
@@ -24,7 +24,7 @@ SERVICE_LINKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_ADDR", "_PROTO")
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's entries the defaults of this command. Called before other options are read."""
+    """Make the file's entries this command's defaults. Called before other options are read."""
     with shell_errors():
         known = {each.name: each for each in context.command.params}
         _require_known_variables(known)
@@ -73,7 +73,7 @@ def _yaml(text: str) -> Any:
 
 
 def _value(place: str, option: Any, kinds: set[Any], value: Any) -> Any:
-    """The value as text, as the shell gives it; ranges and missing files are checked later, with those of the shell."""
+    """The value as text, as the shell would give it; ranges and missing files are checked later, like the shell's."""
     if option.multiple and isinstance(value, list):
         return [_one(place, kinds, each) for each in value]
     one = _one(place, {bool} if option.is_flag else kinds - {bool}, value)

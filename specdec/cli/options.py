@@ -1,6 +1,6 @@
-"""Options that several commands take, and how their values are read. Nothing heavy is imported for them.
+"""Options shared by several commands, and how their values are read. Nothing heavy is imported.
 
-Options that always come together are the fields of a dataclass, which a command's own dataclass has as a field.
+Options that always come together form a dataclass, which a command's own dataclass has as a field.
 """
 
 import json
@@ -24,7 +24,7 @@ def output_file(path: Path | None) -> Path | None:
 
 
 def _loading(words: list[str]) -> list[str]:
-    """NAME=VALUE each; read by `PairOptions.loading`, and refused here where it is not of that form."""
+    """Checks that each word is NAME=VALUE; `PairOptions.loading` reads them."""
     for word in words:
         name, equals, _ = word.partition("=")
         if not (equals and name.isidentifier()):
@@ -111,12 +111,12 @@ class PairOptions:
         return options
 
     def drafter_options(self) -> dict[str, Any]:
-        """Arguments for the drafter alone; it also takes over the target's token and trust_remote_code."""
+        """Arguments for the drafter alone; includes the target's token and trust_remote_code."""
         return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 
 def _read(words: str) -> Any:
-    """A value that is JSON as such, any other as text."""
+    """A value as JSON if it parses, otherwise as text."""
     try:
         return json.loads(words)
     except (ValueError, RecursionError):

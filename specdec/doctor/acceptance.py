@@ -1,11 +1,11 @@
-"""How far drafts are accepted, prompt by prompt, and when one pair is clearly better than another.
+"""Accepted lengths of drafts, prompt by prompt, and when one pair is clearly better than another.
 
-Greedy answers do not depend on the drafter, so two drafters are compared on the same texts, prompt by prompt, by the
-greedy accepted length and the expected one, were drafts drawn (`Drafts.expected`). A change is clearly better if
+Greedy answers do not depend on the drafter, so two drafters are compared on the same texts, prompt by prompt, by two
+lengths: the accepted length of greedy drafts, and the expected one of drawn drafts (`Drafts.expected`). A change is
+clearly better if
 
-    the mean of the differences d_i of the expected length is at least MIN_GAIN of what it was,
-    it is T_LIMIT standard errors above zero (0.003 by chance), and d_i > 0 on 7 of 8 prompts at least,
-    and the greedy length has not become shorter
+    the mean of the differences d_i of the expected length is at least MIN_GAIN of what it was, it is T_LIMIT standard
+    errors above zero (0.003 by chance), and d_i > 0 on 7 of 8 prompts at least, and the greedy length is not shorter
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ POSITIVE = 0.87
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance in an engine's rounds. lengths: tokens a round on each prompt, the bonus token included. by_depth:
+    """Acceptance in an engine's rounds. lengths: tokens per round on each prompt, the bonus token included. by_depth:
     share of the rounds in which drafts 1, 2, ... were accepted, over all prompts."""
 
     lengths: tuple[float, ...]
@@ -47,8 +47,8 @@ class Acceptance:
 
 
 class Measured(NamedTuple):
-    """Accepted lengths, the bonus included, on each prompt: expected, and greedy. by_token [N]: probability of each
-    token of the texts, mean over its drafts (`conventions.py`); None: measured by an engine."""
+    """Accepted lengths on each prompt, the bonus token included: expected, and greedy. by_token [N]: probability of
+    each token of the texts, mean over its drafts (`conventions.py`); None: measured by an engine."""
 
     expected: tuple[float, ...]
     greedy: tuple[float, ...]
@@ -56,12 +56,12 @@ class Measured(NamedTuple):
 
     @property
     def length(self) -> float:
-        """The expected one, over all prompts."""
+        """The expected length, over all prompts."""
         return mean(self.expected)
 
 
 def measured_densely(drafts: Sequence[Drafts]) -> Measured:
-    """One `Drafts` a prompt, each over every place of its answer."""
+    """Lengths from one `Drafts` per prompt, which covers every place of the answer."""
     expected = tuple(1 + float(each.expected.mean()) for each in drafts)
     greedy = tuple(1 + float(each.accepted.float().mean()) for each in drafts)
     return Measured(expected, greedy, torch.cat([by_token(each.log_p.exp()) for each in drafts]))
@@ -74,8 +74,9 @@ def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
 
 
 class Comparison(NamedTuple):
-    """Compares two pairs on the same prompts. gain: mean difference of the expected lengths; t: it in standard errors;
-    positive: share of the prompts with a gain; greedy_gain: of the greedy lengths; before: the expected length."""
+    """Compares two pairs on the same prompts. gain: mean difference of the expected lengths; t: the gain in standard
+    errors; positive: share of prompts with a gain; greedy_gain: difference of the greedy lengths; before: the expected
+    length."""
 
     gain: float
     t: float
@@ -91,6 +92,6 @@ class Comparison(NamedTuple):
         return cls(mean(d), mean(d) / error, sum(x > 0 for x in d) / len(d), greedy, before.length)
 
     def is_clear(self, least: float = MIN_GAIN) -> bool:
-        """See the head of this file; `least` stands for MIN_GAIN."""
+        """See the head of this file; `least` replaces MIN_GAIN."""
         large = self.gain >= least * self.before
         return large and self.t >= T_LIMIT and self.positive >= POSITIVE and self.greedy_gain >= 0

@@ -1,7 +1,7 @@
-"""Why a drafter is accepted less than it could be: one row a cause, and how each is recognised.
+"""The causes of low acceptance, one row each, with the way to recognise it.
 
-    seen       a look at config, weights and names; what it says is certain, and costs no generation
-    changes    the pair with one setting changed; the one that raises acceptance clearly names the cause
+    seen       read from config, weights and names: certain, and needs no generation
+    changes    the pair with one setting changed; a change that raises acceptance clearly names the cause
 
 A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form to `DENSE_FORMS`.
 """
@@ -25,7 +25,7 @@ from specdec.models.published import last_part
 
 FindSign = Callable[[Any, CheckedPair], Sign | None]
 Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
-"""Each is given a drafter of the kind that its cause is about."""
+"""Each is called with a drafter of a kind that its cause applies to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Cause:
     """One reason for low acceptance, and how it is found.
 
     name: its name in reports. kinds: drafters that it applies to. least: share of the accepted length that a change
-    must gain. by_token: its changes are compared token by token (`conventions.py`).
+    must gain. by_token: changes are compared token by token (`conventions.py`).
     """
 
     name: str
@@ -48,7 +48,7 @@ class Cause:
 
 
 def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Sign | None:
-    """A norm that was never loaded has the gains that it was made with."""
+    """A norm that was never loaded still has its initial gains."""
     gains = {
         name: bool(torch.all(parameter == 1))
         for name, parameter in module_of(drafter).named_parameters()
@@ -64,7 +64,7 @@ def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Sign | None:
 
 
 def no_template(drafter: Drafter, subject: CheckedPair) -> Sign | None:
-    """A target of chats whose tokenizer came without its template."""
+    """A chat model whose tokenizer has no chat template."""
     target, _, tokenizer = subject
     chats = isinstance(drafter, Gemma4MTPDrafter) or re.search(r"(?i)[-_](it|instruct|chat)\b", last_part(target.name))
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is not None or not chats:
@@ -98,7 +98,7 @@ CAUSES = (
 
 
 def visible_signs(subject: CheckedPair, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Sign]]:
-    """Every cause with a sign of it, without generating."""
+    """Every cause that shows a sign, found without generating."""
     for cause in causes:
         if cause.seen is not None and cause.applies_to(subject.drafter):
             sign = cause.seen(subject.drafter, subject)

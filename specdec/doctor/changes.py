@@ -1,8 +1,9 @@
-"""Changes of a pair, one setting each: what the table of causes tries, kind by kind of drafter, then prompts.
+"""Changes of a pair, one setting each: the changes that the table of causes tries, by kind of drafter, then those of
+prompts.
 
-A drafter is made again with one setting changed; the one in question is left as it is, and weights are shared where
-they can be. An answer to prompts that were changed is another text, so a gain says less than one on the same text: it
-must be larger (MIN_GAIN_OF_PROMPTS).
+A drafter is built again with one setting changed; the original stays unchanged, and weights are shared if possible.
+Changed prompts have other answers, so a gain on them says less than a gain on the same text: it must be larger
+(MIN_GAIN_OF_PROMPTS).
 """
 
 import copy
@@ -31,8 +32,8 @@ TABLE, NORM = "embed_tokens.weight", "norm.weight"
 
 
 def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Eagle3Drafter:
-    """With these fields of its `Eagle3Spec`. Without `owns_embed` it takes the target's table; a final norm that it did
-    not have gets a gain of 1."""
+    """A copy with these fields of its `Eagle3Spec` changed. Without `owns_embed` it takes the target's table; a final
+    norm that it lacked gets gains of 1."""
     head = Eagle3Head(replace(drafter.spec, **spec))
     state = dict(drafter.head.state_dict())
     if head.embed_tokens is None:
@@ -44,7 +45,7 @@ def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Ea
 
 
 def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> BlockDrafter:
-    """A copy with these fields of its `BlockSpec`, none of which shapes a weight: modules are shared."""
+    """A copy with these fields of its `BlockSpec` changed. None of them shapes a weight, so modules are shared."""
     head = copy.copy(drafter.head)
     head.spec = replace(drafter.spec, **spec)
     return BlockDrafter(head, target)
@@ -58,7 +59,7 @@ CHANGED: dict[type, Callable[..., Drafter]] = {
 USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 """RoPE bases: of the first Llama, Llama 3, Qwen 3 (and Gemma's full layers), Qwen 3 with long contexts."""
 MASK_WORDS = ("mask", "pad", "fim", "unused0")
-"""Parts of the names of special tokens that may be MASK."""
+"""Parts of names: a special token whose name has one may be MASK."""
 BY_ARGUMENTS = "make it by Gemma4MTPDrafter(assistant, target, {how}) and give that as drafter=..."
 MIN_GAIN_OF_PROMPTS = 0.15
 THINKING = "enable_thinking"
@@ -68,8 +69,8 @@ THINKING = "enable_thinking"
 class Change:
     """A pair with one setting changed.
 
-    what: the change in a few words, "taps 3, 16, 28 -> 2, 15, 27". do: advice to the user, a sentence. pair: the
-    changed pair. prompts: the prompts are changed, not the drafter.
+    what: the change in a few words, such as "taps 3, 16, 28 -> 2, 15, 27". do: a sentence of advice to the user. pair:
+    the changed pair. prompts: the prompts are changed, not the drafter.
     """
 
     what: str
@@ -79,7 +80,7 @@ class Change:
 
 
 def taps_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """All states one layer later or earlier, and the default of the field."""
+    """All states one layer later or earlier, and the field's default."""
     spec, layers = drafter.spec, len(pair.target.layout.layers)
     if not spec.aux_layers:
         return
@@ -97,7 +98,7 @@ def taps_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Chan
 
 
 def norms(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """Norms before the residual, before the next step, and before lm_head."""
+    """Norms before the residual, before the next step and before lm_head, on or off."""
     spec = drafter.spec
     flags = {
         "norm_before_residual": "write norm_before_residual: {value} into the head's config.json",
@@ -125,7 +126,7 @@ def rope_bases(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]
 
 
 def embeddings(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """The target's table in the place of the head's own."""
+    """The target's table instead of the head's own."""
     spec = drafter.spec
     if spec.owns_embed and spec.hidden_size == spec.target_hidden_size:
         do = "remove embed_tokens.weight from the head's checkpoint, so that it reads the target's table"
@@ -133,7 +134,7 @@ def embeddings(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]
 
 
 def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """One key more or less, and none, where it slides at all."""
+    """For a sliding window: one key more, one key less, and no window."""
     spec = drafter.spec
     if set(spec.windows) == {None}:
         return
@@ -147,7 +148,7 @@ def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[C
 
 
 def mtp_conventions(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator[Change]:
-    """All that no tensor says, together: one wrong choice can hide another."""
+    """All choices that no tensor shows, tried together: one wrong choice can hide another."""
     for other in all_conventions(drafter)[1:]:
         stated = json.dumps(asdict(other.family))
         do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
@@ -155,7 +156,7 @@ def mtp_conventions(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator
 
 
 def mask_ids(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:
-    """The ids that tokenizer and config could mean by MASK."""
+    """The ids that may be MASK according to tokenizer and config."""
     spec = drafter.spec
     for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
         if token != spec.mask_token:
@@ -175,8 +176,8 @@ def taps_of_blocks(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Chan
 
 
 def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
-    """Ids of MASK, padding and unknown, of special tokens called so, the first row after the tokenizer's tokens, and
-    the last row of the table; those of padding are what drafters were trained with most often."""
+    """Ids of the mask, padding and unknown tokens, of special tokens with such names, of the first row after the
+    tokenizer's tokens, and of the table's last row. Most drafters were trained with padding ids."""
     names = ("pad_token_id", "mask_token_id", "unk_token_id", "eos_token_id")
     found: list[Any] = [getattr(source, name, None) for source in (tokenizer, config) for name in names]
     if tokenizer is not None:
@@ -189,7 +190,8 @@ def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[
 
 
 def positions(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> Iterator[Change]:
-    """Queries at the last committed position, as in SGLang or vLLM, or at the bonus token's own, over the same keys."""
+    """Queries at the last committed position, like SGLang or vLLM, or at the bonus token's own position; the keys are
+    the same."""
     offset = -1 if drafter.query_offset == 0 else 0
     shift = drafter.window_shift + offset - drafter.query_offset
     names = {0: "S, the bonus token's own", -1: "S - 1, the last committed one"}
@@ -208,15 +210,15 @@ def windows_of_assistants(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> It
 
 
 def templates(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """Texts that were tokenised as they stand, as turns of a chat. Never the reverse: raw text that repeats itself is
-    accepted far, and says nothing about the pair."""
+    """Raw texts become turns of a chat. Never the reverse: raw text that repeats itself has high acceptance and says
+    nothing about the pair."""
     if not pair.chat and pair.has_template and any(isinstance(question, str) for question in pair.questions):
         do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
         yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
 
 
 def thinking(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """The other value of `enable_thinking`, where the template has that."""
+    """The other value of `enable_thinking`, if the template reads it."""
     template = getattr(pair.tokenizer, "chat_template", None)
     texts = any(isinstance(question, str) for question in pair.questions)
     if not (pair.chat and texts and re.search(THINKING, str(template))):
@@ -232,7 +234,7 @@ def thinking(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
 
 
 def _changed(pair: PairInQuestion, what: str, do: str, **settings: Any) -> Change:
-    """The drafter made again with these settings of its kind."""
+    """The pair with its drafter built again with these settings of its kind."""
     drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
     return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
 

@@ -1,14 +1,15 @@
-"""A drafter's drafts after every place of a text, in a few dense forwards, and how far they are right.
+"""Drafts after every place of a text, computed in a few dense forwards, and their accepted lengths.
 
-The target reads the text once (`record`); what drafters read is all in there, so each of them, changed or not, is tried
-without the target. No pages, plans or kernels are involved: it is the reference for what an engine's worker proposes.
+The target reads the text once (`record`). The record has everything that drafters read, so each drafter, changed or
+not, is tried without the target. It uses no pages, plans or kernels: it is the reference for the proposals of an
+engine's worker.
 
     root r      the bonus token at position r; the drafter knows [0, r], and of the target's states [0, r - 1]
     depth d     predicts token r + 1 + d, given the true tokens up to r + d, by its own feedback after depth 0
 
-A draft is accepted greedily as far as its predictions are the text. All roots run at once as rows. A block at root r
-has the token at r and MASK, and sees K/V of [0, r), made of the target's states there, and its own rows. An engine's
-worker is compared with this by the first logits that it draws from (`Watched`, `ReferenceCheck`).
+A greedy draft is accepted up to its first prediction that differs from the text. All roots run at once, as rows. A
+block at root r holds the token at r and MASK tokens; it sees its own rows, and K/V of [0, r) made from the target's
+states. An engine's worker is compared with this by the first logits that it draws from (`Watched`, `ReferenceCheck`).
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from specdec.models.target import TargetModel
 
 @dataclass(slots=True)
 class RecordingContext(ProbeContext):
-    """One whole text, and also the states that enter the layers which `states` has as keys."""
+    """The context of one whole text. It also records the states that enter the layers that are keys of `states`."""
 
     states: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
@@ -53,8 +54,8 @@ class RecordingContext(ProbeContext):
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """tokens [T]; prompt_len: the first of them that are the prompt. hidden [T, H] after the final norm; `context` has
-    K and V of each layer [T, heads, D] after RoPE, and the states."""
+    """tokens [T]; the first prompt_len of them are the prompt. hidden [T, H] after the final norm; `context` has K and
+    V of each layer [T, heads, D] after RoPE, and the states."""
 
     tokens: torch.Tensor
     prompt_len: int
@@ -67,12 +68,12 @@ class RecordedText:
         return torch.arange(len(self.tokens), device=self.tokens.device)
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that a target layer attends to, its own or another's: [T, heads, D]."""
+        """K and V that a target layer attends to, its own or a shared layer's: [T, heads, D]."""
         _, k, v = self.context.rows[self.context.layout.layers[layer].owner]
         return k, v
 
     def aux_states(self, layers: tuple[int, ...]) -> torch.Tensor:
-        """[T, A * H], side by side; no layers: the final states."""
+        """States of A layers side by side, [T, A * H]; no layers: the final states."""
         if not layers:
             return self.hidden
         found = [state for layer in layers if (state := self.context.states[layer]) is not None]
@@ -91,8 +92,9 @@ def record(target: TargetModel, prompt: list[int], answer: list[int]) -> Recorde
 
 
 class Drafts(NamedTuple):
-    """Drafts from R roots, K deep. roots [R]: positions; first_logits [V]: of the first root, the end of the prompt, at
-    depth 0; right [R, K] bool: is the prediction the text's token; log_p [R, K]: of the text's token, float32."""
+    """Drafts from R roots, K deep. roots [R]: positions; first_logits [V]: at depth 0 of the first root, the end of the
+    prompt; right [R, K] bool: is the prediction the text's token; log_p [R, K] float32: log-probability of the text's
+    token."""
 
     roots: torch.Tensor
     first_logits: torch.Tensor
@@ -101,18 +103,18 @@ class Drafts(NamedTuple):
 
     @property
     def accepted(self) -> torch.Tensor:
-        """[R] drafts that a greedy verification accepts."""
+        """Numbers of drafts that greedy verification accepts, [R]."""
         return self.right.long().cumprod(1).sum(1)
 
     @property
     def expected(self) -> torch.Tensor:
-        """[R] float32: the same if drafts were drawn, the sum of the probabilities of the text's first 1, 2, ...
-        tokens. It moves where the number of right tokens does not yet."""
+        """[R] float32: expected number of accepted drafts if they were drawn: the sum of the probabilities of the
+        text's first 1, 2, ... tokens. It shows smaller changes than the number of right tokens."""
         return self.log_p.cumsum(1).exp().sum(1)
 
 
 Dense = Callable[[Drafter, RecordedText, torch.Tensor, int], list[torch.Tensor]]
-"""(drafter, text, roots [R], K) -> logits [R, V] of each depth, or of fewer where no more are drafted."""
+"""(drafter, text, roots [R], K) -> logits [R, V] of each depth; fewer than K depths if the drafter drafts no more."""
 
 
 def has_dense_form(drafter: Drafter) -> bool:
@@ -122,7 +124,7 @@ def has_dense_form(drafter: Drafter) -> bool:
 
 @torch.inference_mode()
 def dense_drafts(drafter: Drafter, text: RecordedText, num_steps: int) -> Drafts:
-    """Drafts of `num_steps` depths after every place of the answer that has as many tokens after it."""
+    """Drafts of `num_steps` depths after every place of the answer that is followed by as many tokens."""
     last = len(text.tokens) - num_steps - 1
     roots = torch.arange(text.prompt_len, last + 1, device=text.tokens.device)
     logits = DENSE_FORMS[type(drafter)](drafter, text, roots, num_steps)
@@ -229,16 +231,16 @@ DENSE_FORMS: dict[type, Dense] = {
     Eagle3Drafter: head_drafts,
     BlockDrafter: block_drafts,
 }
-"""A kind of drafter that is not here is measured by engines alone, and has no reference."""
+"""Other kinds of drafters have no reference and are measured in engines only."""
 
 EXACT = 1e-3
 """Largest relative difference of logits in float32 on a CPU."""
 COARSE = 0.1
-"""Largest relative difference of logits elsewhere, where products of another shape round otherwise."""
+"""Largest relative difference of logits elsewhere, since products of other shapes round differently."""
 
 
 class Watched:
-    """A drafter whose workers' first logits are kept in `seen`: of each row at its first round, [V] float32."""
+    """Wraps a drafter and keeps its workers' first logits in `seen`: those of each row's first round, [V] float32."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -288,7 +290,7 @@ class ReferenceCheck(NamedTuple):
 
     @classmethod
     def from_drafts(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
-        """proposed [V]: of the worker, at the root that is the first of `dense`."""
+        """proposed [V]: the worker's logits at the first root of `dense`."""
         finite = dense.first_logits.isfinite()
         if not torch.equal(finite, proposed.isfinite()):
             both = finite & proposed.isfinite()

@@ -11,8 +11,8 @@ from specdec.models.published import PublishedAcceptance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A cause that was named. what: is the matter; do: about it. before, after: expected accepted length without and
-    with the change; None where none can be made here. certain: it was read, not measured."""
+    """A named cause. what: the fault; do: the remedy. before, after: expected accepted length without and with the
+    change; None if the change cannot be made here. certain: it was read, not measured."""
 
     cause: str
     what: str
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A change that was tried. gain: of the expected accepted length; greedy: of the greedy one; t: the gain in
+    """A change that was tried. gain: in expected accepted length; greedy: in greedy accepted length; t: the gain in
     standard errors over the prompts."""
 
     cause: str
@@ -60,11 +60,11 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """No cause is named, the worker computes what the reference does, and drafts are accepted."""
+        """No cause is named, the worker agrees with the reference, and drafts are accepted."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """All fields, as JSON types."""
         record = asdict(self)
         del record["acceptance"]
         return record | {

@@ -1,8 +1,8 @@
-"""The doctor's round: read the pair, measure it, try one change at a time, name what helps.
+"""The doctor's examination: read the pair, measure it, try one change at a time, and name the changes that help.
 
-read      what config, weights and names say           signs that are certain
+read      config, weights and names                    signs that are certain
 run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
-record    the target reads each text once, densely     what every drafter reads is kept
+record    the target reads each text once, densely     everything that a drafter reads is kept
 try       each change, after every place of the text   the largest clear gain is named; then others on top of it
 """
 
@@ -33,13 +33,13 @@ from specdec.settings.declared_fields import require_int
 from specdec.text.prompt_files import read_prompts
 
 PROMPTS = 8
-"""Prompts of a diagnosis that is given none."""
+"""Number of prompts of a diagnosis that is given none."""
 NEW_TOKENS = 48
 """Tokens of each answer, by default."""
 MODULE_TOKENS = 96
 """Tokens of each answer of a pair with MTP modules, whose conventions differ by one draft in a hundred."""
 MAX_NAMED = 3
-"""Changes that are named one on top of another."""
+"""Upper bound on the changes that are named one on top of another."""
 NEAR_ONE = 1.1
 """Accepted length below which a drafter is reported even if no change raises it."""
 NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts were changed"
@@ -53,14 +53,14 @@ def diagnose(
     max_new_tokens: int | None = None,
     causes: Sequence[Cause] = CAUSES,
 ) -> Diagnosis:
-    """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
+    """Find why acceptance is lower than it could be: `findings` names each cause and what to change.
 
-    The pair answers the prompts greedily in an engine of its own, then with one setting of the drafter changed at a
-    time; a change that raises acceptance clearly is named. `healthy`: none does, and the acceptance length is not 1.
-    prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
-    chat: texts are turns of a chat; False: raw text. max_new_tokens: of each answer; None: 48, for MTP modules 96. It
-    takes half a minute, and memory for a second K/V cache, so not next to requests. Raises ConfigError for an engine
-    without a drafter, fewer prompts, texts without a tokenizer, or answers not longer than the drafts.
+    The pair answers the prompts greedily in a separate engine, then with one setting of the drafter changed at a time;
+    a change that raises acceptance clearly is named. `healthy`: no change does, and the acceptance length is not 1.
+    prompts: at least 4 texts, or lists of token ids, similar to the pair's intended use; None: word problems. chat:
+    texts are turns of a chat; False: raw text. max_new_tokens: of each answer; None: 48, for MTP modules 96. It takes
+    half a minute, and memory for a second K/V cache, so do not run it while requests run. Raises ConfigError for an
+    engine without a drafter, fewer prompts, texts without a tokenizer, or answers not longer than the drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:
@@ -115,14 +115,14 @@ class Examination:
         self.pair = pair
         self.num_steps = pair.engine.spec.num_steps
         if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
-            self.num_steps = max(self.num_steps, min(STEPS, max_new_tokens - 1))  # where a carry shows
+            self.num_steps = max(self.num_steps, min(STEPS, max_new_tokens - 1))  # deep enough to show a wrong carry
         self.outputs = pair.generate(pair.prompts(), self.params)
         self.as_loaded = Acceptance.from_outputs(self.outputs)
         self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
         self.measured = self._measure(pair)
 
     def mend(self, cause: Cause, sign: Sign) -> Finding:
-        """The finding of a sign, with the gain of its mending; the mended drafter is used from now on."""
+        """The finding for a sign, with the gain of its repair; the repaired drafter is used from now on."""
         before = after = None
         if sign.mended is not None and self.texts:
             before = self.measured.length
@@ -132,8 +132,8 @@ class Examination:
         return Finding(cause=cause.name, what=sign.what, do=sign.do, certain=True, before=before, after=after)
 
     def reference(self) -> ReferenceCheck | None:
-        """The logits of the drafter as it was loaded, after the first prompt; None where there is no dense form, or a
-        kernel draws without logits."""
+        """Compares the loaded drafter's logits after the first prompt; None if it has no dense form, or a kernel draws
+        without logits."""
         if not self.texts:
             return None
         pair, text = self.pair, self.texts[0]
@@ -147,22 +147,24 @@ class Examination:
         return ReferenceCheck.from_drafts(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def best_shape(self) -> str | None:
-        """A sentence about the best chain for one request, from the cost of drafts here and the acceptance that was
-        found. None for trees, whose acceptance says nothing of chains."""
+        """A sentence about the best chain for one request, from the cost of drafts here and the measured acceptance.
+        None for trees: their acceptance says nothing about chains."""
         if self.pair.engine.spec.topk > 1:
             return None
         use = self.pair.draft_use(self.pair.prompts()[0], self.params)
         return use.best_chain(1, self.as_loaded.by_depth)
 
     def conventions(self, loaded: Drafter) -> dict[str, Any] | None:
-        """Those of the MTP modules as they are now, if changes were named; None: they are those of `loaded`."""
+        """Conventions of the MTP modules after the named changes; None: no change was named, so those of `loaded` are
+        right."""
         drafter = self.pair.drafter
         if not isinstance(drafter, NativeMtpDrafter) or drafter is loaded:
             return None
         return asdict(drafter.family)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
-        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
+        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of the
+        others."""
         trials: list[Trial] = []
         named: list[Finding] = []
         while len(named) < MAX_NAMED:
@@ -229,7 +231,7 @@ def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Meas
 
 
 def default_questions(engine: Engine) -> list[str | list[int]]:
-    """Word problems that are shipped. Raises ConfigError where texts cannot be tokenised."""
+    """The bundled word problems. Raises ConfigError without a tokenizer."""
     if engine.tokenizer is None:
         raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
     return [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]

@@ -1,4 +1,4 @@
-"""The subject of a diagnosis: a target, a drafter and prompts, their own descriptions, and engines of them.
+"""The subject of a diagnosis: a target, a drafter and prompts, with facts about them, and engines made from them.
 
 A change of a pair is another `PairInQuestion`; the target is never changed.
 """
@@ -23,10 +23,10 @@ from specdec.runtime.request import GenerationOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairInQuestion:
-    """A pair and how it is asked.
+    """A pair and its questions.
 
-    questions: texts, or ids of prompts, which no template is applied to. chat: texts are turns of a chat; False: they
-    are tokenised as they stand. template: arguments of the chat template, such as enable_thinking.
+    questions: texts, or token ids, to which no template is applied. chat: texts are turns of a chat; False: raw text.
+    template: arguments of the chat template, such as enable_thinking.
     """
 
     engine: Engine
@@ -52,17 +52,17 @@ class PairInQuestion:
         return [self._ids(question) for question in self.questions]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationOutput]:
-        """Outputs of an engine of this pair's own, so that no prefix cache and no figure is shared.
+        """Outputs of a separate engine of this pair: no prefix cache and no statistics are shared.
 
-        It captures nothing: a drafter that notes its logits waits for the device.
+        It captures nothing, since a drafter that records its logits waits for the device.
         """
-        # not adaptive: every depth is looked at, whether it pays or not
+        # not adaptive: every depth is measured, whether it pays or not
         made = self._engine(prompts, params, adaptive=False, prefix_cache=False, cuda_graphs=False)
         with closing(made):
             return made.generate(list(prompts), params, progress=False)
 
     def draft_use(self, prompt: list[int], params: SamplingParams) -> DraftUse:
-        """Times of drafts on this machine, from an engine of one request that chooses among them."""
+        """Times of drafts on this machine, from an engine for one request that chooses among them."""
         with closing(self._engine([prompt], params, adaptive=True)) as made:
             made.generate([prompt], params, progress=False)
             return made.stats().drafts
@@ -77,7 +77,7 @@ class PairInQuestion:
     def _engine(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, adaptive: bool, **settings: Any
     ) -> Engine:
-        """An engine with K/V for these prompts alone: the one in question holds its own pools meanwhile."""
+        """An engine with K/V for these prompts only, since the user's engine keeps its own pools meanwhile."""
         longest = min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len)
         config = replace(
             self.engine.config,
@@ -92,7 +92,7 @@ class PairInQuestion:
 
 
 def pair_facts(pair: PairInQuestion) -> dict[str, str]:
-    """Facts read from a pair, a line each: format, taps, positions, norms, tensors, dtype, template, window."""
+    """Facts about a pair, one line each: format, taps, positions, norms, tensors, dtype, template, window."""
     target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
     layout = target.layout
     facts = {

@@ -1,7 +1,7 @@
-"""A task with a target and its drafter, without, or (`compare`) both in one run on the same problems.
+"""Runs a task with a drafter, without one, or (`compare`) both in one run on the same problems.
 
-Problems are cut into fixed batches, the batches are dealt to the processes of `accelerate launch`, and every finished
-turn is a line of a file. So neither a kill nor the number of processes changes more than the timings.
+Problems are cut into fixed batches, and batches are dealt to the processes of `accelerate launch`. Every finished turn
+is a line of a file. So a kill, or another number of processes, changes only the timings.
 """
 
 import hashlib
@@ -57,16 +57,15 @@ def evaluate(
     drafter_options: Mapping[str, Any] | None = None,
     **loading: Any,
 ) -> Report:
-    """Run a task, which is one of `DATA_SETS`. Every process of `accelerate launch` returns the whole report.
+    """Run a task from `DATA_SETS`. Every process of `accelerate launch` returns the whole report.
 
     data: a JSONL file, a folder with it, or "hub"; for gsm8k also "bundled" (generated; what tiny-gemma4 learned) or
-    "auto" (bundled for tiny-gemma4, else hub). limit: how many problems, the first of every category; 0: all. shots
-    (gsm8k): worked examples before it; None: 0 under a chat template, else 8. instruction: a line after each question.
-    compare: also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0)
-    seeds each problem by its number. folder: keeps what is finished, to go on from under the same settings and a
-    larger limit.
-    loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
-    Ctrl-C raises Interrupted with the report of what was finished.
+    "auto" (bundled for tiny-gemma4, else hub). limit: number of problems, the first of every category; 0: all. shots
+    (gsm8k): worked examples before each problem; None: 0 with a chat template, else 8. instruction: a line after each
+    question. compare: also decode without the drafter; None: if there is a drafter, except for gsm8k. params.seed
+    (default 0) and its number give each problem's seed. folder: keeps finished turns, to resume from with the same
+    settings, or a larger limit. loading, drafter_options: how target and drafter are loaded, as
+    `Engine.from_pretrained` takes them. Ctrl-C raises Interrupted with the report of the finished problems.
     """
     require_one_of("task", task, DATA_SETS)
     data_set = DATA_SETS[task]
@@ -88,14 +87,14 @@ def evaluate(
     source, problems = load_data(task, str(data))
     chosen = choose(problems, limit or len(problems))
     batches = batches_of(problems, chosen, config.max_batch_size)
-    bare = chat or not data_set.graded  # as the user's own words
+    bare = chat or not data_set.graded  # without a worked-example frame
     turns = {i: [question_text(turn, bare, shots, instruction) for turn in problems[i].turns] for i in chosen}
     ask = Dialogues(tokenizer, chat, turns)
     ends = (NEXT_PROBLEM,) if data_set.graded and (shots or not chat) else ()
     params = replace(params, seed=params.seed or 0, stop=(*params.stop_strings, *ends))
 
     cpu = pick_device(config.device).type == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
-    state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # to wait for the slowest process; the default is minutes
+    state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # waits for the slowest process; the default is minutes
     device = state.device if state.num_processes > 1 else config.device
     if most is not None:
         ask.require_fits(most, params.max_new_tokens)
@@ -115,7 +114,7 @@ def evaluate(
     settings |= asdict(params) | asdict(engine.spec) | asdict(config)
     settings |= {"loading": repr(loading), "drafter_options": repr(dict(drafter_options or {}))}
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
-    settings = json.loads(json.dumps(settings))  # as they are read again: tuples become lists
+    settings = json.loads(json.dumps(settings))  # as read from JSON later: tuples become lists
 
     def earlier(fewer: int) -> tuple[str, set[int]]:
         before = choose(problems, fewer)
@@ -134,7 +133,7 @@ def evaluate(
         found = gather_object(read_transcripts(keep, settings, earlier))
         records = {(record["index"], record["turn"]): record for record in found}
         file = stack.enter_context(open_transcripts(keep, settings, state.process_index, earlier))
-        # a batch that a kill cut short is made again as a whole: its size may change how many drafts are accepted
+        # an interrupted batch is repeated as a whole, since its size may change how many drafts are accepted
         unsolved = [batch for batch in batches if not records.keys() >= ask.keys(batch)]
         mine = unsolved[state.process_index :: state.num_processes]
         if mine:
@@ -164,7 +163,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class Dialogues:
-    """Questions turn by turn, by the number of the problem."""
+    """The dialogues by problem number, asked turn by turn."""
 
     tokenizer: Any
     chat: bool
@@ -175,17 +174,17 @@ class Dialogues:
         return dialogue_ids(self.tokenizer, self.turns[index][: len(answers) + 1], answers, self.chat)
 
     def keys(self, batch: Collection[int]) -> set[tuple[int, int]]:
-        """(index, turn) of everything asked in a batch."""
+        """(index, turn) of every turn in a batch."""
         return {(index, turn) for index in batch for turn in range(len(self.turns[index]))}
 
     def room(self, max_new_tokens: int) -> int | None:
-        """Tokens of the longest dialogue; None where it depends on how an answer is tokenised again."""
+        """Tokens of the longest dialogue; None if that depends on how an answer is tokenised again."""
         if any(len(turns) > 1 for turns in self.turns.values()):
             return None
         return max(len(self.prompt(index, [])) for index in self.turns) + max_new_tokens
 
     def require_fits(self, max_model_len: int, max_new_tokens: int) -> None:
-        """Raises CapacityError, before an hour's work, at a dialogue that is too long."""
+        """Raises CapacityError for a dialogue that is too long, before any work is done."""
         for index, turns in self.turns.items():
             needed = len(self.prompt(index, [""] * (len(turns) - 1))) + len(turns) * max_new_tokens
             if needed > max_model_len:
@@ -196,7 +195,8 @@ class Dialogues:
 
 
 def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], params: SamplingParams) -> list[Record]:
-    """One batch, turn by turn, by every engine in turn, so that a slow moment of the machine hits all of them."""
+    """Solve a batch turn by turn, with all engines in turn, so that a slow moment of the machine affects all of
+    them."""
     answers: dict[str, dict[int, list[str]]] = {name: {index: [] for index in batch} for name in engines}
     records: list[Record] = []
     for turn in range(max(len(ask.turns[index]) for index in batch)):
@@ -225,8 +225,8 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
 
 @torch.inference_mode()
 def find_parting(target: TargetModel, prompt: list[int], first: list[int], second: list[int]) -> Record | None:
-    """Position where two outputs part, and how far apart the float32 logits of their two tokens are there, in one
-    forward of the bare model; None: nowhere. The margin is None where one output ends and the other goes on."""
+    """Position of the first difference of two outputs, and the margin between the float32 logits of the two tokens
+    there, from one forward of the bare model; None: they are equal. The margin is None if one output ends there."""
     position = first_difference(first, second)
     if position is None:
         return None
@@ -238,17 +238,17 @@ def find_parting(target: TargetModel, prompt: list[int], first: list[int], secon
 
 
 def problem_seed(seed: int, index: int) -> int:
-    """The seed of one problem: the same in every run and process, and unrelated to that of the next problem."""
+    """The seed of one problem: the same in every run and process, and unrelated to other problems' seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8]) >> 1
 
 
 def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
-    """The sum of all that is asked and compared with."""
+    """A hash of all questions and reference answers."""
     return hashlib.sha256(json.dumps([(index, asdict(problems[index])) for index in chosen]).encode()).hexdigest()
 
 
 def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> str:
-    """Scores of the first run so far, in per cent, for the progress bar."""
+    """The first run's scores so far, in per cent, for the progress bar."""
     outputs = [(next(iter(record["runs"].values()))["text"], problems[record["index"]].answer) for record in records]
     right = {score: sum(is_correct(text, answer or "", score) for text, answer in outputs) for score in SCORES}
     return ", ".join(f"{score} {100 * count / len(outputs):.1f} %" for score, count in right.items())

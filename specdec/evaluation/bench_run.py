@@ -1,7 +1,7 @@
-"""Tokens per second of a pair with and without its drafter, in one run, only if the outputs are equal.
+"""Tokens per second of a pair with and without its drafter, in one run; reported only if the outputs are equal.
 
-Compare the ratios, not the absolute figures: those are the machine's and the moment's. Who runs and how they take turns
-is contest.py's: another kind of benchmark makes other contestants, in a file of its own.
+Compare the ratios: absolute figures depend on the machine and the moment. contest.py runs the contestants in turn;
+other benchmarks make their contestants in other files.
 """
 
 from collections import Counter
@@ -28,16 +28,16 @@ from specdec.text.prompt_files import Problem
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """Result of `specdec bench` on prompts; figures that do not exist are None.
+    """Result of `specdec bench` on prompts; missing figures are None.
 
-    tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended. stats:
-    figures of the engine with the drafter over all prompts; those of drafts have names of their own here. drafts_off:
-    why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
+    tokens_per_second: by contestant, in the order they ran. cut_off: number of outputs that `max_new_tokens` ended.
+    stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
+    drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
     times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. supposed: `supposed_figures`.
-    categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data: source of the prompts.
-    template, thinking: how prompts were rendered, in words. processor_share: seconds of a core that the process had in
-    each second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
+    categories: by name: number of prompts, acceptance length, and tokens/s of each contestant. data: source of the
+    prompts. template, thinking: how prompts were rendered, in words. processor_share: processor seconds of this process
+    per second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
     """
 
     target: str
@@ -81,12 +81,12 @@ def run_bench(
     acceptance: float | None = None,
     **loading: Any,
 ) -> BenchReport:
-    """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
+    """Run every contestant on every prompt. Raises SpecDecError if an output differs from plain decoding.
 
-    params: with a temperature above 0 they need a seed, without which no two outputs would be alike. data: the prompts'
-    source, for the report. acceptance: tokens that every round is supposed to bring, to report the speed with it as
-    well. loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of what all
-    contestants have done.
+    params: need a seed at temperatures above 0, since otherwise no two outputs would agree. data: the prompts' source,
+    for the report. acceptance: a supposed number of tokens per round, for which the speed is reported, too. loading:
+    other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of the prompts that all
+    contestants finished.
     """
     if params.temperature > 0 and params.seed is None:
         raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
@@ -107,7 +107,7 @@ def run_bench(
         contestants.append(engine_contestant(f"specdec, {drafter}", engine, params))
     if peer:
         contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
-    batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)  # none over two categories
+    batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)  # no batch spans two categories
     prompts = [prompts[i] for batch in batches for i in batch]
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
@@ -161,7 +161,7 @@ def run_bench(
 
 
 def _require_supposable(acceptance: float, drafter: str | None, spec: SpecConfig) -> None:
-    """Raises ConfigError where rounds cannot be taken for rounds of this acceptance length."""
+    """Raises ConfigError if the rounds cannot represent rounds of this acceptance length."""
     if drafter is None or spec.adaptive:
         raise ConfigError(
             f"suppose_acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
@@ -183,7 +183,7 @@ def _supposed(contestant: Contestant, acceptance: float) -> dict[str, Any]:
 def _by_category(
     contestants: Sequence[Contestant], prompts: Sequence[Problem], batches: Sequence[Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Figures of the categories, where there are any, of the batches that were measured."""
+    """Figures by category from the measured batches; empty without categories."""
     found: dict[str, dict[str, Any]] = {}
     start = 0
     for lap, batch in enumerate(batches[: len(contestants[0].laps)]):
@@ -229,7 +229,7 @@ def markdown_table(report: BenchReport) -> str:
         rows.append({"run": name, "tokens/s": f"{speed:.1f}", **cells, "vs no drafter": f"{speed / base:.2f}x"})
     busy = busy_in_words(report.processor_share)
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
-    if accuracy and report.cut_off:  # an answer that was cut off is mostly wrong
+    if accuracy and report.cut_off:  # a cut-off answer is mostly wrong
         accuracy += f", cut off: {report.cut_off} of {report.prompts}"
     lines = [
         *table_lines(rows),
@@ -245,7 +245,7 @@ def markdown_table(report: BenchReport) -> str:
 
 
 def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
-    """Cells of the table; empty for a run without figures of its requests."""
+    """Cells of the table; empty if a run has no figures of its requests."""
     cells = dict.fromkeys(("tokens/s a user", "TPOT ms (p50, p99)", "TTFT ms (p50, p99)"), "")
     if times is None:
         return cells
@@ -258,7 +258,7 @@ def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _acceptance_lines(report: BenchReport) -> list[str]:
-    """The figures that other tools print of drafts, where there were any, and what they depend on."""
+    """Figures of drafts that other tools print, if there were drafts, and the conditions they depend on."""
     known = {"data": report.data, "template": report.template, "thinking": report.thinking}
     lines = ["", "; ".join(f"{name}: {words}" for name, words in known.items() if words)] if any(known.values()) else []
     found = report.speculative_decoding
@@ -313,7 +313,7 @@ def _cut_off(engine: Engine, plain: Contestant, params: SamplingParams) -> int:
 
 
 def _accuracy(engine: Engine, plain: Contestant, prompts: Sequence[Problem]) -> float | None:
-    """The share of right answers among the prompts that have a reference answer; None where none has."""
+    """The share of right answers among prompts with a reference answer; None if there are none."""
     answered = zip(plain.outputs, (problem.answer or "" for problem in prompts), strict=False)  # fewer if interrupted
     graded = [is_correct(engine.decode(ids), answer) for ids, answer in answered if final_number(answer) is not None]
     return sum(graded) / len(graded) if graded else None

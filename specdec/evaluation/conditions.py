@@ -1,4 +1,4 @@
-"""Conditions of a measurement: the pair by name, the device, and the versions of the libraries below."""
+"""Conditions of a measurement: names of the pair, the device, and library versions."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ VERSIONS = f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def pair_names(target: str | Path, drafter: str | Path | None) -> tuple[str, str | None]:
-    """Target and drafter as the engine takes them; the word "none" is None."""
+    """Target and drafter as the engine takes them; "none" becomes None."""
     return _name("target", target), None if drafter in (None, "none") else _name("drafter", drafter)
 
 
@@ -28,7 +28,7 @@ def hardware(device: torch.device) -> str:
 
 
 def conditions(device: torch.device, command: str) -> dict[str, str]:
-    """All that a figure may depend on, in words; what is not known is empty."""
+    """Everything that a figure may depend on, in words; unknown values are empty."""
     return {
         "device": hardware(device),
         "python": platform.python_version(),
@@ -43,7 +43,7 @@ def conditions(device: torch.device, command: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Commit of the checkout that the package runs from, `+` where it has changes; empty where there is none."""
+    """Commit of the checkout that the package runs from, with `+` if it has changes; empty without a checkout."""
     described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,8 +1,8 @@
-"""Ways of generating that are timed against each other on the same prompts, and the parity that comes before a figure.
+"""Times ways of generating against each other on the same prompts, and requires equal outputs before any figure.
 
-The contestants take turns group by group, so that a slow moment of a shared machine hits all of them; the processor's
-time tells how much of it others took. Knows nothing of what is compared: a benchmark makes its contestants, lets them
-take turns here, and reports what it likes.
+The contestants take turns group by group, so that a slow moment of a shared machine affects all of them; processor time
+shows how much of the machine others took. It does not know what is compared: a benchmark makes its contestants, lets
+them take turns here, and writes its own report.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ TokenPrompts = list[list[int]]
 
 @dataclass(slots=True)
 class Contestant:
-    """One way of generating. judged: its outputs must be those of the first contestant, token for token.
-    processor_seconds: of `seconds`, those that this process had a core, of all its threads together. laps: `seconds` by
-    group. requests: figures of an engine's requests, in the order of outputs; more where a group was interrupted."""
+    """One way of generating. judged: its outputs must equal the first contestant's, token for token. processor_seconds:
+    processor time of all threads of this process during `seconds`. laps: `seconds` by group. requests: statistics of an
+    engine's requests, in the order of outputs; more than outputs if a group was interrupted."""
 
     name: str
     run: Callable[[TokenPrompts], TokenPrompts]
@@ -54,9 +54,10 @@ def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Cont
 def take_turns(
     contestants: Sequence[Contestant], groups: Sequence[TokenPrompts], update: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Every contestant on every group in turn. A group counts when all have done it: an interruption leaves whole ones.
+    """Run every contestant on every group in turn. A group counts once all have finished it, so an interruption leaves
+    whole groups.
 
-    update: is told how many groups are done.
+    update: called with the number of finished groups.
     """
     for done, group in enumerate(groups, start=1):
         timed: list[tuple[TokenPrompts, float, float]] = []
@@ -74,7 +75,7 @@ def take_turns(
 
 
 def require_parity(contestants: Sequence[Contestant]) -> None:
-    """Raises SpecDecError at the first output of a judged contestant that is not the first contestant's."""
+    """Raises SpecDecError at the first output of a judged contestant that differs from the first contestant's."""
     plain = contestants[0].outputs
     for contestant in contestants[1:]:
         if not contestant.judged:
@@ -88,7 +89,7 @@ def require_parity(contestants: Sequence[Contestant]) -> None:
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
-    """The first token at which two outputs part; None when they are equal."""
+    """Position of the first token that differs; None if the outputs are equal."""
     if ours == reference:
         return None
     shorter = min(len(ours), len(reference))

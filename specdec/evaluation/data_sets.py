@@ -1,4 +1,4 @@
-"""The published data sets, by name: their files in a folder, their place on the hub, and how their rows are read.
+"""The published data sets by name: file names, place on the hub, and how rows are read.
 
     gsm8k        word problems, whose answers end in `#### n`
     mt-bench     two-turn dialogues in eight categories
@@ -21,7 +21,7 @@ from specdec.text.prompt_files import Problem, json_lines, problem_of
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-"""Begins the turns of SPEED-Bench that its own prepare script fills from their sources."""
+"""Prefix of SPEED-Bench's placeholder turns, which its own prepare script fills in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class DataSet:
     """Places of a published data set.
 
     files: names of its file in a folder, or in a subfolder named like the data set. hub: arguments of
-    `datasets.load_dataset`, and the split; None: it is not on the hub. note: a limit of what is measured. graded: there
-    are reference answers to compare numbers with.
+    `datasets.load_dataset`, and the split; None: it is not on the hub. note: a limit of what is measured. graded: has
+    reference answers, whose numbers are compared.
     """
 
     files: Sequence[str]
@@ -90,7 +90,7 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
 
 
 def _file_in(name: str, folder: Path) -> Path:
-    """The data set's file in a folder."""
+    """Path of the data set's file in a folder."""
     known = [folder / sub / file for sub in (name.replace("-", "_"), name, "") for file in DATA_SETS[name].files]
     found = next((path for path in known if path.is_file()), None)
     if found is None:
@@ -115,7 +115,7 @@ def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
     except ImportError as error:
         needed = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
         raise ConfigError(f"{name} from the hub {needed}; or give its JSONL file, or a folder with it") from error
-    except Exception as error:  # no network, a broken cache, ...: they have no common base
+    except Exception as error:  # no network, a broken cache, ...: no common base class
         raise ConfigError(
             f"{name} from the hub: {arguments[0]} did not load ({first_line(error)}); give its JSONL file, or a folder "
             "with it"
@@ -124,7 +124,7 @@ def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
 
 
 def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
-    """Problem of a row, which is one of the published file, or of the hub's."""
+    """The problem in a row of the published file or of the hub's data."""
     fields = dict(row)
     if name == "mt-bench" and isinstance(fields.get("prompt"), list):  # as the hub has it
         fields["turns"] = fields.pop("prompt")

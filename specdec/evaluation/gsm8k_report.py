@@ -1,11 +1,11 @@
-"""The report of an evaluation: a pure function of its transcripts, as plain JSON values, as Markdown, and drawn.
+"""The report of an evaluation, a pure function of its transcripts: as JSON values, as Markdown, and as a plot.
 
-    strict       the number after the first `####` that has one: what the model marked as its answer
+    strict       the number after the first `####` that has one: the answer that the model marked
     last_number  the last number in the text, marked or not
 
 The first marker counts, as in GSM8K's own scorer and lm-eval's strict-match. Numbers are compared by value: "$1,234.50"
-is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25. What depends on the machine and the moment is in `timing`; the
-rest of two reports of one evaluation is equal, however often it was interrupted and whatever processes shared it.
+is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25. Figures that depend on the machine and the moment are in
+`timing`. All else is equal in two reports of one evaluation, for any interruptions and any number of processes.
 """
 
 import math
@@ -45,7 +45,7 @@ SCORES: dict[str, Callable[[str], Decimal | None]] = {"strict": final_number, "l
 
 
 def is_correct(text: str, answer: str, score: str = "strict") -> bool:
-    """Whether the number read from `text` is the one that the reference `answer` marks; no number is wrong."""
+    """Does the number in `text` equal the one marked in the reference `answer`? A missing number is wrong."""
     number = SCORES[score](text)
     return number is not None and number == final_number(answer)
 
@@ -60,7 +60,7 @@ def wilson_interval(correct: int, problems: int) -> tuple[float, float]:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """How likely chance splits the problems that only one of two runs solved so unevenly: exact, two-sided."""
+    """The exact two-sided p-value: how likely chance alone splits the problems solved by only one run this unevenly."""
     changed = only_first + only_second
     tail = sum(math.comb(changed, k) for k in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / (1 << changed))
@@ -77,9 +77,9 @@ a dialogue, where the data has more than one), comparison (of two runs, else Non
 
 SCORE_HEADS = {"strict": "strict accuracy (Wilson 95 %)", "last_number": "last number"}
 WORDS = ("run", "category", "by position")
-"""Headings of columns that hold no single figure."""
+"""Headings of columns whose cells are not single figures."""
 UNNAMED = "other"
-"""The category of problems without one, in data where others have one."""
+"""Category of problems without one, if others have one."""
 
 
 def make_report(
@@ -92,15 +92,15 @@ def make_report(
 ) -> Report:
     """`records` in the order of the problems; answers and categories by the number of the problem.
 
-    answers None: nothing is graded, and a speed-up is given only where every output is that of plain decoding. Tokens
-    per second are those of one process.
+    answers None: nothing is graded, and a speed-up is given only if every output equals plain decoding. Tokens per
+    second are those of one process.
     """
     names = list(records[0]["runs"])
     graded = {} if answers is None else {name: _grade(records, name, answers) for name in names}
     comparison = _compare(records) if len(names) == 2 else None
     if comparison is not None and graded:
         comparison |= {score: _split(names, *(graded[name][score] for name in names)) for score in SCORES}
-    # an accuracy vouches for outputs that part; where there is none, a figure needs equal outputs
+    # with accuracies, outputs may differ; without them, a speed-up needs equal outputs
     comparable = comparison is not None and (bool(graded) or not comparison["unequal"])
     whole = _figures(records, comparable)
     for name, scores in graded.items():
@@ -119,7 +119,7 @@ def make_report(
 
 
 def markdown(report: Report) -> str:
-    """A table, what the comparison found, and the settings that are not off."""
+    """A table, the result of the comparison, and the settings that are not off."""
     settings = report["settings"]
     known = [f"{key} {value}" for key, value in settings.items() if value not in (None, "", [])]
     lines = [*_run_table(report), *_comparison_lines(report), *_category_table(report)]
@@ -129,12 +129,12 @@ def markdown(report: Report) -> str:
 
 
 def speeds_may_be_shown(report: Report) -> bool:
-    """Not where two runs were made for their speed and their outputs differ."""
+    """False if two ungraded runs have different outputs."""
     return report["comparison"] is None or "speed_up" in report["timing"]
 
 
 def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Rows, by heading, as the lines of a Markdown table; figures stand to the right."""
+    """Rows, by heading, as lines of a Markdown table; figures are right-aligned."""
     rule = ["---" if head in WORDS else "---:" for head in rows[0]]
     return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]
 
@@ -167,7 +167,7 @@ def _figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
 def _grouped(
     records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
 ) -> dict[str, Any]:
-    """Figures by group; empty where the data has no groups."""
+    """Figures by group; empty if the data has no groups."""
     groups: dict[str, list[Record]] = {}
     for record in records if grouped else ():
         groups.setdefault(group_of(record), []).append(record)
@@ -195,7 +195,7 @@ def _compare(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _split(names: Sequence[str], first: Sequence[bool], second: Sequence[bool]) -> dict[str, Any]:
-    """How many problems only one of the two runs solved, and how likely chance splits them so."""
+    """Numbers of problems that only one of the two runs solved, and the p-value of this split."""
     split = Counter(zip(first, second, strict=True))
     only_first, only_second = split[True, False], split[False, True]
     return {
@@ -218,7 +218,7 @@ def _run_table(report: Report) -> list[str]:
 
 
 def _length(run: dict[str, Any]) -> str:
-    """Acceptance length of a run, and the share of its rounds that drafted where they are not nearly all."""
+    """Acceptance length of a run, and the share of rounds with drafts if below 90 %."""
     if not run["drafted_rounds"]:
         return "no drafts"
     share = run["drafted_rounds"] / run["rounds"]
@@ -286,20 +286,20 @@ COLOURS = {"speculative": "tab:green", "plain": "tab:grey"}
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError, before any work, where nothing could be drawn."""
+    """Raises ConfigError before any work if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
 
 
 def png_of(figure: Any) -> bytes:
-    """A figure of matplotlib as the content of a file."""
+    """A matplotlib figure as PNG bytes."""
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
 
 
 def drawn(report: Report) -> bytes:
-    """Accuracy with intervals where answers are graded, acceptance, and tokens per second, side by side, as a PNG."""
+    """Accuracy with intervals (if graded), acceptance, and tokens per second, side by side, as a PNG."""
     from matplotlib.figure import Figure
 
     first, drafted = _first_run(report), bool(_first_run(report)["accepted_per_position"])
@@ -315,7 +315,7 @@ def drawn(report: Report) -> bytes:
 
 
 def accuracy_title(report: Report) -> str:
-    """Task, pair and what was found, on two lines."""
+    """Task, pair and main results, on two lines."""
     settings, first, comparison = report["settings"], _first_run(report), report["comparison"]
     drafter = f"drafter {_short(settings['drafter'])}" if settings.get("drafter") else "no drafter"
     pair = f"{_short(settings['target'])}, {drafter}"
@@ -328,12 +328,12 @@ def accuracy_title(report: Report) -> str:
 
 
 def _short(name: str, most: int = 48) -> str:
-    """The end of a long path tells most."""
+    """Keeps the end of a long path, which tells most."""
     return name if len(name) <= most else f"...{name[-most:]}"
 
 
 def _first_run(report: Report) -> dict[str, Any]:
-    """The run with a drafter, if there is one: it has an acceptance by position."""
+    """The run with a drafter, if there is one: only it has acceptance by position."""
     run: dict[str, Any] = next(iter(report["runs"].values()))
     return run
 

@@ -1,8 +1,8 @@
-"""Memory of a pair, from its config.json alone: K/V by cache group, and weights.
+"""Memory of a pair, from its config.json only: K/V by cache group, and weights.
 
     config.json  ->  models on `meta`  ->  layouts  ->  the slots that `runtime/sizing.py` gives an engine
 
-Weights whose form the config does not tell, quantised ones and those of heads, are the bytes of their files.
+For quantised weights and drafter heads, whose form the config does not tell, the sizes of the files count.
 """
 
 from collections import Counter
@@ -40,8 +40,8 @@ MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_l
 
 
 class PlannedDrafter(NamedTuple):
-    """A drafter that is not loaded. weights: bytes, None: unknown. default_steps: drafts a round, where it says how
-    many."""
+    """A drafter that is not loaded. weights: bytes; None: unknown. default_steps: drafts per round, if its config says
+    so."""
 
     needs: DraftNeeds = DraftNeeds()
     weights: int | None = 0
@@ -57,9 +57,9 @@ def memory_plan(
     drafter_options: Mapping[str, Any],
     **target_options: Any,
 ) -> dict[str, Any]:
-    """The report, of plain values: see `group_memory` for its groups; weights: bytes by role, None: nothing here tells
-    them; notes: sentences about figures that are not certain. Arguments are those of `Engine.from_pretrained`; the
-    device need not be here. Reads no weights.
+    """The report as plain values. groups: see `group_memory`; weights: bytes by role, None: unknown; notes: sentences
+    about uncertain figures. Arguments are those of `Engine.from_pretrained`; the device need not exist here. Reads no
+    weights.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
@@ -110,9 +110,9 @@ def memory_plan(
 
 
 def group_memory(needs: CacheNeeds, group: GroupId) -> dict[str, Any]:
-    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; a layer without
-    attention keeps none, nor does one that reads another layer's K/V. Bytes of a token are those of all layers; for the
-    others see `CacheNeeds`."""
+    """Memory of one cache group. kept: numbers of layers that keep the same fields, with (heads, head size) of each
+    field; layers without attention, or that read another layer's K/V, keep none. Bytes per token are of all layers; for
+    other fields see `CacheNeeds`."""
     retention = needs.groups[group]
     layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == retention)
     return {
@@ -128,7 +128,7 @@ def group_memory(needs: CacheNeeds, group: GroupId) -> dict[str, Any]:
 
 
 def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
-    """States of recurrent layers, in the form of a group; empty where there are none."""
+    """States of recurrent layers, in the form of a group; empty if there are none."""
     shapes = Counter(spec.state for layout in needs.layouts for spec in layout.owners if spec.state is not None)
     kept = []
     for shape, count in shapes.items():
@@ -139,7 +139,7 @@ def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
 
 
 def model_word(drafter: str | None) -> str:
-    """The model of a drafter by name, which may have a lookup next to it; empty: a lookup alone, or none."""
+    """The model in a drafter's name, which may also name a lookup; empty: only a lookup, or no drafter."""
     name, _, word = (drafter or "").rpartition(",")
     return name if word in WORDS else drafter or ""
 
@@ -147,7 +147,7 @@ def model_word(drafter: str | None) -> str:
 def plan_drafter(
     name: str, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any], *, own: bool = False
 ) -> PlannedDrafter:
-    """name: of a model; empty: none. own: the MTP modules of the checkpoint of that name."""
+    """name: of a model; empty: none. own: use the MTP modules in that checkpoint."""
     if not name:
         return PlannedDrafter()
     checkpoint, max_lag = Checkpoint.from_name(name, options), MAX_UNREAD if spec.adaptive else 0
@@ -194,13 +194,13 @@ def _kept_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config.json on `meta`, as if none of its weights were quantised."""
+    """The model of a config.json on `meta`, with unquantised weights."""
     config = without_quantization(checkpoint.hf_config())
     options = {name: value for name, value in checkpoint.options.items() if name == "trust_remote_code"}
     try:
         with building(checkpoint.config):
             return model_on_meta(config, dtype, **options)
-    except Exception as error:  # what transformers raises for a config is not one kind
+    except Exception as error:  # transformers raises many types for a config
         reason = first_line(error)
         raise UnsupportedModelError(
             f"{checkpoint.name!r} ({config.model_type}) cannot be built on its config: {reason}"
@@ -208,7 +208,7 @@ def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weight_bytes(checkpoint: Checkpoint, model: PreTrainedModel | None) -> int | None:
-    """Bytes of the weights of a model on `meta`; of the files where it is not all of them: None or a quantised one."""
+    """Bytes of the weights of a model on `meta`; bytes of the files if the model is None or quantised."""
     if model is not None and checkpoint.quantization is None and "quantization_config" not in checkpoint.options:
         return stored_weights(model).bytes
     folder = checkpoint.config_file.parent

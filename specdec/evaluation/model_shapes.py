@@ -1,7 +1,7 @@
-"""Published models as configs without weights: what `specdec bench --shape` makes at random on the device.
+"""Published models as configs without weights; `specdec bench --shape` makes random weights for them.
 
-A shape is the text part of a target and the drafter that is published for it, as `bundled/model_shapes.json` has them.
-`Shrink` makes it smaller for machines that it does not fit; what is measured then is no figure of the model.
+A shape is the text part of a target and the drafter published for it, from `bundled/model_shapes.json`. `Shrink` makes
+it smaller for small machines; measurements of a shrunken shape are not figures of the model.
 """
 
 import json
@@ -30,9 +30,9 @@ WIDTHS = frozenset(
 )
 """Fields of a config that `Shrink` divides."""
 PATTERNS = {"sliding_window_pattern": SLIDING_ATTENTION, "recurrent_pattern": "linear_attention"}
-"""Kinds of layers between those with full attention, by the field of a shape that says how far apart these are."""
+"""Kinds of the layers between full-attention layers, by the shape's field that tells the distance of the latter."""
 MAX_SHRINK = 16
-"""Narrower heads and windows are no attention."""
+"""Lower bounds: narrower heads and windows are useless."""
 MIN_LAYERS = 2
 
 
@@ -56,7 +56,7 @@ class Shrink:
 
     @property
     def words(self) -> str:
-        """Changes in words; empty for the published shape."""
+        """The changes in words; empty for the published shape."""
         parts = [] if self.layers is None else [f"{self.layers} layers"]
         return ", ".join(parts if self.divisor == 1 else [*parts, f"widths / {self.divisor}"])
 
@@ -66,7 +66,7 @@ class Shrink:
         return self.layers or published
 
     def fields(self, **published: Any) -> dict[str, Any]:
-        """Fields with widths divided and rounded up. Published ones are multiples of 32, so undivided they stay."""
+        """Fields with widths divided and rounded up. Published widths are multiples of 32, so divisor 1 keeps them."""
         step = self.multiple
         widths = {name: published[name] for name in WIDTHS & published.keys() if published[name] is not None}
         rounded = {name: -(-width // (step * self.divisor)) * step for name, width in widths.items()}
@@ -75,8 +75,8 @@ class Shrink:
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec:
-    """MTP modules, whose blocks have the attention of the target's layers. parts: norm, head and embed, as far as
-    modules have them. dense: whether their MLPs are so; None: as the layer's that they are like."""
+    """MTP modules whose blocks have the attention of the target's layers. parts: which of norm, head and embed the
+    modules own. dense: are their MLPs dense; None: like the target layer's."""
 
     modules: int
     parts: Sequence[str]
@@ -85,8 +85,8 @@ class MtpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A target and its drafter: fields of their configs by `model_type`; "inside" is that of a whole config, whose
-    encoder has one layer where the shape is made smaller.
+    """A target and its drafter: fields of their configs by `model_type`; "inside": the model_type of a whole config,
+    whose encoder has one layer in a shrunken shape.
 
     Of drafters "eagle3" is an `Eagle3Spec`, "mtp" an `MtpSpec`, and each of `BLOCKS` a `BlockSpec`."""
 
@@ -97,12 +97,12 @@ class ModelShape:
 
     @property
     def drafts(self) -> dict[str, SpecConfig]:
-        """Shapes of the draft that are measured, by name; none of a drafter that is not made at random."""
+        """Draft shapes that are measured, by name; none for drafters without random weights."""
         return DRAFTS.get(self.drafter_fields["model_type"], {})
 
     def target(self, shrink: Shrink) -> PreTrainedConfig:
-        """Config of the target. The last of every `sliding_window_pattern` or `recurrent_pattern` layers attends to
-        everything, and so does the last of all."""
+        """Config of the target. The last layer, and the last of every `sliding_window_pattern` or `recurrent_pattern`
+        layers, have full attention."""
         fields = shrink.fields(**self.target_fields)
         layers, whole = fields["num_hidden_layers"], fields.pop("inside", None)
         fields["num_hidden_layers"] = depth = shrink.depth(layers)
@@ -111,7 +111,7 @@ class ModelShape:
                 continue
             kinds = [FULL_ATTENTION if (i + 1) % period == 0 else kind for i in range(depth)]
             fields["layer_types"] = [*kinds[:-1], FULL_ATTENTION]
-            if "num_kv_shared_layers" in fields:  # an owner of each kind must be left before those that share
+            if "num_kv_shared_layers" in fields:  # an owner of each kind must remain before the layers that share
                 shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)
                 fields["num_kv_shared_layers"] = max(0, shared)
         config: PreTrainedConfig = AutoConfig.for_model(**fields)
@@ -138,7 +138,7 @@ class ModelShape:
 
 
 def find_shape(name: str) -> ModelShape:
-    """Raises ConfigError with the list where there is none of that name."""
+    """Raises ConfigError with the list of names if there is no such shape."""
     require_one_of("shape", name, SHAPES)
     return SHAPES[name]
 
@@ -176,10 +176,10 @@ def _gemma4_assistant(
 
 
 def _eagle3(target: Any, *, hidden_size: int | None = None, num_heads: int | None = None, **fields: int) -> Eagle3Spec:
-    """One layer with the target's widths and heads, unless others are given. A head of another width than the target's
-    has an embedding table of its own."""
+    """One layer with the target's widths and heads, unless others are given. A head whose width differs from the
+    target's has its own embedding table."""
     depth, width = target.num_hidden_layers, hidden_size or target.hidden_size
-    heads = gcd(num_heads or target.num_attention_heads, width)  # fewer only where a width was shrunk
+    heads = gcd(num_heads or target.num_attention_heads, width)  # fewer only if a width was shrunk
     return Eagle3Spec(
         hidden_size=width,
         target_hidden_size=target.hidden_size,
@@ -195,7 +195,7 @@ def _eagle3(target: Any, *, hidden_size: int | None = None, num_heads: int | Non
 
 
 def block_spec_of(target: Any, kind: str, *, layers: int, block_size: int, **fields: Any) -> BlockSpec:
-    """Layers with the target's widths and heads; MASK is its last token. kind: of `BLOCKS`."""
+    """Layers with the target's widths and heads; MASK is the target's last token. kind: of `BLOCKS`."""
     depth, table = target.num_hidden_layers, target.vocab_size
     taps = spread_layers(5, max(depth, 4))
     return BlockSpec(
@@ -224,12 +224,12 @@ DRAFTS = {
     "dspark": {"block": SpecConfig(7), "tree": SpecConfig(7, 4, 32)},
     "eagle3": {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32)},
     "gemma4_assistant": {"chain": SpecConfig(4), "tree": SpecConfig(4, 4, 16)},
-    "mtp": {"mtp1": SpecConfig(1), "mtp": SpecConfig(3), "tree": SpecConfig(3, 4, 16)},  # as deep as three modules go
+    "mtp": {"mtp1": SpecConfig(1), "mtp": SpecConfig(3), "tree": SpecConfig(3, 4, 16)},  # the depth of three modules
 }
-"""Drafts that are measured of a drafter, by its kind; others have no random weights."""
+"""Drafts that are measured, by kind of drafter; other kinds have no random weights."""
 SMALL_VISION = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 ON_REQUEST = {"chain7": SpecConfig(7), "tree60": SpecConfig(6, 10, 60)}
-"""Drafts of any drafter, measured only when they are named: a chain that verifies 8 nodes, a tree of EAGLE's width."""
+"""Drafts for any drafter, measured only if named: a chain that verifies 8 nodes, and a tree of EAGLE's width."""
 NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 """Fields of a Gemma 4 without per-layer embeddings."""
 _published = json.loads((BUNDLED_DIR / "model_shapes.json").read_text("utf-8"))

@@ -1,7 +1,7 @@
 """Files that a user named: checked before the work, and written whole or not at all.
 
-A file is written next to its place and renamed over it, so that a fault leaves the one before as it was. `-` is
-standard output. What is no regular file (a pipe, /dev/null) is written into, never replaced.
+A file is written next to its place and then renamed, so a fault leaves the old file unchanged. `-` is standard output.
+Anything but a regular file (a pipe, /dev/null) is written to directly, never replaced.
 """
 
 import json
@@ -20,7 +20,7 @@ STDOUT = Path("-")
 
 
 def require_writable(path: Path) -> None:
-    """Raises ConfigError where `write_file(path, ...)` could not write."""
+    """Raises ConfigError if `write_file(path, ...)` could not write."""
     if path == STDOUT:
         return
     if str(path).startswith("-"):
@@ -40,7 +40,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_distinct(paths: Sequence[Path | None]) -> None:
-    """Raises ConfigError where two outputs have one destination."""
+    """Raises ConfigError if two outputs have the same destination."""
     named = [path for path in paths if path is not None]
     places = [path if path == STDOUT else _place(path) for path in named]
     for path, place in zip(named, places, strict=True):
@@ -51,8 +51,8 @@ def require_distinct(paths: Sequence[Path | None]) -> None:
 def write_report(
     report: Any, json_file: Path | None, *others: tuple[Path | None, Callable[[], str | bytes]], indent: int | None = 2
 ) -> bool:
-    """Write the plain values of a report as JSON, and each other form, to the files that were named. Returns whether
-    standard output is left for a table: none of them has gone there."""
+    """Write the plain values of a report as JSON, and each other form, to the named files. Returns whether standard
+    output is free for a table."""
     if json_file is not None:
         write_file(json_file, json.dumps(report, indent=indent))
     for path, content in others:
@@ -90,10 +90,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    """A pipe, a terminal, /dev/null, /dev/stdout whatever it leads to: nothing that a rename may replace."""
+    """Is it a pipe, a terminal, /dev/null or /dev/stdout? Such paths must not be replaced by a rename."""
     return path.exists() and (not path.is_file() or path.is_relative_to("/dev") or path.is_relative_to("/proc"))
 
 
 def _place(path: Path) -> Path:
-    """Path of the content: links are followed, so that writing keeps them."""
+    """Path of the actual file: links are followed, so writing keeps them."""
     return Path(os.path.realpath(path))

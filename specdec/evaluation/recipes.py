@@ -3,7 +3,7 @@
     pair -> its shape on `meta` -> `cache_needs`, `pool_slots`   the pools that an engine allocates
                                 -> `step_bytes`                 the memory floor of a plain step, as of `specdec bench`
 
-A step's time is its floor times a multiple, measured for the pair on that GPU or else assumed.
+A step's time is its memory floor times a multiple, which is measured for the pair on that GPU or assumed.
 """
 
 import shlex
@@ -39,27 +39,28 @@ from specdec.runtime.rounds.unread import MAX_UNREAD
 from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, DraftNeeds, cache_needs, lookahead_nodes, pool_slots
 
 CARDS = (24, 48, 80, 141)
-"""Sizes of GPUs, in GB of memory that is free before anything is loaded."""
+"""Sizes of GPUs: GB of memory free before loading."""
 READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
 """Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
 REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
-"""Requests at a time; tokens of each, for which memory is planned; tokens before the step whose time is stated."""
+"""Concurrent requests; planned tokens per request; context tokens of the step whose time is stated."""
 REST_BYTES, HEAD_BYTES = 25 * 10**8, 20 * 10**8
-"""Memory besides weights and pools: captures, activations, libraries; and what a head adds that reads states of several
-layers at every token of a prompt. Measured on an H100: 2.4 to 2.6 GB, and 4.2 to 4.9 GB with an EAGLE-3 head."""
+"""Memory besides weights and pools (captures, activations, libraries), and the addition for a head that reads states of
+several layers at every prompt token. Measured on an H100: 2.4 to 2.6 GB, and 4.2 to 4.9 GB with an EAGLE-3 head."""
 MIN_TOKENS = 1024
 """A GPU with room for fewer tokens is listed as too small."""
 SMALLER = 0.8
 """A pair is smaller than another if its weights take at most this share."""
 DTYPE = torch.bfloat16
 WHOLE = Shrink()
-"""The published shape."""
+"""The published shape, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
-    """K/V that an engine allocates on a GPU of `gigabytes`, or on those that share the target. pools: bytes by group;
-    empty: the weights leave no room. tokens: of all requests together. requests: of `TOKENS` tokens, at a time."""
+    """K/V that an engine allocates on a GPU of `gigabytes`, or on the GPUs that share the target. pools: bytes by
+    group; empty: the weights leave no room. tokens: room for all requests together. requests: concurrent requests of
+    `TOKENS` tokens."""
 
     gigabytes: int
     pools: dict[str, int]
@@ -100,7 +101,7 @@ class Recipe:
 
 
 def find_recipe(model: str) -> PublishedPair:
-    """The pair of a target's name, or of the short one. Raises ConfigError with the nearest recipe."""
+    """The pair with this target name or short name. Raises ConfigError that names the nearest recipe."""
     near = nearest_recipe(model, 0.0)
     assert near is not None
     if last_part(model) not in (last_part(near.target), last_part(near.name)):
@@ -142,7 +143,7 @@ def recipe(
 
 
 def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
-    """weights: bytes of the pair, which `gpus` GPUs share evenly, as they share the pools."""
+    """weights: bytes of the pair; `gpus` GPUs share weights and pools evenly."""
     budget = int((gpus * gigabytes * 1e9 - weights) * MEMORY_SHARE["cuda"])
     slots = pool_slots(needs, config, max(budget, 0))
     requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
@@ -172,7 +173,7 @@ def plan_shape_drafter(
 
 
 def step_time(pair: PublishedPair, gpu: str, floor: int) -> StepTime:
-    """floor: bytes that the step reads, on one GPU or on `gpus` that share them."""
+    """floor: bytes that the step reads, on all GPUs together."""
     own = pair.multiples.get(gpu)
     multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
     floor_ms = 1e3 * floor / pair.gpus / READ_BANDWIDTHS[gpu]
@@ -189,7 +190,7 @@ def serve_command(pair: PublishedPair) -> str:
 
 
 def on_less(pair: PublishedPair) -> str:
-    """A smaller pair of the family, the nearest in kind and then in size; else how to make this one smaller."""
+    """A smaller pair of the family, the nearest in kind, then in size; otherwise advice to make this pair smaller."""
     smaller = [
         other
         for other in RECIPES.values()
@@ -212,7 +213,7 @@ def family(pair: PublishedPair) -> str:
 
 
 def gigabytes_of(pair: PublishedPair) -> float:
-    """Gigabytes of weights, as the pair states them."""
+    """Gigabytes of weights that the pair states."""
     return float(pair.memory.partition(" ")[0])
 
 
@@ -232,7 +233,7 @@ def row(found: Recipe) -> tuple[str, ...]:
 
 
 def step_words(step: StepTime) -> str:
-    """The floor, and the time that is expected; ~: by an assumed multiple."""
+    """The floor and the expected time; ~: from an assumed multiple."""
     if step.expected_ms is None:
         return f"{step.floor_ms:.1f}, ?"
     return f"{step.floor_ms:.1f}, {'' if step.measured else '~'}{step.expected_ms:.1f}"

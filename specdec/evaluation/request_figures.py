@@ -1,7 +1,7 @@
-"""Figures by which engines are compared, from the statistics of requests: acceptance, and times of tokens.
+"""Figures for comparing engines, from request statistics: acceptance and token times.
 
-TTFT is from when a request was handed in until its first token; TPOT is the time of the tokens after it, for each, and
-its mean that of the requests, as of `vllm bench serve` (TPOT) and AIPerf (ITL).
+TTFT is the time from a request's submission to its first token. TPOT is the time per token after the first; its mean is
+over requests, like `vllm bench serve` (TPOT) and AIPerf (ITL).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from specdec.runtime.request import RequestStats
 
 
 def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
-    """Times in milliseconds, over requests; tokens/s of all together and of one user. seconds: all of them took."""
+    """Times in milliseconds over requests; tokens/s in total and per user. seconds: total time."""
     tpots = [one.decode_seconds / (one.output_tokens - 1) for one in requests if one.output_tokens > 1]
     return {
         "output_tokens": sum(one.output_tokens for one in requests),
@@ -27,11 +27,12 @@ def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, 
 
 
 def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dict[str, Any]:
-    """vLLM's figures of all rounds with drafts, which weights them by token, and further ones.
+    """vLLM's figures over all rounds with drafts, which weight requests by tokens, and further figures.
 
     acceptance_length_per_request: mean over the requests that drafted. per_position: share of the rounds with drafts
-    that accepted draft 1, 2, ...; conditional_per_position: of those that accepted the draft before it and drafted so
-    deep, which is exact where all drafts are of one depth. accepted_per_node: of the nodes verified, without roots.
+    that accepted draft 1, 2, ...; conditional_per_position: the share among rounds that accepted the draft before and
+    drafted this deep, exact if all drafts have the same depth. accepted_per_node: accepted drafts per verified node,
+    roots excluded.
     """
     total = RequestStats.total(requests)
     lengths = [1 + sum(one.accepted_counts) / one.drafted_rounds for one in requests if one.drafted_rounds]
@@ -47,10 +48,10 @@ def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dic
 
 
 def supposed_figures(requests: Sequence[RequestStats], seconds: float, length: float) -> dict[str, Any]:
-    """Synthetic figures: the rounds take as long as they took, and each brings `length` tokens."""
+    """Synthetic figures: rounds take the measured time, and each is supposed to give `length` tokens."""
     total = RequestStats.total(requests)
     rounds = min(seconds, total.draft_seconds + total.verify_seconds + total.other_seconds)
-    needed = total.round_tokens / length / total.rounds  # rounds, as a share of those there were
+    needed = total.round_tokens / length / total.rounds  # as a share of the measured rounds
     took = seconds + rounds * (needed - 1)
     later = sum(one.output_tokens - 1 for one in requests)
     return {

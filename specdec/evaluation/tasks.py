@@ -1,8 +1,8 @@
-"""The tasks that can be evaluated, a data set each, and how their problems are put to a model.
+"""The tasks that can be evaluated, one per data set, and how their problems are given to a model.
 
 Only GSM8K's answers are graded. HumanEval's programs are not executed and MT-bench's answers are not judged: those
-tasks, Spec-Bench and SPEED-Bench are prompts on which speed and acceptance are measured. GSM8K's question is the user's
-turn under a chat template; without one it follows worked examples of our own making: a line a step, then `#### n`.
+tasks, Spec-Bench and SPEED-Bench are prompts on which speed and acceptance are measured. With a chat template, GSM8K's
+question is the user's turn. Without one it follows worked examples of our own: one line per step, then `#### n`.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from specdec.text.prompts import chat_ids
 
 EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
 NEXT_PROBLEM = "Question:"
-"""Ends an answer after worked examples: without it a model goes on to make up the next problem."""
+"""Stop string after worked examples: without it a model goes on to invent the next problem."""
 
 
 def question_text(question: str, chat: bool, shots: int, instruction: str) -> str:
@@ -28,9 +28,9 @@ def question_text(question: str, chat: bool, shots: int, instruction: str) -> st
 
 
 def choose(problems: list[Problem], count: int) -> list[int]:
-    """Which problems an evaluation of `count` takes: the first of each category in turn, in the order of the data.
+    """Choose `count` problems: the first of each category in turn, in the order of the data.
 
-    So a small evaluation has something of every category, and a larger one has all that a smaller one had.
+    So a small evaluation covers every category, and a larger one contains it.
     """
     seen: Counter[str | None] = Counter()
     places: list[tuple[int, int]] = []
@@ -41,7 +41,8 @@ def choose(problems: list[Problem], count: int) -> list[int]:
 
 
 def batches_of(problems: Sequence[Problem], chosen: Iterable[int], size: int) -> list[tuple[int, ...]]:
-    """The chosen problems in batches of at most `size`, none over two categories: each category has its own time."""
+    """The chosen problems in batches of at most `size`, no batch spanning two categories, since times are per
+    category."""
     members: dict[str | None, list[int]] = {}
     for index in chosen:
         members.setdefault(problems[index].category, []).append(index)
@@ -49,7 +50,7 @@ def batches_of(problems: Sequence[Problem], chosen: Iterable[int], size: int) ->
 
 
 def dialogue_ids(tokenizer: Any, turns: list[str], answers: list[str], chat: bool) -> list[int]:
-    """Token ids of a dialogue up to where the next answer begins; without a chat template, its texts line by line."""
+    """Token ids of a dialogue up to the next answer; without a chat template, its texts line by line."""
     if not chat:
         texts = [text for pair in zip(turns, [*answers, ""], strict=True) for text in pair][:-1]
         return list(tokenizer("\n\n".join(texts))["input_ids"])

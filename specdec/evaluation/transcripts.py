@@ -1,7 +1,7 @@
-"""Finished turns on disk, a line of JSON each, so that a killed evaluation goes on and a larger one takes them over.
+"""Finished turns on disk, one JSON line each. A killed evaluation resumes from them, and a larger one reuses them.
 
-A folder holds one file for each process; the first line of a file is the settings it was made with. Invariant: what is
-taken over is what the present settings would give again; settings that would not are refused by name.
+A folder holds one file per process; the first line of a file holds its settings. Invariant: reused turns are those that
+the present settings would give again; a file with other settings is refused, and the error names them.
 """
 
 import json
@@ -18,14 +18,15 @@ Record = dict[str, Any]
 finish_reason, stats, seconds."""
 
 NEUTRAL = {"data", "max_model_len", "full_slots", "swa_slots", "cuda_graphs"}
-"""Settings that change no answer and no acceptance: where the problems lay (their sum is compared), room, and speed."""
+"""Settings that change neither answers nor acceptance: the problems' location (their hash is compared), room, and
+speed."""
 
 Earlier = Callable[[int], tuple[str, set[int]]]
-"""(problems of a smaller evaluation) -> the sum of their text, and those whose batch would still be the same."""
+"""(problems of a smaller evaluation) -> the hash of their text, and the problems whose batch would be the same."""
 
 
 class TranscriptFile(FileIO):
-    """Lines go to the system as they are written, without a buffer: closing has nothing left to write."""
+    """Lines are written without a buffer, so closing has nothing left to write."""
 
     def append(self, text: str) -> None:
         with naming_file(str(self.name)):
@@ -35,22 +36,22 @@ class TranscriptFile(FileIO):
 
 
 def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = None) -> list[Record]:
-    """Finished turns in `folder`, of all processes. Raises ConfigError where it was made with other settings."""
+    """Finished turns in `folder`, of all processes. Raises ConfigError if the folder was made with other settings."""
     files = sorted(folder.glob("transcripts-*.jsonl"))
     return [record for path in files for record in _usable(path, settings, earlier)]
 
 
 def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TranscriptFile:
-    """This process's file, to go on after its last whole line; its first line holds the settings."""
+    """Open this process's file to append after its last whole line; its first line holds the settings."""
     if folder.is_file():
         raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is expected")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"transcripts-{rank}.jsonl"
     whole = _whole_lines(path)
-    if whole and whole[0].get("problems") != settings.get("problems"):  # extended: what counts no longer goes
+    if whole and whole[0].get("problems") != settings.get("problems"):  # extended: outdated records are dropped
         write_file(path, "\n".join(map(json.dumps, [settings, *_usable(path, settings, earlier)])))
     file = TranscriptFile(path, "ab")
-    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):  # the beginning of a line that a kill cut short goes
+    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):  # drop a line that a kill cut short
         file.append(json.dumps(settings) + "\n")
     return file
 
@@ -77,7 +78,7 @@ def _usable(path: Path, settings: Record, earlier: Earlier | None) -> list[Recor
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """Records of a file; a last line that a kill cut short has no line feed and does not count."""
+    """Records of a file; a last line without line feed was cut short by a kill and does not count."""
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     lines: list[Record] = []
     for number, line in enumerate(whole, start=1):

@@ -1,8 +1,8 @@
-"""transformers' own generate on the same weights, whole or timed by step. Measured, not judged.
+"""transformers' own generate on the same weights, timed as a whole or by step. Its outputs are not judged.
 
-A step is the time between two looks at its stopping criteria, which it takes once a forward of the target. Assisted
-generation looks twice, so there a round is the time between two forwards of the target, by a hook: compiled code, which
-has its own ideas of hooks, is not assisted.
+A step is the time between two checks of its stopping criteria, which it checks once per forward of the target. Assisted
+generation checks twice, so there a hook measures the time between two forwards of the target. Compiled code may ignore
+hooks, but is never assisted.
 """
 
 import copy
@@ -32,8 +32,8 @@ def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
 
 def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
     """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, or MTP modules of the target's
-    own checkpoint, of which it reads all at each call and drafts one token each. On the device of a target that was not
-    left in host memory for several devices."""
+    own checkpoint, of which it reads all at each call to draft one token each. The target must not have been left in
+    host memory for several devices."""
     drafter, model = engine.drafter, engine.target.model
     if engine.target.home != engine.target.device:
         return []
@@ -47,7 +47,7 @@ def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> lis
 
 
 def _uses_mtp(model: Any) -> bool:
-    """Does transformers find MTP modules of this model? It knows them by their layers' numbers."""
+    """Does transformers find MTP modules of this model? It finds them by layer number."""
     config = model.config.get_text_config()
     first = f"model.layers.{config.num_hidden_layers}.enorm.weight"
     patterns = model._keys_to_ignore_on_load_unexpected or ()
@@ -55,7 +55,7 @@ def _uses_mtp(model: Any) -> bool:
 
 
 def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
-    """Its model, told to draft `num_steps` tokens in every round of assisted generation."""
+    """The drafter's model, set to draft `num_steps` tokens in every round of assisted generation."""
     assistant = drafter.assistant
     config = assistant.generation_config = copy.deepcopy(assistant.generation_config)
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_steps, "constant"
@@ -89,7 +89,7 @@ TimedGenerate = Callable[[Sequence[Sequence[int]], int], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way of generating with transformers. rows: rows of each request that one of its steps verifies."""
+    """One way of generating with transformers. rows: rows per request that one step verifies."""
 
     name: str
     run: TimedGenerate
@@ -97,7 +97,7 @@ class Peer:
 
 
 class Stamps(StoppingCriteria):
-    """Stops after `count` stamps. on_look: each look is one."""
+    """Stops after `count` stamps. on_look: add a stamp at each check."""
 
     def __init__(self, device: torch.device, count: int, *, on_look: bool) -> None:
         self.at: list[float] = []
@@ -115,7 +115,7 @@ class Stamps(StoppingCriteria):
 
 
 def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | None, batch: int) -> list[Peer]:
-    """num_steps: of the chain that assisted generation drafts, None: it does not run."""
+    """num_steps: of the chain that assisted generation drafts; None: do not run it."""
 
     steps = partial(generate_steps, model)
     compiled = ", compiled" if model.device.type == "cuda" else ""  # transformers compiles it there, by itself
@@ -123,7 +123,7 @@ def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | 
     peers = [Peer("transformers, plain", steps), static]
     if num_steps is not None and batch == 1 and isinstance(drafter, Gemma4MTPDrafter):
         assistant = assistant_of(drafter, num_steps)
-        assistant.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours, however unlikely
+        assistant.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours, even unlikely ones
         peers.append(Peer("transformers, assisted", partial(steps, assistant_model=assistant), 1 + num_steps))
     return peers
 

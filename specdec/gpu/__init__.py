@@ -1,1 +1,1 @@
-"""Foundations of kernels and captured programs: the Triton shim, launches, captures, mirrored arrays, memory."""
+"""GPU foundations: the Triton shim, launches, captures, mirrored arrays, memory."""

@@ -1,4 +1,4 @@
-"""Sizes that captured programs are padded to: few, so that few are captured."""
+"""Sizes that captured programs are padded to. They are few, so few programs are captured."""
 
 
 def next_power_of_two(size: int) -> int:

@@ -1,14 +1,14 @@
-"""The captures of an engine, of rounds and of prompts: kept within a budget of bytes, by LRU eviction.
+"""An engine's captures of rounds and prompts, kept within a budget of bytes by LRU eviction.
 
     a shape   met  ->  ran once  ->  captured  ->  evicted: captured again after it has run uncaptured some times, twice
-                                                   as many after each eviction, so that a budget that is too small does
+                                                   as many after each eviction, so a budget that is too small does
                                                    not make every round capture
-                                 ->  refused:   out of memory is tried again, anything else three times in all
+                                 ->  refused:   out of memory: tried again; other errors: tried three times in all
 
-Captures of one pool share its memory, since they never run at the same time: a pool is as large as the largest needs,
-and is freed with the last of its captures. When the device is out of memory all other captures are evicted, and the
-new one is tried once more. Captures of SPARE_POOL are evicted before all others, and no other is evicted for them.
-Invariant: `use()` is true at every moment; nothing runs uncaptured without being counted there.
+Captures of one pool share its memory, since they never run at the same time: a pool is as large as its largest capture
+needs, and is freed with its last capture. If the device is out of memory, all other captures are evicted and the new
+one is tried once more. Captures of SPARE_POOL are evicted first, and no other capture is evicted for them. Invariant:
+`use()` is always correct; it counts everything that runs uncaptured.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,31 +22,32 @@ from specdec.gpu.memory import all_bytes, free_bytes
 Program = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
-"""Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
+"""Records a program instead of running it -> (function that replays it, its result tensor, rewritten by each
+replay)."""
 
 MIN_CAPTURES = 80
-"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `max_captures`."""
+"""Lower bound on `max_captures`, for any number of batch sizes."""
 
 SPARE_POOL = "long prompts"
-"""Name of the pool of forwards that the device takes long for, so that an uncaptured one costs least."""
+"""Pool of forwards that take the device long, so that running them uncaptured costs least."""
 
 POOLS = ("rounds", "large rounds", "prompts", SPARE_POOL)
-"""Names of pools: rounds that change or report logits need several times the memory, and come and go."""
+"""Names of pools: rounds that edit or report logits need several times the memory, and are temporary."""
 
 MEMORY_SHARE = 0.1
 """Upper bound on the default budget, as a share of all memory of the device."""
 
 FREE_SHARE = 0.5
-"""Upper bound on the default budget, as a share of the memory that is free once the pools are made."""
+"""Upper bound on the default budget, as a share of the memory that is free after the K/V pools are allocated."""
 
 
 class CaptureUse(NamedTuple):
     """Captures of an engine, and runs without a capture.
 
-    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, dropped
-    for others, and failed (for any reason). bytes: device memory of all captures and their results, on the device that
-    holds most. budget_bytes: the most they may take of one device; None: nothing is captured. uncaptured_rounds,
-    uncaptured_prompts: rounds and prompt forwards that were launched kernel by kernel, such as the first of a shape.
+    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, evicted
+    for others, and failed for any reason. bytes: memory of all captures and their results, on the device that holds
+    most. budget_bytes: upper bound on `bytes`; None: nothing is captured. uncaptured_rounds, uncaptured_prompts: rounds
+    and prompt forwards launched kernel by kernel, such as the first of a shape.
     """
 
     captured: int = 0
@@ -61,7 +62,7 @@ class CaptureUse(NamedTuple):
 
 @runtime_checkable
 class CaptureMemory(Protocol):
-    """A `Capture` that knows what it takes of the device."""
+    """A `Capture` that knows how much device memory it takes."""
 
     pool: str
     """Captures made from now on take their memory from the pool of this name."""
@@ -70,15 +71,15 @@ class CaptureMemory(Protocol):
         """Bytes that pools and captured programs hold now."""
 
     def wait(self) -> None:
-        """Wait until no captured program runs, so that any may be dropped."""
+        """Wait until no captured program runs, so that any can be dropped."""
 
     def close(self, pool: str) -> None:
-        """Give the memory of this pool back: nothing is captured in it any more."""
+        """Free the memory of this pool, which has no captures left."""
 
 
 def default_budget(*devices: torch.device) -> int | None:
-    """Default of `EngineConfig.max_capture_bytes` on these devices: as much as the fullest can give. None: nothing is
-    captured there."""
+    """Default of `EngineConfig.max_capture_bytes` on these devices: what the fullest device can give. None: nothing is
+    captured on these devices."""
     if devices[0].type != "cuda":
         return None
     shares = [min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)) for device in devices]
@@ -86,12 +87,12 @@ def default_budget(*devices: torch.device) -> int | None:
 
 
 def max_captures(num_sizes: int, num_drafts: int = 1) -> int:
-    """Number of captures that are kept, for rounds of that many batch sizes and kinds of drafts."""
+    """Number of captures that are kept, for this many batch sizes and kinds of drafts."""
     return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did the device have no room? Libraries say so in kinds of errors of their own."""
+    """Was the device out of memory? Each library raises its own type of error."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     message = str(error)
@@ -99,15 +100,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OverBudget(SpecDecError):
-    """A capture that does not fit the budget, even alone."""
+    """Raised for a capture that exceeds the budget even alone."""
 
 
 class CapturedProgram(NamedTuple):
     """A round or a prompt forward that can be replayed.
 
-    programs: what was recorded. replays: one a program, each with the tensor that it writes. view_key: of the K/V view
-    that it was captured under; it is valid under no other. pool: the name of the pool that holds what its programs
-    leave for each other. Other captures overwrite that between two rounds, so nothing in it outlives a round.
+    programs: the recorded programs. replays: one per program, with the tensor that it writes. view_key: key of the K/V
+    view that it was captured under; it is valid only under this view. pool: name of the pool that holds intermediate
+    results of its programs. Other captures overwrite the pool between two rounds, so nothing in it outlives a round.
     """
 
     programs: Sequence[Program]
@@ -117,20 +118,20 @@ class CapturedProgram(NamedTuple):
 
 
 class CaptureOwner(Protocol):
-    """A place that looks up captures."""
+    """An object that makes and replays captures."""
 
     def forget(self, shape: Hashable) -> None:
-        """That of this shape is let go."""
+        """Drop the capture of this shape."""
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the tensors that its captures leave their results in."""
+        """Bytes of the tensors that hold its captures' results."""
 
 
 class CaptureStore:
-    """The captures of one engine, of all owners.
+    """All captures of one engine, of all owners.
 
-    capture: one that is no `CaptureMemory` has no known size. budget_bytes: None for no bound.
+    capture: its captures' sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound.
     """
 
     def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, max_captures: int) -> None:
@@ -140,14 +141,14 @@ class CaptureStore:
         self._budget = budget_bytes
         self._max_captures = max_captures
         self._owners: list[CaptureOwner] = []
-        self._kept: dict[tuple[int, Hashable], CapturedProgram] = {}  # the least recently used first
+        self._kept: dict[tuple[int, Hashable], CapturedProgram] = {}  # least recently used first
         self._made = self._evicted = 0
         self._bytes = 0
         self.refused = 0
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
     def join(self, owner: CaptureOwner) -> int:
-        """Register an owner -> its number, the key of its captures."""
+        """Register an owner -> its number, part of its captures' keys."""
         self._owners.append(owner)
         return len(self._owners) - 1
 
@@ -156,7 +157,7 @@ class CaptureStore:
         return CaptureUse(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
     def touch(self, owner: int, shape: Hashable) -> None:
-        """Note that this capture is replayed: it is the last to be dropped."""
+        """Mark this capture as the most recently used."""
         self._kept[owner, shape] = self._kept.pop((owner, shape))
 
     def make(
@@ -184,7 +185,7 @@ class CaptureStore:
         return self._kept[owner, shape]
 
     def discard(self, owner: int) -> None:
-        """Let go of all that this one has captured, and of its memory: what it reads is elsewhere now."""
+        """Drop all captures of this owner and their memory, since the tensors that they read have moved."""
         for number, shape in list(self._kept):
             if number == owner:
                 self._drop(number, shape)
@@ -200,7 +201,7 @@ class CaptureStore:
             if not is_out_of_memory(error) or pool == SPARE_POOL:
                 raise
             replays = []
-        if not replays:  # not within the handler: the error's frames hold memory
+        if not replays:  # outside the handler, since the error's frames hold memory
             self._release_all()
             replays = [self._capture(program) for program in programs]
         self._kept[owner, shape] = CapturedProgram(programs, replays, view_key, pool)
@@ -212,7 +213,7 @@ class CaptureStore:
         self._made -= 1
 
     def _evictable(self, pool: str) -> list[tuple[int, Hashable]]:
-        """Captures that may go for the newest one, which is of this pool: the first ones first."""
+        """Captures that may be evicted for a new one of this pool, the first to evict first."""
         *others, _ = self._kept
         spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
         if spare or (pool == SPARE_POOL and len(self._kept) <= self._max_captures):
@@ -235,7 +236,7 @@ class CaptureStore:
             self._evict(key)
         if self._memory is not None:
             self._memory.wait()
-            for pool in POOLS:  # of what failed, too
+            for pool in POOLS:  # including failed ones
                 self._memory.close(pool)
         self._measure()
 

@@ -1,8 +1,8 @@
-"""Captures into CUDA graphs: one of each device that a program launches on, which are launched together.
+"""Captures into CUDA graphs: one graph per device that a program launches on; they are launched together.
 
-Graphs of several devices wait for each other by flags in memory (`exchange_kernels.py`), not by edges, so no graph
-knows of another. They are instantiated when all have been recorded. What they take is counted by device, and the
-fullest device is what counts against the budget, which is of one.
+Graphs of several devices wait for each other by flags in memory (`exchange_kernels.py`), not by edges, so each graph is
+independent. They are instantiated when all have been recorded. Their memory is counted per device, and the fullest
+device counts against the budget.
 """
 
 import warnings
@@ -17,20 +17,20 @@ import torch
 from specdec.gpu.captures import Program, Replay
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-"""Streams of captures that are gone, for the next ones. cuBLAS keeps a workspace for every stream that it was used on,
-32 MiB on an H100, until the process ends: a new stream for each engine would add up."""
+"""Streams of past captures, for reuse. cuBLAS keeps a workspace (32 MiB on an H100) per stream that it ever ran on,
+until the process ends, so a new stream per engine would leak memory."""
 
 
 class GraphPool(NamedTuple):
-    """Memory that graphs share. Torch frees it with the last of them, one that could not be recorded among them, and
-    its handle is of no use then."""
+    """Memory that graphs share. Torch frees it with the last of its graphs, failed recordings included, and its handle
+    is then invalid."""
 
     handle: Any
     graphs: weakref.WeakSet[torch.cuda.CUDAGraph]
 
 
 class DeviceGraphs:
-    """Memory that captures hold of one device. pools: by name. beside: bytes of graphs next to torch's allocator."""
+    """Memory that captures hold on one device. pools: by name. beside: bytes of graphs outside torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,26 +41,26 @@ class DeviceGraphs:
         weakref.finalize(self, idle.append, self.stream).atexit = False
 
     def begin(self, pool: str) -> tuple[torch.cuda.CUDAGraph, int]:
-        """A graph to be recorded, and the bytes that are taken beside torch before it is."""
+        """A graph to record into, and the bytes taken outside torch before the recording."""
         with torch.cuda.device(self.device):
             if pool not in self.pools or not self.pools[pool].graphs:
                 self.pools[pool] = GraphPool(torch.cuda.graph_pool_handle(), weakref.WeakSet())
             self._warm()
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # so that what is missing below is the capture's
+            torch.cuda.empty_cache()  # so that any memory missing below is the capture's
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             self.pools[pool].graphs.add(graph)
             return graph, taken_beside_torch()
 
     def end(self, graph: torch.cuda.CUDAGraph, before: int) -> None:
-        """Finish a graph that has been recorded."""
+        """Finish a recorded graph."""
         with torch.cuda.device(self.device):
             graph.instantiate()
             self.beside[graph] = max(taken_beside_torch() - before, 0)
 
     def _warm(self) -> None:
-        """cuBLAS has its workspace for this thread and stream before anything is recorded on it, or would take it from
-        the pool, and torch would keep it there after all captures are gone."""
+        """Make cuBLAS allocate its workspace for this thread and stream before a recording. Otherwise it would allocate
+        from the pool, and torch would keep the workspace there after all captures are gone."""
         with torch.cuda.stream(self.stream):
             square = torch.ones((16, 16), dtype=torch.bfloat16, device=self.device)
             torch.addmm(square[0], square, square)
@@ -68,20 +68,20 @@ class DeviceGraphs:
 
 @contextmanager
 def _recorded(graph: torch.cuda.CUDAGraph, on: DeviceGraphs, pool: str, *, alone: bool) -> Iterator[None]:
-    """Records the launches within."""
+    """Records the launches within the block."""
     with torch.cuda.device(on.device):
-        # another thread may use the device meanwhile; of several, each is idle while another records
+        # another thread may use the device meanwhile; with several devices, each is idle while another records
         graph.capture_begin(pool=on.pools[pool].handle, capture_error_mode="thread_local" if alone else "relaxed")
     try:
         yield
     finally:
         with warnings.catch_warnings(), torch.cuda.device(on.device), torch.cuda.stream(on.stream):
-            warnings.simplefilter("ignore")  # of a graph without launches, as a draft has on other devices
+            warnings.simplefilter("ignore")  # warning about a graph without launches, as a draft has on other devices
             graph.capture_end()
 
 
 def taken_beside_torch() -> int:
-    """Bytes of the current device that are taken, but not by torch's allocator in this process."""
+    """Bytes of the current device that are in use, but not by this process's torch allocator."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
@@ -96,7 +96,7 @@ class CudaCapture:
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
         begun = [each.begin(self.pool) for each in self._each]
         with ExitStack() as recording:
-            for each in reversed(self._each):  # the first device is the current one in the end
+            for each in reversed(self._each):  # ends with the first device as the current one
                 recording.enter_context(torch.cuda.stream(each.stream))
             for each, (graph, _) in zip(self._each, begun, strict=True):
                 recording.enter_context(_recorded(graph, each, self.pool, alone=len(begun) == 1))
@@ -112,7 +112,7 @@ class CudaCapture:
         return replay, out
 
     def held_bytes(self) -> int:
-        """Bytes held on the device that holds most."""
+        """Bytes on the device that holds most."""
         held = [sum(each.beside.values()) for each in self._each]
         number_of = {tuple(pool.handle): i for i, each in enumerate(self._each) for pool in each.pools.values()}
         for segment in torch.cuda.memory_snapshot():

@@ -1,20 +1,20 @@
-"""Programmatic dependent launch: how the kernels of this folder overlap the end of one with the start of the next.
+"""Programmatic dependent launch: how one kernel's start overlaps the end of the kernel before.
 
 On Hopper and later a kernel may start while its predecessor still runs. Every kernel here then goes through
 
     trigger          the next kernel may start, as soon as all programs of this one have
-    weights, gains   read: nothing of this forward writes them
-    wait             until the kernel before has ended and what it wrote can be seen
-    the rest         activations are read, and everything is written, after the wait
+    weights, gains   read: no kernel of this forward writes them
+    wait             until the kernel before has ended and its writes are visible
+    the rest         activations are read, and all results written, after the wait
 
-Every program waits, so by induction all earlier kernels have ended, not the last one only. The wait stands before any
-loop over K: inside one, Triton hoists the loads above it (#11905). Off before Hopper and in the interpreter.
+Every program waits, so by induction all earlier kernels have ended, not only the last one. The wait comes before any
+loop over K: inside a loop, Triton would hoist loads above it (#11905). It is off before Hopper and in the interpreter.
 
-Two kernels may agree to work past those between them:
+Two kernels may agree to overlap across the kernels between them:
 
-    holds    triggers after its wait: a launch that starts then finds that all before it have ended
-    early    in some later launch, programs that read nothing newer than that; they wait as their last act, and the
-             memory that they write belongs to no kernel between the two
+    holds    triggers after its wait, so when the next launch starts, all kernels before this one have ended
+    early    in a later launch, programs that read nothing newer; they wait last, and no kernel between the two
+             uses the memory that they write
 """
 
 from functools import cache
@@ -36,15 +36,15 @@ def trigger_next(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr) -> None:
-    """Nothing that an earlier kernel wrote is read, and nothing is written, before this."""
+    """Wait; before this, nothing that an earlier kernel wrote may be read, and nothing may be written."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 def pdl_options(device: torch.device, *, behind_library: bool = False) -> dict[str, Any]:
-    """The launch options of every kernel of this folder.
+    """The launch options of every kernel.
 
-    behind_library: the kernel in front lets nothing start before it ends, and then a plain launch comes sooner.
+    behind_library: the kernel before never triggers early; a plain launch is then faster.
     """
     return {"PDL": True, "launch_pdl": not behind_library} if has_pdl(device) else {"PDL": False}
 

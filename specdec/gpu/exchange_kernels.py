@@ -1,4 +1,4 @@
-r"""Ranks exchange numbers: each writes into the memory of its peers and raises flags there, and waits for theirs.
+r"""Ranks exchange numbers: each writes into its peers' memory and raises flags there, then waits for its own flags.
 
     push    out_r[i] = x[i]  on every rank r, its own too;  then flags_r[source, program] = target    release, system
     wait    until flags[source, program] has reached target                                           acquire, system
@@ -6,21 +6,21 @@ r"""Ranks exchange numbers: each writes into the memory of its peers and raises 
     pull    y[i] = x[i]      x in the memory of a peer
 
 Push and wait are the halves of one kernel. Program (p, r) pushes the blocks p, p + programs, ... to rank r and raises
-flag p there; then it waits for flag p of rank r, and for no other. Captured, one launch does both. It cannot deadlock,
-whichever rank begins first: a program pushes before it waits, and all programs of a launch become resident, since the
-kernel before ends without them and the kernel after starts only once they all run. Otherwise, or where the ranks are
-one device, each half is a launch, and all ranks push before any waits.
+flag p there; then it waits for rank r's flag p only. In a capture, one launch does both. It cannot deadlock, whichever
+rank begins first: a program pushes before it waits, and all programs of a launch become resident, since the kernel
+before ends without them and the kernel after starts only once they all run. Outside captures, or if the ranks are one
+device, each half is its own launch, and all ranks push before any rank waits.
 
-Tagged, numbers are twice as many bytes on their way, but wait neither for a barrier of the system nor for a flag that
-comes after them: for few numbers. Each 8 bytes of a store are seen whole, and without others, so need no order. A
-reader of a word empties it: left there, it would be taken for a new one when its target comes again, 2^20 rounds later,
-in an exchange of other sizes. A peer writes it again only in an exchange that the launch after this one lets it begin.
+Tagged exchanges send twice the bytes, but need neither a system-wide barrier nor a flag after the data, so they suit
+few numbers. Each 8-byte store becomes visible as a whole, so the order of stores does not matter. A reader empties each
+word: otherwise the old word would seem new when its target recurs 2^20 rounds later, in an exchange of another size. A
+peer rewrites the word only in an exchange that cannot begin before the launch after this one.
 
-A target is `round * STEPS + step`: the round is counted on the device, so that captured launches may be replayed, and
-the step is part of the launch. Flags only grow, modulo 2^32, and are never reset: a peer is less than two rounds ahead,
-and what seems to be further was left long ago. A wait ends after MAX_POLLS looks: then it leaves a 1 in `error`, on the
-device and on the host, and every later wait of the rank looks once. A launch starts while the kernel before runs, and
-does nothing until that has ended (`dependent_launch.py`).
+A target is `round * STEPS + step`. The round is counted on the device, so captured launches can be replayed; the step
+is part of the launch. Flags only grow, modulo 2^32, and are never reset: a peer is less than two rounds ahead, so a
+value that seems further ahead is old. A wait gives up after MAX_POLLS polls: it writes 1 to `error`, on device and
+host, and every later wait of this rank polls once. A launch may start while the kernel before runs, but does nothing
+until that has ended (`dependent_launch.py`).
 """
 
 import torch
@@ -29,29 +29,29 @@ from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
 PROGRAMS = 64
-"""Upper bound on the programs of an exchange with one rank, each of which has a flag. With 128, the flags take longer
-than the copies save."""
+"""Upper bound on the programs, and so on the flags, of an exchange with one rank. With 128, flags cost more time than
+copies save."""
 
 NUMBERS = 1024
-"""Numbers that a program of an exchange copies at a time."""
+"""Numbers that one program copies at a time."""
 
 TAGGED = 2**18
-"""Numbers above which a tensor is not exchanged tagged."""
+"""Tensors of more numbers than this are not exchanged tagged."""
 
 TAGGED_NUMBERS = 256
-"""Numbers of one program, which is a warp, of a tagged exchange."""
+"""Numbers per program (one warp) of a tagged exchange."""
 
 STEPS = 4096
-"""More than the exchanges of one round, so that no target ends in the last step, and EMPTY has none."""
+"""More than the exchanges of one round, so no target uses the last step and none equals EMPTY."""
 
 EMPTY = -1
 """A word that was read, or never written."""
 
 MAX_POLLS = 6_000_000
-"""A second or more in all."""
+"""Polls of one wait: a second or more in all."""
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
-"""A look at a flag without a barrier: a Triton atomic is one thread's, which hands the result to the others."""
+"""Polls a flag without a barrier: a Triton atomic runs in one thread, which must share the result with the others."""
 
 
 @triton.jit
@@ -73,11 +73,11 @@ def exchange_kernel(
     width: tl.tensor,
     offset: tl.tensor,  # in each output
     step: tl.tensor,
-    rank: tl.tensor,  # whose launch it is
+    rank: tl.tensor,  # the rank that launches
     max_polls: tl.tensor,
-    push: tl.tensor,  # bool, as the next: no constants, so that what is captured has been loaded with its halves
+    push: tl.tensor,  # bool, like the next; no constexpr, so one loaded kernel serves both halves and captures
     wait: tl.tensor,
-    ASM: tl.constexpr,  # may a look be LOAD_ACQUIRE?
+    ASM: tl.constexpr,  # may a poll use LOAD_ACQUIRE?
     STEPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,7 +120,7 @@ def exchange_kernel(
 
 @triton.jit
 def _flag(p_flag: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
-    """What a flag is, and what its source wrote before is seen, too."""
+    """Reads a flag with acquire semantics: its source's earlier writes are visible, too."""
     if ASM:
         seen = tl.inline_asm_elementwise(
             asm=LOAD_ACQUIRE,
@@ -146,7 +146,7 @@ def exchange_tagged_kernel(
     p_x: tl.tensor,  # [num] float32
     p_out: tl.tensor,  # [ranks, num] float32 of this rank
     p_words: tl.tensor,  # [ranks] int64, addresses of int64 on each rank
-    p_round: tl.tensor,  # and so on: `exchange_kernel`
+    p_round: tl.tensor,  # this and the next: see `exchange_kernel`
     p_error: tl.tensor,
     p_host_error: tl.tensor,
     num: tl.tensor,
@@ -199,7 +199,7 @@ def _leave_error(p_error: tl.tensor, p_host_error: tl.tensor) -> None:
 
 @triton.jit
 def _missing(b_word: tl.tensor, m: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """Number of words that have another target."""
+    """Number of words whose target differs."""
     return tl.sum((m & ((b_word >> 32).to(tl.int32) != target)).to(tl.int32), 0)
 
 
@@ -215,6 +215,6 @@ def programs_of(num: int) -> int:
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as int32 where its bytes allow it, else as bytes: [num]."""
+    """A contiguous tensor viewed as int32 if its size allows, else as bytes: [num]."""
     flat = x.reshape(-1).view(torch.uint8)
     return flat.view(torch.int32) if flat.numel() % 4 == 0 and x.data_ptr() % 4 == 0 else flat

@@ -1,10 +1,10 @@
-"""How much memory there is for an engine: of a GPU what its driver says, else of the machine and of the container.
+"""How much memory an engine can use: a GPU's from its driver; a CPU's from the machine and the container.
 
-    free    the least of what the system could give without swapping (MemAvailable) and what is left under the limits of
-            the control groups that the process is in, versions 1 and 2
-    all     the least of the machine's memory and of those limits
+    free    the smaller of the memory available without swapping (MemAvailable) and the memory left under the limits of
+            the process's control groups, versions 1 and 2
+    all     the smaller of the machine's memory and these limits
 
-It knows no model and no engine.
+This module knows no model and no engine.
 """
 
 import os
@@ -33,7 +33,7 @@ def all_bytes(device: torch.device) -> int:
 
 
 def _available() -> int:
-    """The page cache counts: it is given up when memory is asked for, and it may be most of the memory."""
+    """Bytes available without swapping. The page cache counts: it is freed on demand, and may be most of the memory."""
     kibibytes = _field(Path(ROOT, "proc/meminfo"), "MemAvailable:")
     if kibibytes is None:  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -41,7 +41,7 @@ def _available() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, used without page cache that can be given up) of each control group that limits this process."""
+    """(limit, use without reclaimable page cache) of each control group that limits this process."""
     try:
         groups = Path(ROOT, "proc/self/cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -57,8 +57,8 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _limits_above(mount: str, path: str, limit: str, usage: str, cache: str) -> Iterator[tuple[int, int]]:
-    """Limits of a group and of those that it lies in, each with what is used of it. In a container the path may be one
-    of the host, which is not there; then the group is what is mounted."""
+    """Limits of a group and of its parents, each with its use. In a container the path may be the host's and not exist;
+    then the mount itself is the group."""
     base = Path(ROOT, mount)
     group = base / path.strip("/")
     while True:
@@ -71,7 +71,7 @@ def _limits_above(mount: str, path: str, limit: str, usage: str, cache: str) -> 
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, or it says "max"."""
+    """A file's number; None if there is no such file, or it says "max"."""
     try:
         return int(path.read_text("ascii"))
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after a name at the beginning of a line; None where there is none."""
+    """The number after a name at the beginning of a line; None if there is no such line."""
     try:
         lines = map(str.split, path.read_text("ascii").splitlines())
         return next((int(line[1]) for line in lines if line[:1] == [name]), None)

@@ -1,8 +1,8 @@
 """Small integer arrays that the host plans with and the device computes with.
 
-The host writes `host` at once; the device gets the changed cells with the next `flush`, all arrays' in one upload. What
-the device computes by itself (an accepted path brought forward, a longer committed length) the host takes over with
-`adopt`, which sends nothing. Invariant: after a flush and every `adopt` that is due, the two sides are equal.
+The host writes `host` at once; the next `flush` sends the changed cells of all arrays in one upload. With `adopt` the
+host copies values that the device computed by itself (an accepted path brought forward, a longer committed length);
+this sends nothing. Invariant: after a flush and every `adopt` that is due, the two sides are equal.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 IntArray = npt.NDArray[np.int64]
 
 MASKED, MASKED_EACH = 1 << 16, 64
-"""A mask finds the changed cells of a range up to this long, or up to this long for each of them, in microseconds."""
+"""Ranges up to this length, or this length per changed cell, are searched by a mask, which takes microseconds."""
 
 
 class MirroredArray:
@@ -24,11 +24,11 @@ class MirroredArray:
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.host: IntArray = np.zeros(shape, dtype=np.int64)
         self._tensor = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._changed: list[IntArray] = []  # flat numbers of the cells that the device has not got yet
+        self._changed: list[IntArray] = []  # flat indices of cells not yet sent to the device
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The device side, with everything that the host wrote."""
+        """The device side, with all writes of the host."""
         if self._changed:
             flush([self])
         return self._tensor
@@ -36,11 +36,11 @@ class MirroredArray:
     def __setitem__(self, index: Any, value: IntArray | int) -> None:
         cells = self._cells(index)
         if len(cells):
-            self._changed.append(cells)  # first: a cell sent once too often does no harm
+            self._changed.append(cells)  # before the write: sending a cell needlessly does no harm
             self.host[index] = value
 
     def adopt(self, index: Any, value: IntArray | int) -> None:
-        """Take over what the device computed by itself."""
+        """Copy values that the device computed by itself."""
         self.host[index] = value
 
     def clear(self) -> None:
@@ -54,7 +54,7 @@ class MirroredArray:
         assert len(differ) == 0, f"host and device differ at {differ[:4].tolist()} and {len(differ)} cells in all"
 
     def _cells(self, index: Any) -> IntArray:
-        """Flat numbers of the cells that `index` names: a row, (row, columns), or arrays of both."""
+        """Flat indices of the cells at `index`: a row, (row, columns), or arrays of both."""
         if self.host.ndim == 1:
             chosen = np.arange(len(self.host))[index] if isinstance(index, slice) else np.asarray(index)
             return np.array(chosen, dtype=np.int64).reshape(-1)
@@ -65,15 +65,15 @@ class MirroredArray:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device, of the same dtype and shape, that the host does not wait for."""
+    """Copy an array to the device, with the same dtype and shape, without waiting."""
     host = torch.from_numpy(array)
     if device.type == "cuda":
-        host = host.pin_memory()  # or the copy would wait for what the device is doing
+        host = host.pin_memory()  # otherwise the copy would wait for the device's running work
     return host.to(device, non_blocking=True)
 
 
 def flush(arrays: Sequence[MirroredArray]) -> None:
-    """Send what the host changed in all of `arrays` (of one device), in one upload."""
+    """Send the host's changes in all of `arrays` (of one device), in one upload."""
     stale = [array for array in arrays if array._changed]
     if not stale:
         return
@@ -86,7 +86,7 @@ def flush(arrays: Sequence[MirroredArray]) -> None:
 
 
 def _each_once(cells: IntArray) -> IntArray:
-    """Rising numbers of these cells, by a mask where they lie close: thousands take long to sort."""
+    """Unique cells in rising order, by a mask if they lie close together, since thousands take long to sort."""
     if (cells[1:] > cells[:-1]).all():
         return cells
     first, last = int(cells.min()), int(cells.max())

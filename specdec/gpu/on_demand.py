@@ -1,13 +1,13 @@
-"""Fields that cost something, and are made for who asks.
+"""Fields that are expensive, and are computed at the first read.
 
     @dataclass(frozen=True)
     class Batch:
         history: OnDemand = OnDemand()         in a class that is no dataclass: history = OnDemand()
 
     Batch(history=tensor).history              the tensor
-    Batch(history=lambda: ...).history         what that makes, once
+    Batch(history=lambda: ...).history         the function's result, computed once
 
-Invariant: it is asked for while what it is made from is as it was.
+Invariant: it is first read while its inputs are unchanged.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 
 
 class OnDemand:
-    """A field that is given as a tensor, or as what makes it when it is first asked for."""
+    """A field that is given as a tensor, or as a function that computes it at the first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -27,7 +27,7 @@ class OnDemand:
 
     def __get__(self, instance: Any, owner: type) -> torch.Tensor:
         if instance is None:
-            raise AttributeError(f"{self.name} has no default")  # so dataclasses ask
+            raise AttributeError(f"{self.name} has no default")  # as dataclasses expect
         given: torch.Tensor | Callable[[], torch.Tensor] = instance.__dict__[self.name]
         if not isinstance(given, torch.Tensor):
             given = instance.__dict__[self.name] = given()

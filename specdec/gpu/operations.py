@@ -1,16 +1,16 @@
-"""Fused operations: a kernel's launcher says, where it is written, which plain torch function it equals.
+"""Fused operations: each kernel launcher declares the plain torch function that it equals.
 
     @op(reference=reference_softcap)
     def softcap(logits, cap): ...
 
     ops(softcap)(logits, 30.0)      ops: one of the three below, chosen once, when a model is fused
 
-    REFERENCE   plain torch                                      runs anywhere, and is every kernel's oracle
+    REFERENCE   plain torch                                      runs anywhere, and is the oracle of every kernel
     KERNELS     the kernels                                      a row's bits do not depend on the number of rows
     FAST        the kernels, and the vendor's products at        faster prefill and large batches, without that
                 many rows (`vendor=`)                            property
 
-The signature is the reference's own. References may wait for the device; kernels never do.
+A launcher has the signature of its reference. References may wait for the device; kernels never do.
 """
 
 from collections import ChainMap
@@ -30,7 +30,7 @@ _vendors: StandIns = {}
 
 
 def op(*, reference: Callable[..., Any], vendor: Callable[..., Any] | None = None) -> Callable[[Operation], Operation]:
-    """Declare an operation. vendor: what replaces it in `FAST`; None: nothing does."""
+    """Declare an operation. vendor: replaces it in `FAST`; None: not replaced."""
 
     def declare(kernel: Operation) -> Operation:
         _references[kernel] = reference
@@ -42,14 +42,15 @@ def op(*, reference: Callable[..., Any], vendor: Callable[..., Any] | None = Non
 
 
 class Operations:
-    """One way of running every operation: stand_ins of some, of all of them where complete."""
+    """One way of running every operation. stand_ins: functions that replace operations; `complete`: all are
+    replaced."""
 
     def __init__(self, stand_ins: StandIns, *, complete: bool = False) -> None:
         self._stand_ins = stand_ins
         self._complete = complete
 
     def __call__(self, operation: Operation) -> Operation:
-        """The function that runs in the place of this operation."""
+        """The function that runs instead of this operation."""
         assert operation in _references, f"{operation} is no operation: it has no @op"
         found = self._stand_ins[operation] if self._complete else self._stand_ins.get(operation, operation)
         return cast(Operation, found)

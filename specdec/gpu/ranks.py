@@ -1,15 +1,15 @@
-"""The devices that one model is split over, driven by one thread of the host; and what they say to each other.
+"""The devices that one model is split over, driven by one host thread, and their communication.
 
     send      values of rank 0 -> the same on every rank                         at the beginning of a forward
     gather    x_r [S, ...] float32 of each rank r -> [ranks * S, ...] on each, in the order of ranks
     select    x_r [S, T, H] float32 of each rank r -> [S, T, H] on each, every part of a row from its owner
-    collect   x_r of each rank r -> [ranks, ...] on rank 0, which has sent something since it last did
-    join      rank 0 goes on when what was launched on every rank is done
+    collect   x_r of each rank r -> [ranks, ...] on rank 0; between two collects rank 0 sends something
+    join      rank 0 continues when all launches on every rank are done
 
-`Ranks` is the form for one device: every rank is the same device, memory is shared, and the order of the calls is the
-order of the work. It is what runs on the CPU. `PeerRanks` are GPUs that reach each other's memory: the host launches
-phase by phase, and whatever a kernel waits for was launched before it, unless it is captured: graphs of all ranks are
-launched together. Invariant: all ranks hold the same bits.
+`Ranks` is the form for one device: every rank is the same device, memory is shared, and work runs in the order of the
+calls. CPUs use it. `PeerRanks` are GPUs that reach each other's memory: the host launches phase by phase, so the work
+that a kernel waits for was launched before it. In a capture, the graphs of all ranks are launched together. Invariant:
+all ranks hold the same bits.
 """
 
 import time
@@ -41,13 +41,13 @@ from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import triton
 
 MAX_ROWS = 2048
-"""Rows that a gather takes at once: its buffers are as large."""
+"""Rows per gather, which size its buffers."""
 
 POLL_SECONDS = 2e-5
 
 
 class Ranks:
-    """`count` ranks that are one device, one after the other."""
+    """`count` ranks on one device, which run one after another."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -61,8 +61,8 @@ class Ranks:
         return nullcontext()
 
     def put(self, rank: int, pieces: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """Tensors, wherever they lie, one after the other on this rank, in memory for the whole alone; one that is
-        there already as it is."""
+        """Concatenate tensors from any device on this rank, in new memory; a single tensor already there is returned
+        itself."""
         device = self.devices[rank]
         if len(pieces) == 1:
             return pieces[0].to(device)
@@ -79,14 +79,15 @@ class Ranks:
         self.room = numbers
 
     def send(self, value: Any) -> list[Any]:
-        """A nested value of rank 0 (`map_tensors`) -> the same for each rank. The first of a forward is a `begin`."""
+        """A nested value of rank 0 (`map_tensors`) -> its copy for each rank. The first `send` of a forward is a
+        `begin`."""
         return [value] * len(self)
 
     def begin(self) -> None:
-        """A forward begins. Raises DeviceLostError once a rank has not answered."""
+        """Begin a forward. Raises DeviceLostError if a rank has failed to answer."""
 
     def end(self) -> None:
-        """A forward has been launched."""
+        """End the launches of a forward."""
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, to be read before the next."""
@@ -96,7 +97,7 @@ class Ranks:
     def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[S, T, H] float32 of each rank, contiguous -> [S, T, H] for each rank, to be read before the next.
 
-        owners [T, S] int32 of each rank: not negative where a part is its own. Exactly one rank's is.
+        owners [T, S] int32 of each rank: not negative if the rank owns the part. Each part has exactly one owner.
         """
         whole = torch.zeros_like(parts[0])
         for part, own in zip(parts, owners, strict=True):
@@ -108,28 +109,29 @@ class Ranks:
         return torch.stack(list(values))
 
     def join(self) -> None:
-        """Later launches of rank 0 begin when every rank has finished its own."""
+        """Later launches of rank 0 begin when every rank has finished its launches."""
 
     def check(self) -> None:
-        """Raise DeviceLostError once a rank has not answered."""
+        """Raise DeviceLostError if a rank has failed to answer."""
 
     def guarded(self, event: Any) -> Any:
-        """An event of rank 0 whose `synchronize` raises DeviceLostError in the place of waiting for ever."""
+        """An event of rank 0 whose `synchronize` raises DeviceLostError instead of waiting for ever."""
         return event
 
 
 class PeerRanks(Ranks):
-    """GPUs of one process with access to each other's memory; tests run it on CPUs that are one, in the interpreter.
+    """GPUs of one process with access to each other's memory; tests run it in the interpreter, with one CPU as all
+    ranks.
 
-    Gathers alternate between two half-buffers. Half A is rewritten only after a gather into half B, by when all ranks
-    have read A; so gathers per forward must be even (`end` adds a `join` to an odd number of steps). `collect` writes
-    to rank 0 alone, into half A. The other ranks may do so once rank 0 has sent something since the last `collect`, for
-    it sends only after it has read.
+    Gathers alternate between two half-buffers. Half A is rewritten only after a gather into half B, and by then all
+    ranks have read A. So the number of gathers per forward must be even (`end` adds a `join` to an odd number of
+    steps). `collect` writes only to rank 0, into half A. Other ranks may do this only if rank 0 has sent something
+    since the last `collect`, because rank 0 sends after it has read.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
-        for device in devices:  # torch opens access with the first copy
+        for device in devices:  # the first copy makes torch enable peer access
             for peer in devices:
                 torch.ones(8, device=device).to(peer)
         ints: dict[str, Any] = {"dtype": torch.int32}
@@ -142,10 +144,10 @@ class PeerRanks(Ranks):
         self._flag_table = self._addresses(self._flags)
         self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
         self._out_table: list[torch.Tensor] = []
-        self._words: list[torch.Tensor] = []  # likewise, of those that are exchanged tagged
+        self._words: list[torch.Tensor] = []  # likewise, for tagged exchanges
         self._word_table: list[torch.Tensor] = []
         self._step = 0
-        self._held: list[torch.Tensor] = []  # what peers may still read
+        self._held: list[torch.Tensor] = []  # tensors that peers may still read
         self.max_polls = MAX_POLLS
         self._synchronize()
 
@@ -171,7 +173,7 @@ class PeerRanks(Ranks):
 
     def end(self) -> None:
         if self._step % 2:
-            self.join()  # of an odd number of gathers
+            self.join()  # for an odd number of gathers
         assert self._step < STEPS, f"{self._step} steps of one forward"
 
     def send(self, value: Any) -> list[Any]:
@@ -216,10 +218,11 @@ class PeerRanks(Ranks):
         offsets: Sequence[int],
         num_whole: int,
     ) -> list[torch.Tensor]:
-        """Every rank pushes its part to an offset in the whole, and waits for the others' -> [num_whole] on each."""
+        """Every rank pushes its part to an offset in the whole, and waits for the other parts -> [num_whole] on
+        each."""
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
-        tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # of no numbers flags remain
+        tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # without numbers only flags remain
         for halves in self._halves():
             for rank, (part, own, offset) in enumerate(zip(parts, owners, offsets, strict=True)):
                 with self.on(rank):
@@ -228,18 +231,18 @@ class PeerRanks(Ranks):
                     else:
                         self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
         self._step += 1
-        self._held.clear()  # a rank that has pushed has read what was sent to it
+        self._held.clear()  # a rank that has pushed has read all data sent to it
         return [buffer[first : first + num_whole] for buffer in self._buffers]
 
     def _halves(self) -> Sequence[str]:
-        """The launches of an exchange on each rank. Only a captured one may wait for what the host launches later: to
-        load a kernel for the first time may take until every device is idle."""
+        """The launches of an exchange on each rank. Only a captured launch may wait for later launches of the host:
+        loading a kernel for the first time may have to wait until every device is idle."""
         captured = self.devices[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
         return ("push and wait",) if captured else ("push", "wait")
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, dtype = values[0].shape, values[0].dtype
-        flat = [value.contiguous().view(-1).view(torch.float32) for value in values]  # as they are, whatever they mean
+        flat = [value.contiguous().view(-1).view(torch.float32) for value in values]  # bits only, of any dtype
         num = len(flat[0])
         at_once = self.room // len(self)
         out = torch.empty((len(self), num), dtype=torch.float32, device=self.devices[0])
@@ -281,7 +284,7 @@ class PeerRanks(Ranks):
         return None if event is None else _Guarded(event, self)
 
     def _push(self, rank: int, x: torch.Tensor | None, offset: int, targets: int | None = None) -> None:
-        """To the first `targets` ranks, or to all."""
+        """Push to the first `targets` ranks, or to all."""
         self._launch(rank, 0 if x is None else x.numel(), targets or len(self), x, offset, halves="push")
 
     def _wait(self, rank: int, sources: int, num: int) -> None:
@@ -315,7 +318,7 @@ class PeerRanks(Ranks):
         )
 
     def _launch_tagged(self, rank: int, part: torch.Tensor, out: torch.Tensor, *, halves: str) -> None:
-        """`_launch` of few numbers, to and from all ranks, in their order."""
+        """`_launch` for few numbers, to and from all ranks, in rank order."""
         exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
             *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
             *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
@@ -338,7 +341,7 @@ class PeerRanks(Ranks):
 
 
 class _Guarded:
-    """An event whose wait looks at the errors of ranks."""
+    """An event whose wait checks the ranks for errors."""
 
     def __init__(self, event: torch.cuda.Event, ranks: Ranks) -> None:
         self._event, self._ranks = event, ranks
@@ -369,7 +372,7 @@ def make_ranks(device: torch.device, count: int) -> Ranks:
     """`count` ranks from `device` on. Raises ConfigError: too few GPUs, or no access to each other's memory."""
     if device.type != "cuda":
         return Ranks([device] * count)
-    index: int | None = device.index  # torch's stubs know no device without
+    index: int | None = device.index  # torch's stubs know no device without an index
     first = torch.cuda.current_device() if index is None else index
     devices = [torch.device("cuda", first + rank) for rank in range(count)]
     there = torch.cuda.device_count()

@@ -1,9 +1,9 @@
-"""Times a round by stage, without slowing it: the device writes down when each stage began.
+"""Times the stages of a round without slowing it: the device records when each stage begins.
 
     clock.start("draft"); ...; clock.mark("verify"); ...; stamps = clock.stop()        [3] int64, nanoseconds
     seconds_by_stage(("draft", "verify"), stamps on the host)                          {"draft": s, "verify": s}
 
-The stamps are data of the round and leave it with its result; in a captured round they are taken at every replay.
+The stamps are part of the round's result; each replay of a captured round writes new ones.
 """
 
 import time
@@ -17,7 +17,7 @@ from specdec.gpu.triton_shim import tl, triton
 
 MAX_MARKS = 8
 STAMP = "_stamp_kernel"
-"""The name by which a profiler shows a mark."""
+"""The name of a mark in profilers."""
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -48,17 +48,16 @@ class StageClock:
         self._marked = 0
 
     def start(self, stage: str) -> None:
-        """Begin with this stage, whatever an interrupted round has marked."""
+        """Begin with this stage, dropping any marks of an interrupted round."""
         self._marked = 0
         self.mark(stage)
 
     def mark(self, stage: str) -> None:
-        """A new stage begins, and the one before it ends."""
+        """End the current stage and begin a new one."""
         self._stamp(None)
 
     def stop(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The last stage ends. -> [M + 1] when each of the M stages began, and the end; on the device, in `out` if that
-        is given."""
+        """End the last stage -> [M + 1] start times of the M stages, and the end; on the device, in `out` if given."""
         if out is not None:
             assert out.shape == (self._marked + 1,) and out.is_contiguous(), f"{out.shape=} {self._marked=}"
         self._stamp(out)
@@ -76,7 +75,7 @@ class StageClock:
 
 
 def seconds_by_stage(stages: Sequence[str], stamps: IntArray) -> dict[str, float]:
-    """Seconds of each of M stages from M + 1 stamps; stages of one name add up."""
+    """Seconds of each of M stages from M + 1 stamps; stages of the same name are summed."""
     seconds = dict.fromkeys(stages, 0.0)
     for stage, spent in zip(stages, (stamps[1:] - stamps[:-1]).tolist(), strict=True):
         seconds[stage] += spent / 1e9

@@ -8,7 +8,7 @@ import torch
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the value with `change` of each of its tensors; a value that holds none is returned itself."""
+    """Returns the value with `change` applied to each of its tensors; a value without tensors is returned itself."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):

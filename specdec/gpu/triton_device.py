@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on a device, and how large a program of them may be."""
+"""Whether Triton kernels can run on a device, and how large a program may be."""
 
 from functools import cache
 
@@ -13,13 +13,13 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def device_limits(device: torch.device) -> tuple[int, int]:
     """(multiprocessors, bytes of shared memory that one program may use)."""
     if device.type != "cuda":
-        return 8, 227 << 10  # in the interpreter any numbers do
+        return 8, 227 << 10  # any numbers will do in the interpreter
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Why kernels cannot run, and what to do, as the rest of a sentence; empty: they can."""
+    """Why kernels cannot run and what to do, as the end of a sentence; empty: they can run."""
     if not triton:
         return ": Triton is not installed; install it, or use attention='torch'"
     if triton.knobs.runtime.interpret != INTERPRETED or not (INTERPRETED or device.type == "cuda"):
@@ -30,7 +30,7 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
     if not INTERPRETED:
         try:
             device_limits(device)
-        except Exception as error:  # of many kinds: Triton builds its launcher when it starts
+        except Exception as error:  # of any type: Triton compiles its launcher when it starts
             return f": Triton does not start ({error}); it needs a C compiler and Python.h, or use attention='torch'"
     if device.type == "cuda" and (torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0)):
         return " needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later; use attention='torch'"

@@ -1,7 +1,7 @@
 """`triton` and `tl` where Triton is installed (Linux); elsewhere stand-ins, so that kernel files import.
 
-Without Triton every launcher takes its plain-torch reference: no kernel is ever launched. The stand-in answers every
-attribute with itself, is false, and as a decorator returns the function unchanged.
+Without Triton every launcher runs its plain-torch reference, and no kernel is launched. Every attribute of the stand-in
+is the stand-in itself; it is false, and as a decorator it returns the function unchanged.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ except ImportError:
     triton = tl = _Absent()
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Kernels run in Python, on a CPU: decided by TRITON_INTERPRET when they are imported."""
+"""Do kernels run in Python, on a CPU? TRITON_INTERPRET decides when they are imported."""
 
 KEEP = tl.constexpr("evict_last")
-"""Cache hint for activations: to stay in the L2 cache, through which weights and K/V stream that are read once."""
+"""Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through
+it."""

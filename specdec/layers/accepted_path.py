@@ -1,12 +1,13 @@
-r"""From the nodes of a tree to the rows of its accepted path, and from those to the last of them.
+r"""Gathers the rows of a tree's accepted path, and keeps the last row of the path.
 
     path_rows    rows[b, d]       = x[b, path[b, d]]
                  following[b, d]  = tokens[b, path[b, d + 1]]    d + 1 < length_b: the token after each
                                   = next_token[b]                later
-    keep_last    kept[row_b]      = rows[b, length_b - 1]        of equal row_b one is kept
-                                  = x[b, path[b, length_b - 1]]  the same, of rows that were not gathered
+    keep_last    kept[row_b]      = rows[b, length_b - 1]        if several row_b are equal, one is kept
+                                  = x[b, path[b, length_b - 1]]  the same, if the rows were not gathered
 
-One launch each. Of a path [B, D] the first `length` entries count, a length of 0 as 1; the others name any node.
+Each is one launch. The first `length` entries of a path [B, D] count (a length of 0 counts as 1); the rest are
+arbitrary nodes.
 """
 
 import torch
@@ -123,8 +124,8 @@ def path_rows(
 def keep_last(
     kept: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor | None = None
 ) -> None:
-    """kept [R, H] is written at row [B]; rows [B, D, H] of a path, or those of all nodes [B, N, H] and path [B, D];
-    length [B]."""
+    """Write the last rows to kept [R, H] at row [B], from rows [B, D, H] of a path, or from rows of all nodes [B, N, H]
+    and path [B, D]; length [B]."""
     batch, _, width = rows.shape
     assert kept.is_contiguous() and kept.shape[1] == width and kept.dtype == rows.dtype, f"{kept.shape=} {rows.shape=}"
     assert row.shape == length.shape == (batch,), f"{row.shape=} {length.shape=}"

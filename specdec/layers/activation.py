@@ -1,4 +1,4 @@
-"""Activations that gate a product, act(g) u, in float32 in kernels as in torch."""
+"""Activations that gate a product, act(g) u, in float32, in torch and in kernels."""
 
 import torch
 import torch.nn.functional as F

@@ -1,14 +1,14 @@
-"""Batch-invariant forms of what torch computes: a row has the same bits whatever the other rows of its tile are.
+"""Batch-invariant forms of torch operations: a row has the same bits whatever the other rows of its tile are.
 
-    functions   torch computes most elements of a tensor by vectors, and the last ones, and those where a thread's share
-                ends, one by one: exponentials of the two differ in the last bit. `VectorwiseMode` pads and cuts, so
-                that every element is one of a vector
-    products    of a few columns are divided among threads along K: `VectorwiseMode` makes them as wide as those that
-                are not. A column then has the bits that it has in any wider product, so ranks may share its rows
-    experts     see the rows that chose them, so their shapes depend on other rows: `RowwiseModule` runs each row alone
+    functions   torch computes most elements of a tensor in vectors, but the last ones, and those at the end of a
+                thread's share, one by one; exponentials may differ in the last bit. `VectorwiseMode` pads and cuts, so
+                that every element is computed in a vector
+    products    with few columns are divided among threads along K. `VectorwiseMode` widens them until they are not, so
+                a column has the same bits as in any wider product, and ranks may share its rows
+    experts     get the rows that chose them, so their shapes depend on other rows: `RowwiseModule` runs each row alone
 
-Everything else that models do between attentions (products of a fixed shape, sums over a row, sums and products of
-elements) was found to give a row the same bits at any place. `models/batch_invariance.py` asks every model.
+All other operations between attentions (products of a fixed shape, sums over a row, elementwise operations) were found
+to give a row the same bits in any place. `models/batch_invariance.py` checks every model.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.product import Cut, Product, cut_of
 
 VECTOR = 64
-"""A multiple of what torch takes at once, of any dtype."""
+"""A multiple of torch's vector length for every dtype."""
 
 SHARE = 1 << 14
-"""The most elements that torch gives to one thread."""
+"""The most elements that torch assigns to one thread."""
 
 FEW_COLUMNS = 16
 
@@ -48,7 +48,7 @@ FUNCTIONS: frozenset[Any] = frozenset(
 
 
 class VectorwiseMode(TorchFunctionMode):
-    """In the block, functions of single elements and products of few columns do not depend on an element's place."""
+    """Within the block, elementwise functions and products with few columns do not depend on an element's place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,8 +80,8 @@ def _few_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def rows_alone(compute: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-    """`compute` of each row of `args` [T, ...] by itself, side by side. A row that repeats the one before, as padding
-    does, is computed once."""
+    """Apply `compute` to each row of `args` [T, ...] alone and stack the results. A row equal to the previous one, as
+    in padding, is computed once."""
     done: list[torch.Tensor] = []
     before: list[torch.Tensor] | None = None
     for i in range(len(args[0])):
@@ -94,7 +94,7 @@ def rows_alone(compute: Callable[..., torch.Tensor], *args: torch.Tensor) -> tor
 
 
 class RowwiseModule(nn.Module):
-    """Stands where a module stood that takes tensors of as many rows as one another: each row runs by itself."""
+    """Replaces a module whose arguments all have the same number of rows, and runs it for each row alone."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class RowwiseModule(nn.Module):
 
 
 def run_experts_by_row(model: nn.Module) -> None:
-    """In a private copy: mixtures call their `experts` with rows, and what the router made of each."""
+    """Replace the experts in a private copy by `RowwiseModule`: mixtures call `experts` with rows and their routing."""
     for module in model.modules():
         experts = module._modules.get("experts")
         if experts is not None and not isinstance(experts, RowwiseModule):
@@ -123,7 +123,7 @@ def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -
 def rowwise_linear(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
 ) -> Product:
-    """`reference_linear` with the sums of the kernels: by ranges of K, so that ranks can share them."""
+    """`reference_linear`, but sums over ranges of K like the kernels, so that ranks can share them."""
     cut = cut or cut_of(weight)
     if cut.splits == 1 or isinstance(weight, PackedWeight):
         return reference_linear(x, weight, bias)
@@ -138,7 +138,7 @@ def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Exper
 ROWWISE = REFERENCE.replacing(
     {apply_experts: rowwise_apply_experts, linear: rowwise_linear, mlp_and_experts: rowwise_mlp_and_experts}
 )
-"""`REFERENCE` in a batch-invariant form, for rows in tiles of a fixed size and under `VectorwiseMode`."""
+"""Batch-invariant form of `REFERENCE`, for rows in tiles of a fixed size under `VectorwiseMode`."""
 
 
 def rowwise(ops: Operations | None) -> Operations | None:

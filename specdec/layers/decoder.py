@@ -1,7 +1,7 @@
 """A decoder of fused layers: the order of products, norms and residuals, for every family of `FAMILIES`.
 
-A layer takes the residual stream h and its normed form x, and hands both to the next: the norm that begins a layer is
-computed where the one before ends. Per layer, with [..] where the family has it:
+A layer takes the residual stream h and its normed form x, and passes both on: the first norm of a layer is computed at
+the end of the previous layer. Steps of a layer; those in [..] exist only in some families:
 
     y = x W_qkv                        linear           [q/k norm over all heads]              qk_norm
                                                         [y = queries, keys, values of latents] expand_latent
@@ -19,7 +19,7 @@ computed where the one before ends. Per layer, with [..] where the family has it
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
     h, x = [c] h, [norm] of the next layer(h)
 
-The families are descriptions (`LayerParts`) read off the Hugging Face modules; the weights are theirs.
+A family is a description (`LayerParts`) made from the Hugging Face modules, whose weights it uses.
 """
 
 from collections.abc import Generator
@@ -48,7 +48,7 @@ from specdec.layers.rope_store import Rotary, RotatedQKV, rope_store, rotary
 
 
 class SharedInputs(NamedTuple):
-    """Tensors that a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or
+    """Tensors that a forward computes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or
     None."""
 
     rotary: dict[str, Rotary]
@@ -62,8 +62,8 @@ class SharedInputs(NamedTuple):
 def embed_inputs(
     parts: DecoderParts, embedded: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None, ops: Operations
 ) -> tuple[torch.Tensor, torch.Tensor, SharedInputs]:
-    """Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream [T, H] and its
-    normed form, which the first layer reads, and what all layers share."""
+    """Begin a forward. Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream
+    [T, H], its normed form for the first layer, and the tensors that all layers share."""
     dtype = torch.float32 if parts.float_rotary else embedded.dtype
     tables = {
         kind: ops(rotary)(positions, frequencies, factor, dtype) for kind, (frequencies, factor) in parts.rotary.items()
@@ -74,12 +74,12 @@ def embed_inputs(
 
 Exchanged = Product | OwnedParts | RankColumns
 Walk = Generator[Exchanged, Product, tuple[torch.Tensor, torch.Tensor]]
-"""A layer on its way: yields each product of which other ranks may have parts, is sent the whole one, and returns the
-next layer's residual stream and its normed form."""
+"""A layer in progress, as a generator. It yields each product of which other ranks may have parts, is sent the complete
+product, and returns the residual stream and its normed form for the next layer."""
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer; `next_norm` is how the next one begins."""
+    """One decoder layer. `next_norm` is the first norm of the next layer."""
 
     def __init__(self, index: int, parts: LayerParts, next_norm: Norm | None, ops: Operations) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class FusedLayer(nn.Module):
         specdec_ctx: LayerContext,
         narrowing: Narrowing | EarlyExit | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden, normed [T, H] -> the next layer's, of the rows that the forward goes on with; where it ends here,
-        what it was given."""
+        """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with. If the
+        forward ends here, returns its arguments."""
         walk = self.walk(hidden, normed, shared, specdec_ctx, narrowing)
         try:
             product = next(walk)
@@ -145,7 +145,7 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None,
     ) -> Generator[Exchanged, Product, torch.Tensor | None]:
-        """Run attention for the rows that the forward goes on with -> [R, Hq D]; None: the forward ends here."""
+        """Run attention for the rows that the forward continues with -> [R, Hq D]; None: the forward ends here."""
         parts, ops = self.parts, self.ops
         if parts.wide_norms is not None:
             qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
@@ -154,7 +154,7 @@ class FusedLayer(nn.Module):
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
         if isinstance(narrowing, EarlyExit):
             return None
-        if narrowing is not None:  # the K/V of all rows are stored; only the chosen ones go on
+        if narrowing is not None:  # the K/V of all rows are stored; only the chosen rows continue
             chosen, context = narrowing.rows, narrowing.context
             rows, normed = RotatedQKV(rows.q[chosen], None, None), normed[chosen]
             qkv = qkv._replace(parts=qkv.parts[:, chosen]) if parts.heads.gated else qkv
@@ -175,7 +175,8 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None,
     ) -> torch.Tensor | None:
-        """Run a recurrent layer, as `_attend` runs attention: each row changes the state, whichever rows go on."""
+        """Run a recurrent layer, as `_attend` runs attention. Every row changes the state, even if it does not
+        continue."""
         rows = mixer.run(product, x, self.index, cast(RecurrentContext, context), self.ops)
         if isinstance(narrowing, EarlyExit):
             return None
@@ -184,7 +185,7 @@ class FusedLayer(nn.Module):
         return mixer.finish(rows, self.ops)
 
     def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[Exchanged, Product, Product]:
-        """A rank has the heads of all for that, then its own again."""
+        """Norm over all heads: a rank gets the heads of all ranks, then keeps its own."""
         heads, count = self.parts.heads, norms.num_ranks
         if count == 1:
             return self.ops(qk_norm)(qkv, norms.q, norms.k)
@@ -201,7 +202,7 @@ class FusedLayer(nn.Module):
     def _last_sum(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None
     ) -> Generator[Exchanged, Product, Product]:
-        """A product, of which this rank may have a share."""
+        """Finish a product of which this rank may have only a share."""
         if share is None:
             return (yield self.ops(linear)(x, weight, bias))
         if share.by_rows:
@@ -212,9 +213,10 @@ class FusedLayer(nn.Module):
         return (yield self.ops(linear_parts)(x, weight, share.cut)._replace(bias=bias))
 
     def _feed_forward(self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any) -> Walk:
-        """Add what attention gave, then what MLP or experts make of it, or of x, which attention read.
+        """Add attention's output to the residual, then the output of the MLP or experts. These read the sum, or x
+        (attention's input) if they run in parallel.
 
-        end: what else the norm after them does.
+        end: further arguments of the norm after them.
         """
         parts, moe, ops = self.parts, self.parts.moe, self.ops
         if moe is not None and moe.input_norm is not None:
@@ -260,7 +262,7 @@ class FusedLayer(nn.Module):
         else:
             gated = ops(gated_linear)(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit)
             dense = yield from self._last_sum(gated, mlp.down, None, cuts.down)
-            dense = Product.from_value(ops(finish)(dense))  # before the exchange after the next may write where it lies
+            dense = Product.from_value(ops(finish)(dense))  # copied before a later exchange may overwrite it
             chosen = yield from self._chosen(fork.experts, fork.router, moe)
         if moe.shared_gate is not None:
             whole = ops(finish)(dense)[:, None]  # [T, 1, H]
@@ -269,10 +271,10 @@ class FusedLayer(nn.Module):
 
 
 class FusedDecoder(nn.Module):
-    """Takes the place of a Hugging Face text model. It is called with the same keywords, and ignores masks and caches.
+    """Replaces a Hugging Face text model. It takes the same keywords, but ignores masks and caches.
 
-    `source` is that module, `embedding` stands for its own; its parameters are those that the layers read. When
-    something has re-pointed them, `adopt` takes a new description: a forward never reads both old and new weights.
+    `source` is that model, whose parameters the layers read; `embedding` replaces its embedding. If parameters were
+    re-pointed, `adopt` takes a new description: a forward never reads both old and new weights.
     """
 
     def __init__(self, source: nn.Module, embedding: nn.Module, parts: DecoderParts, ops: Operations) -> None:
@@ -284,7 +286,7 @@ class FusedDecoder(nn.Module):
         self.adopt(parts)
 
     def adopt(self, parts: DecoderParts) -> None:
-        """Run by this description of the source from now on."""
+        """Use this description of the source from now on."""
         self.parts = parts
         for layer, described, next_norm in zip(self.layers, parts.layers, parts.next_norms, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
@@ -303,8 +305,8 @@ class FusedDecoder(nn.Module):
         narrowing: Narrowing | EarlyExit | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
-        shape; [1, R, H] where the forward goes on with R of the rows, None where it ends with none."""
+        """input_ids or inputs_embeds, and position_ids, of any leading shape with T rows -> states of that shape. If
+        only R rows continue: [1, R, H]; if none does: None."""
         walk = self.walk(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
         walk.advance(walk.num_layers)
         return BaseModelOutputWithPast(last_hidden_state=walk.finish())  # type: ignore[arg-type]
@@ -317,7 +319,7 @@ class FusedDecoder(nn.Module):
         narrowing: Narrowing | EarlyExit | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> "DecoderWalk":
-        """Begins the forward that `forward` runs, and stops before its first layer."""
+        """Begin the forward of `forward`, stopped before the first layer."""
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
@@ -328,8 +330,8 @@ class FusedDecoder(nn.Module):
 
 @dataclass(slots=True)
 class DecoderWalk:
-    """A forward of a `FusedDecoder` over rows that pack to `shape`, between two of its layers: the first `done` have
-    run, and `hidden`, `normed` enter the next."""
+    """A paused forward of a `FusedDecoder` over rows of shape `shape`: its first `done` layers have run, and `hidden`,
+    `normed` enter the next layer."""
 
     decoder: FusedDecoder
     context: LayerContext
@@ -342,11 +344,11 @@ class DecoderWalk:
 
     @property
     def num_layers(self) -> int:
-        """Layers that run, for some rows at least."""
+        """Number of layers that run for at least some rows."""
         return self.narrowing.layer + 1 if isinstance(self.narrowing, EarlyExit) else len(self.decoder.layers)
 
     def advance(self, end: int) -> None:
-        """Run the layers before number `end` that have not run."""
+        """Run the remaining layers before number `end`."""
         narrowing = self.narrowing
         while self.done < end:
             layer = self.decoder.layers[self.done]
@@ -357,7 +359,7 @@ class DecoderWalk:
             self.done += 1
 
     def finish(self) -> torch.Tensor | None:
-        """After the last layer: the states after the final norm; see `FusedDecoder.forward`."""
+        """After the last layer, return the states after the final norm; see `FusedDecoder.forward`."""
         if isinstance(self.narrowing, EarlyExit):
             return None
         last = self.decoder.ops(norm)(Product.from_value(self.hidden), pre=self.decoder.parts.final_norm)[1]

@@ -1,4 +1,4 @@
-"""Parts of a decoder of fused layers: descriptions read off Hugging Face modules, whose weights they hold.
+"""Parts of a decoder of fused layers: descriptions made from Hugging Face modules, with references to their weights.
 
 `decoder.py` runs them, `families.py` makes them, `split/layer_shares.py` gives each rank its share.
 """
@@ -25,20 +25,20 @@ NO_HEADS = Heads(0, 0, 0)
 
 
 class FusedMixer(Protocol):
-    """The part of a recurrent layer that replaces attention, between its first product and its last."""
+    """The part of a recurrent layer between its first and its last product. It replaces attention."""
 
     def run(
         self, product: Product, x: torch.Tensor, layer: int, context: RecurrentContext, ops: Operations
     ) -> tuple[torch.Tensor, ...]:
-        """product [T, N] of x [T, H] by the layer's first weight -> tensors of T rows, which `finish` reads."""
+        """product [T, N] of x [T, H] and the layer's first weight -> tensors of T rows, for `finish`."""
 
     def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
-        """Some rows of what `run` returns [R, ...] -> what the last product reads [R, K]."""
+        """Some rows [R, ...] of `run`'s result -> the input [R, K] of the last product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PleParts:
-    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm after them."""
+    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], and the norm after them."""
 
     gate: Weight
     activation: str
@@ -48,9 +48,9 @@ class PleParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeParts:
-    """Experts in the place of an MLP, or next to one that reads what they read, a shared expert: it is added to them,
-    times a gate [1, H] where it has one. Or next to an MLP of Gemma 4 (`fork_join.py`): then router and experts read
-    norms of the residual stream of their own, and what both add is normed each for itself before the sum."""
+    """Experts instead of an MLP, or next to one. A shared expert is an MLP with the same input; its output, times a
+    gate [1, H] if it has one, is added to the experts'. Next to an MLP of Gemma 4 (`fork_join.py`), router and experts
+    read their own norms of the residual stream, and both outputs are normed separately before the sum."""
 
     router: Router
     experts: Experts
@@ -61,17 +61,17 @@ class MoeParts:
 
 
 class SumShare(NamedTuple):
-    """What a rank has of a weight over whose columns a product sums (`layers/split`): whole ranges of K, as `cut`
-    says, whose parts ranks exchange; or rows of it, cut as the whole weight: then ranks exchange x and y."""
+    """A rank's share of a weight whose product sums over divided columns (`layers/split`). Either whole ranges of K
+    (`cut`), and ranks exchange their parts; or some rows, cut like the whole weight, and ranks exchange x and y."""
 
     cut: Cut
     by_rows: bool
 
 
 class WideNorms(NamedTuple):
-    """Norms over all heads of the queries, and of the keys: of one of `num_ranks`, over those of all ranks.
+    """Norms over all heads of the queries and of the keys. With `num_ranks` ranks, over the heads of all ranks.
 
-    kv_shares: parts in which ranks hold the K/V heads; fewer than ranks where heads are repeated."""
+    kv_shares: number of parts into which K/V heads are divided; fewer than ranks if heads are repeated."""
 
     q: Norm
     k: Norm
@@ -81,7 +81,8 @@ class WideNorms(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """How the weights of one rank's share of a layer are cut: as in the whole layer. down: None without an MLP."""
+    """Cuts of the weights in a rank's share of a layer, equal to those of the whole layer. down: None without an
+    MLP."""
 
     qkv: Cut
     out: SumShare
@@ -90,8 +91,8 @@ class Cuts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight, of latents where there is `latent`;
-    `kind` names its rotary table. Where there is a `mixer`, that runs between `qkv` and `out`, and not attention."""
+    """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight (of latents if `latent` is set); `kind`
+    names the rotary table. If there is a `mixer`, it runs between `qkv` and `out` instead of attention."""
 
     kind: str = ""
     heads: Heads = NO_HEADS
@@ -104,12 +105,12 @@ class LayerParts:
     out: Weight
     out_bias: torch.Tensor | None = None
     input_norm: Norm | None
-    attention_norm: Norm | None  # on what attention adds
+    attention_norm: Norm | None  # of attention's output
     mlp_input_norm: Norm | None
     mlp: Mlp | None
-    mlp_norm: Norm | None  # on what the MLP adds
-    parallel: bool = False  # the MLP reads what attention reads
-    factor: float = 1.0  # of what each of the two adds
+    mlp_norm: Norm | None  # of the MLP's output
+    parallel: bool = False  # MLP and attention read the same input
+    factor: float = 1.0  # multiplies both outputs
     sinks: torch.Tensor | None = None
     head_gates: Weight | None = None  # [Hq, H]
     softcap: float | None = None  # of attention scores
@@ -123,8 +124,8 @@ class LayerParts:
 class DecoderParts:
     """Description of a decoder for its fused form.
 
-    rotary: (frequencies, attention factor) by kind of layer, whose tables are float32 (`float_rotary`) or in the
-    model's dtype. factor: of embeddings, after their module's own. final_norm: None for MTP modules without one.
+    rotary: (frequencies, attention factor) by kind of layer; tables are float32 (`float_rotary`) or in the model's
+    dtype. factor: multiplies embeddings, after their module's own factor. final_norm: None for MTP modules without one.
     """
 
     layers: tuple[LayerParts, ...]
@@ -136,6 +137,5 @@ class DecoderParts:
 
     @property
     def next_norms(self) -> list[Norm | None]:
-        """Norm after each layer, with which the next one begins. After the last it is None: the final norm follows
-        apart."""
+        """For each layer, the first norm of the next one. None after the last layer: the final norm is separate."""
         return [*(layer.input_norm for layer in self.layers[1:]), None]

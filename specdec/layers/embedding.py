@@ -1,10 +1,10 @@
-r"""Embeddings of T tokens, and what a drafter reads next to them, in one launch each.
+r"""Embeddings of T tokens, alone or with a drafter's other inputs, in one launch each.
 
     embed             y_t = [ E[token_t] s | z_t ]                   s: the family's scale; z: other rows; or neither
     embed_and_norm    x_t = [ norm_0(E[token_t]) | norm_1(h_t) ]     an EAGLE-3 layer's input; norm: see `norm.py`
-                      h = dtype(sum_s parts[s] + bias)               the product before
+                      h = dtype(sum_s parts[s] + bias)               the previous product
 
-A product of E and s is rounded to the model's dtype, as transformers holds it. Bits depend on no other row.
+The product of E and s is rounded to the model's dtype, as in transformers. Bits depend on no other row.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""The families that run fused, and how each one's Hugging Face text model reads as `DecoderParts`.
+"""The families that run fused, and how the text model of each is described as `DecoderParts`.
 
-A family like Llama is one line of `FAMILIES`: where it differs from Llama in what its modules do not say themselves.
-A model is described only as it is: whatever the description could not say raises `Unfusable` with the reason, and the
-model runs as Hugging Face wrote it. Describing a model merges its QKV and gate / up weights in place (`merge.py`).
+A family like Llama is one line of `FAMILIES`, with the differences from Llama that its modules do not show. A
+description must be exact: if it cannot express a model, it raises `Unfusable` with the reason, and the model runs
+transformers' modules. Describing a model merges its QKV and gate / up weights in place (`merge.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -27,20 +27,20 @@ from specdec.layers.recurrent_families import described_mixer
 from specdec.layers.rope_store import Heads
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-"""Kinds of rotary embedding whose frequencies do not depend on the sequence."""
+"""RoPE types whose frequencies do not depend on the sequence."""
 
 SCALED_EMBEDDINGS = frozenset(
     {"gemma2.Gemma2TextScaledWordEmbedding", "gemma3.Gemma3TextScaledWordEmbedding"}
     | {"gemma4.Gemma4TextScaledWordEmbedding", "gemma4_unified.Gemma4UnifiedTextScaledWordEmbedding"}
 )
-"""Embeddings [V, H] times the number in their `embed_scale`, by `family_name`."""
+"""Embeddings [V, H] that are multiplied by their `embed_scale`, by `family_name`."""
 
-_proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the names of activations that were tried
+_proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # verified activations and their names
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class NormNames(NamedTuple):
-    """Attributes of a layer that are its norms: before and after attention, before and after the MLP."""
+    """Attribute names of a layer's norms: before and after attention, before and after the MLP."""
 
     input: str | None
     attention: str | None
@@ -67,21 +67,21 @@ UNROTATED = "unrotated"
 
 
 def rotates_in_windows(attention: Any) -> bool:
-    """EXAONE's rule: layers with full attention rotate only where no layer slides."""
+    """EXAONE's rule: full-attention layers use RoPE only if the model has no sliding layers."""
     return attention.sliding_window is None or bool(attention.is_sliding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaLike:
-    """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual), and where a family differs.
+    """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual) with a family's differences.
 
-    What modules say themselves is read off them: biases, q/k norms, experts, sinks, merged weights, partial rotary,
-    multipliers of embeddings and residuals, rotary tables by kind of layer; and what only Gemma 4 has: per-layer
-    embeddings, shared K/V, keys as values, experts next to an MLP. The default is Llama.
+    Other properties are read from the modules: biases, q/k norms, experts, sinks, merged weights, partial rotary,
+    multipliers of embeddings and residuals, rotary tables by kind of layer; and for Gemma 4 per-layer embeddings,
+    shared K/V, keys as values, experts next to an MLP. The defaults are Llama's.
 
-    gain: the form of its norms.   norms: where they are.   parallel: the MLP reads what attention reads.
-    interleaved: the rotary embedding turns channels 2 j and 2 j + 1.   rotates: whether a layer's attention turns any.
-    softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: of `DecoderParts`.
+    gain: the form of its norms.   norms: their attribute names.   parallel: MLP and attention read one input.
+    interleaved: RoPE rotates channels 2 j and 2 j + 1.   rotates: does a layer's attention use RoPE?
+    softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: see `DecoderParts`.
     """
 
     gain: Norm = ROUNDED
@@ -93,7 +93,7 @@ class LlamaLike:
     float_rotary: bool = False
 
     def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
-        """The description of a text model. apart: for `WeightGroups`. Raises Unfusable."""
+        """Describe a text model. apart: see `WeightGroups`. Raises Unfusable."""
         check_tree(model)
         merged = WeightGroups(apart=apart)
         layers = tuple(self.layer(layer, model, merged, index) for index, layer in enumerate(model.layers))
@@ -109,7 +109,7 @@ class LlamaLike:
         )
 
     def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int = 0) -> LayerParts:
-        """The description of layer `index` of a model, or of a head that has layers like a model's."""
+        """Describe layer `index` of a model, or of a head with layers like a model's."""
         attention = _first(layer, "self_attn")
         mixing = (
             described_mixer(layer.linear_attn, merged, _known_activation)
@@ -134,7 +134,7 @@ class LlamaLike:
         )
 
     def _attention(self, attention: Any, model: Any, merged: WeightGroups, index: int) -> dict[str, Any]:
-        """The fields of `LayerParts` that are attention's."""
+        """The fields of `LayerParts` for attention."""
         products = _attention_products(attention, merged)
         latent = self._latent(attention)
         heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
@@ -151,7 +151,7 @@ class LlamaLike:
         }
 
     def _heads(self, attention: Any, width: int) -> tuple[Heads, WideNorms | None]:
-        """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
+        """How the `width` columns of the QKV product divide, and norms over all heads of queries and keys."""
         head_dim = attention.head_dim
         v_dim: int = getattr(attention, "v_head_dim", head_dim)
         num_q = attention.o_proj.in_features // v_dim
@@ -184,7 +184,7 @@ class LlamaLike:
         )
 
     def _moe(self, layer: Any) -> MoeParts | None:
-        """Experts in the place of the MLP, or next to it."""
+        """Experts instead of the MLP or next to it."""
         beside = getattr(layer, "enable_moe_block", False)
         mixture = layer if beside else layer.mlp
         if not hasattr(mixture, "experts"):
@@ -229,7 +229,7 @@ class LlamaLike:
 
 
 def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
-    """The weights of a layer's attention, QKV merged; adds what was merged to `merged`."""
+    """The weights of a layer's attention, with QKV merged. Adds the merged weights to `merged`."""
     if hasattr(attention, "qkv_proj"):
         projections = [attention.qkv_proj]
     elif hasattr(attention, "kv_a_proj_with_mqa"):
@@ -277,9 +277,9 @@ def _mlp(mlp: Any, activation: str, merged: WeightGroups) -> Mlp:
 
 
 def _activation(act_fn: nn.Module, name: str) -> str:
-    """The kernels' name of an activation, if it computes what its name says."""
+    """The kernels' name for an activation, after checking that it computes what its name says."""
     _known_activation(name)
-    if _proved.get(act_fn) != name:  # once, since weights may be described again where nothing may be waited for
+    if _proved.get(act_fn) != name:  # checked once: a later description may not wait for the device
         x = torch.linspace(-4.0, 4.0, 33)
         if not torch.allclose(act_fn(x), reference_activate(x, ACTIVATIONS[name]), atol=1e-5):
             raise Unfusable(f"its MLP's act_fn ({type(act_fn).__name__}) is not {name!r}, as its config says")
@@ -288,7 +288,7 @@ def _activation(act_fn: nn.Module, name: str) -> str:
 
 
 def _known_activation(name: str) -> str:
-    """The kernels' name of an activation of transformers."""
+    """The kernels' name for an activation of transformers."""
     if name not in ACTIVATIONS:
         raise Unfusable(f"its MLP is gated by {name!r}; known: {sorted(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -346,4 +346,4 @@ FAMILIES: dict[str, LlamaLike] = {
     "smollm3.SmolLM3Model": LlamaLike(),
     "step3p7.Step3p7TextModel": LlamaLike(gain=PLUS_ONE),
 }
-"""The one table of what runs fused: text model of transformers -> how it is described to `FusedDecoder`."""
+"""All text models that run fused: transformers' class -> the function that describes it for `FusedDecoder`."""

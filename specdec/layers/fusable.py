@@ -1,5 +1,5 @@
-"""Parts that a text model may have and run fused: classes of its own file and of torch, untouched, over plain
-tensors."""
+"""Checks that a text model can run fused: it may contain only unmodified classes of its own file and of torch, over
+plain tensors."""
 
 import torch
 from torch import nn
@@ -14,22 +14,23 @@ from specdec.modules.private_copy import OWN_FORWARDS
 
 PLAIN_MODULES = frozenset(
     {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
-    | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
+    | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train, so dropout does nothing
     | {PackedLinear.__module__, PackedExperts.__module__}
-    | {"torch.nn.modules.conv", "specdec.models.recurrent_layers"}  # what stands for recurrent modules reads theirs
+    | {"torch.nn.modules.conv", "specdec.models.recurrent_layers"}  # stand-ins read recurrent modules' weights
 )
-"""Modules that define the classes inside a text model, besides the file of the model itself."""
+"""Modules, besides the model's own file, that may define classes inside a text model."""
 
 FLOAT_PARAMETERS = (".A_log", ".dt_bias")
-"""Parameters of recurrent layers that may be in float32, whatever the others are."""
+"""Parameters of recurrent layers that may be float32 in a model of any dtype."""
 
 
 class Unfusable(UnsupportedModelError):
-    """This instance does something that its fused form would not."""
+    """This model does something that its fused form would not do."""
 
 
 def check_tree(model: nn.Module) -> None:
-    """Refuse what the family's file does not contain: adapters, quantised layers, hooks; and a mix of dtypes."""
+    """Refuse everything that the family's file does not contain (adapters, quantised layers, hooks) and mixed
+    dtypes."""
     allowed = {type(model).__module__, *PLAIN_MODULES}
     for name, module in model.named_modules():
         if type(module).__module__ not in allowed:
@@ -52,13 +53,13 @@ def check_tree(model: nn.Module) -> None:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Does it run the forward of its class, and nothing else but notes that transformers takes for itself?"""
-    forward = vars(module).get("forward")  # norms and experts of a private copy have one that is the same
+    """Does it run the forward of its class, without hooks other than transformers' own recorders?"""
+    forward = vars(module).get("forward")  # norms and experts of a private copy have an equal one
     replaced = forward is not None and getattr(forward, "__func__", None) not in OWN_FORWARDS
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
 
 
 def is_dense(param: torch.Tensor) -> bool:
-    """A dense floating tensor: not quantised, not sharded."""
+    """Is it a dense floating tensor, neither quantised nor sharded?"""
     return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()

@@ -1,9 +1,9 @@
-"""Replaces Hugging Face modules by fused ones, and follows their weights when these change.
+"""Replaces Hugging Face modules by fused ones, and follows later changes of their weights.
 
     fuse(text_model, KERNELS) -> a FusedDecoder over the same weights, called with the same keywords
 
-The caller's own module: an engine fuses its private copy, never the user's. Classes are matched exactly (`FAMILIES`),
-since a subclass may compute something else. Describing one merges weights in place: one thread at a time.
+An engine fuses its private copy, never the user's module. Classes are matched exactly (`FAMILIES`), since a subclass
+may compute something else. Describing a model merges weights in place, one thread at a time.
 """
 
 import logging
@@ -34,13 +34,13 @@ logger = logging.getLogger("specdec")
 
 
 def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
-    """What stands in the place of a text model from now on. Raises Unfusable, with the reason as a clause."""
+    """The fused replacement of a text model. Raises Unfusable, with the reason as a clause."""
     embedding = fuse_embedding(source.get_input_embeddings(), ops)  # type: ignore[operator]
     return FusedDecoder(source, embedding, describe_decoder(source), ops)
 
 
 class FusedModule(nn.Module):
-    """Stands where a module stood whose weights it reads, looked up at each call."""
+    """Replaces a module, and reads the module's weights at each call."""
 
     def __init__(self, source: nn.Module, ops: Operations) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class FusedModule(nn.Module):
 
 
 class FusedLinear(FusedModule):
-    """An `nn.Linear`, or a `PackedLinear`."""
+    """Replaces an `nn.Linear` or a `PackedLinear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N]."""
@@ -63,7 +63,7 @@ class FusedLinear(FusedModule):
 
 
 class FusedNorm(FusedModule):
-    """A norm of the kind that a text model has."""
+    """Replaces a norm of the text model's kind."""
 
     def __init__(self, source: nn.Module, model: nn.Module, ops: Operations) -> None:
         super().__init__(source, ops)
@@ -76,7 +76,7 @@ class FusedNorm(FusedModule):
 
 
 class FusedEmbedding(FusedModule):
-    """An embedding, scaled or not."""
+    """Replaces an embedding, scaled or not."""
 
     def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
         """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
@@ -86,7 +86,7 @@ class FusedEmbedding(FusedModule):
 
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
-    """Returns a module with this product, computed by `ops`; the module itself where it is more than a product."""
+    """A module that computes the same product by `ops`; the module itself if it does more than a product."""
     plain = (
         type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_dense, module.parameters()))
     )
@@ -94,8 +94,7 @@ def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
 
 
 def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
-    """Returns a module with these rows, looked up by `ops`; the module itself where it is no embedding known here, or
-    does more than look up."""
+    """A module that looks up the same rows by `ops`; the module itself if it is no known embedding or does more."""
     known = type(module) is nn.Embedding or family_name(module) in SCALED_EMBEDDINGS
     if not known or not isinstance(module, nn.Embedding):
         return module
@@ -104,13 +103,13 @@ def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
 
 
 class Weights:
-    """The weights that one or more modules read, where others may re-point them at any time.
+    """The weights that one or more modules read. Other code may re-point them at any time.
 
-    Kept in step by asking for `generation` before each forward: a fused decoder is described again when they have
-    moved. A holder of addresses, such as a captured graph, remembers the number it was made at.
+    Ask for `generation` before each forward: if weights have moved, a fused decoder is described again. A holder of
+    addresses, such as a captured graph, remembers its generation.
 
-    original: of modules that are a private copy, the user's modules. When these change (another active adapter, a hook,
-    a sub-module in the place of another), `copy_again` replaces the copy, and returns its weights.
+    original: the user's modules, if the modules are a private copy. If these change (another active adapter, a hook, a
+    replaced sub-module), `copy_again` replaces the copy and returns its weights.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Weights:
     ) -> None:
         self.name = name
         self._original, self._copy_again = original, copy_again
-        self._stale = False  # the private copy is not what the user's modules are
+        self._stale = False  # the private copy differs from the user's modules
         self._in_step = True
         self._generation = 0
         self._lock = threading.Lock()
@@ -133,9 +132,9 @@ class Weights:
 
     @holds_weights_lock()
     def generation(self) -> int:
-        """Incremented when the weights were found elsewhere, or modules were copied again. Raises UnsupportedModelError
-        while that is not possible: weights of another dtype or on another device, for which K/V would not fit, or
-        modules that cannot be served."""
+        """A number that is incremented if weights have moved or modules were copied again. Raises UnsupportedModelError
+        while the weights have another dtype or device, for which K/V would not fit, or if the modules cannot be served.
+        """
         with self._lock:
             if self._original is not None and self._original.changed():
                 self._stale = True
@@ -143,20 +142,20 @@ class Weights:
 
     @holds_weights_lock()
     def look_closely(self) -> None:
-        """Find what `generation` has no time to look for: see `ModuleWatch.differs`. Modules that could have changed
-        without a trace are copied again. Raises as `generation` does."""
+        """Find changes that `generation` has no time to look for: see `ModuleWatch.differs`. Modules that may have
+        changed without a trace are copied again. Raises like `generation`."""
         with self._lock:
             if self._original is not None and (self._original.untraceable or self._original.differs()):
                 self._stale = True
             self._bring_in_step()
 
     def updates(self) -> object:
-        """Another value whenever the weights that `generation` found last have been changed in place: see
-        `StorageWatch.versions`. Never the same value while they have no version counters."""
+        """A value that changes whenever the weights that `generation` last found are changed in place: see
+        `StorageWatch.versions`. If they have no version counters, each call returns another value."""
         return self._watch.versions() if self._watch.counts_updates() else object()
 
     def counts_updates(self) -> bool:
-        """Does an update in place show? Not of tensors that were made under `torch.inference_mode()`."""
+        """Are in-place updates visible? Not for tensors made under `torch.inference_mode()`."""
         return self._watch.counts_updates()
 
     def _bring_in_step(self) -> int:
@@ -190,7 +189,7 @@ class Weights:
                     f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
                     "make a new engine"
                 ) from reason
-        self._watch.moved()  # by the merge, to where they are described now
+        self._watch.moved()  # the merge has just moved them
 
     def _shapes(self) -> list[torch.Size]:
         return [param.shape for module in self._modules for param in module.parameters()]
@@ -205,13 +204,13 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
 
 @holds_weights_lock()
 def describe_decoder(source: nn.Module, *, apart: bool = False) -> DecoderParts:
-    """A text model as its fused form reads it. apart: nothing is merged, for ranks, which take slices of what there is.
-    Raises Unfusable, with the reason as a clause."""
+    """Describe a text model for its fused form. apart: merge nothing, for ranks, which take slices. Raises Unfusable,
+    with the reason as a clause."""
     describe = FAMILIES.get(family_name(source))
     if describe is None:
         known = ", ".join(sorted(name.partition(".")[2] for name in FAMILIES))
         raise Unfusable(f"{type(source).__name__} has no fused form; {known} have one")
-    # outside inference mode, where a parameter cannot be given other data
+    # in inference mode a parameter's data cannot be replaced
     with MERGING, torch.inference_mode(False), torch.no_grad():
         return describe(source, apart=apart)
 
@@ -223,7 +222,7 @@ def watched_weights(target: Any, drafter: Any) -> list[Weights]:
 
 
 def updates_are_counted(target: Any, drafter: Any) -> bool:
-    """Does every update of these weights change `Weights.updates`? Warns if not."""
+    """Does every update of these weights change `Weights.updates`? Logs a warning if not."""
     blind = [weights.name for weights in watched_weights(target, drafter) if not weights.counts_updates()]
     if blind:
         logger.warning(

@@ -1,16 +1,16 @@
-r"""Gated DeltaNet between the products of its layer: three launches around the convolution and the recurrence.
+r"""Gated DeltaNet between the first and last product of its layer: three launches, a convolution and a recurrence.
 
-    x [T, H] W_in -> q, k, v | z | b, a       one product; of q, k, v, z alone where b and a are stored in another form
+    x [T, H] W_in -> q, k, v | z | b, a       one product; without b and a if these are stored in another form
     inputs = q, k, v                          `delta_inputs`, with
     g = -exp(A) softplus(a + c),  beta = sigmoid(b)
     q, k, v = act(convolution(inputs))        `delta_heads`, with
     q = q / |q| / sqrt(DK),  k = k / |k|      in float32
     o = recurrence(q, k, v, g, beta)          the context
-    y = norm(o) act(z)                        `gate_norm`, a norm a head
+    y = norm(o) act(z)                        `gate_norm`, one norm per head
 
-Qwen3-Next stores the rows of W_in by key head (`groups`): the q, k, v, z of each head, then b, a of each. Everything is
-rounded where transformers rounds it. Convolution and recurrence let nothing start before they end, so what follows one
-is a plain launch.
+Qwen3-Next stores the rows of W_in by key head (`groups`): q, k, v, z of each head, then b, a of each. Everything is
+rounded where transformers rounds it. Convolution and recurrence let no later kernel start before they end, so the
+launch after each of them is plain.
 """
 
 from typing import NamedTuple
@@ -29,13 +29,14 @@ from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.product import Product, reference_finish, sum_parts
 
 COLUMNS = 1024
-"""Columns of a program of `delta_inputs`."""
+"""Columns per program of `delta_inputs`."""
 EPSILON = 1e-6
-"""Number that transformers adds to the squared length of a query or a key."""
+"""The epsilon that transformers adds to the squared length of a query or a key."""
 
 
 class DeltaHeads(NamedTuple):
-    """Heads of keys and of values, and their sizes. groups: in which the rows of the first weight are stored."""
+    """Numbers and sizes of key and value heads. groups: number of groups in which the first weight's rows are
+    stored."""
 
     num_k: int
     num_v: int
@@ -59,7 +60,7 @@ class DeltaHeads(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of the first product, less those of b and a."""
+        """Columns of the first product without those of b and a."""
         return self.channels + self.values
 
 
@@ -73,10 +74,10 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaMixer(NamedTuple):
-    """A Gated DeltaNet as fused layers run it.
+    """A Gated DeltaNet for fused layers.
 
-    conv [C, K] and conv_bias [C] or None; decay [HV]: log of A; step_bias [HV]; gates [2 HV, H]: the rows of W_in that
-    make b and a, None where they are the last ones of the layer's first weight.
+    conv [C, K] and conv_bias [C] or None; decay [HV]: log of A; step_bias [HV]; gates [2 HV, H]: the rows of W_in for b
+    and a; None: they are the last rows of the layer's first weight.
     """
 
     heads: DeltaHeads
@@ -124,7 +125,7 @@ def reference_delta_heads(
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] of length 1."""
+    """Scale x [T, H, D] to length 1 per head."""
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
 
 
@@ -135,7 +136,7 @@ def reference_gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation
 
 @triton.jit
 def _softplus(b_x: tl.tensor) -> tl.tensor:
-    """log(1 + e^x), exact where 1 + e^x is rounded too."""
+    """log(1 + e^x), accurate even where 1 + e^x is rounded."""
     b_e = tl.exp(-tl.abs(b_x))
     b_u = 1.0 + b_e
     b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
@@ -187,14 +188,14 @@ def _delta_inputs_kernel(
         tl.store(p_g + i_row * HEADS + o_h, b_decay * _softplus(b_a + b_bias), mask=m_h, eviction_policy=KEEP)
     else:
         wait_for_previous(PDL)
-        o = i_block * BLOCK + tl.arange(0, BLOCK)  # of queries, keys, values, z
+        o = i_block * BLOCK + tl.arange(0, BLOCK)  # columns of q, k, v, z
         m = o < CHANNELS + VALUES
         o_n = o
         if GROUPS > 1:
             KEYS_EACH: tl.constexpr = KEYS // GROUPS
             VALUES_EACH: tl.constexpr = VALUES // GROUPS
             is_key = o < 2 * KEYS
-            o_part = tl.where(is_key, o % KEYS, (o - 2 * KEYS) % VALUES)  # column of its kind
+            o_part = tl.where(is_key, o % KEYS, (o - 2 * KEYS) % VALUES)  # column within q, k, v or z
             width = tl.where(is_key, KEYS_EACH, VALUES_EACH)
             first = tl.where(is_key, o // KEYS * KEYS_EACH, 2 * KEYS_EACH + (o - 2 * KEYS) // VALUES * VALUES_EACH)
             o_n = o_part // width * (2 * KEYS_EACH + 2 * VALUES_EACH) + first + o_part % width

@@ -1,12 +1,12 @@
-r"""The product of many rows of x in order, with the bits of `gemm_small`: arithmetic is the bound.
+r"""The product of many rows of x in order, with the bits of `gemm_small`. It is bound by arithmetic.
 
     y[m, n] = ((0 + p_0) + p_1) + ... + bias[n],     p_s = sum over the s-th range of K of x[m, k] W[n, k]
     gated:  y[m, n] = act(g) u
 
-x and W come by tensor descriptors (TMA: Hopper and later), which compute no addresses and leave the registers to a
-larger tile. Rows of x are the M operand of the tensor core's instruction here, and of a gated weight a program has two
-accumulators, gates and what they gate. Neither changes a bit: the instruction adds up 16 columns at a time, in order.
-Neighbouring programs share GROUP tiles of x, so that both operands stay in the L2.
+x and W are loaded by tensor descriptors (TMA: Hopper and later), which need no address registers and so allow a larger
+tile. Rows of x are the M operand of the tensor core here, and for a gated weight a program has two accumulators (gate
+and up). Neither changes a bit: the instruction adds 16 columns at a time, in order. Neighbouring programs share GROUP
+tiles of x, so that both operands stay in the L2 cache.
 """
 
 from typing import NamedTuple
@@ -20,19 +20,20 @@ from specdec.layers.activation import activate
 from specdec.layers.product import Cut
 
 GROUP = 8
-"""Tiles of rows that consecutive programs take for the same tiles of the weight."""
+"""Row tiles that consecutive programs take for the same weight tile."""
 
 BLOCK_K = 64
 """Columns of a tile."""
 
 MIN_WAVES = 4
-"""Waves of larger tiles from which on a weight with several ranges has those: the last wave leaves some idle."""
+"""A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are
+idle."""
 
 
 class LargeTiles(NamedTuple):
     """Tile sizes of a product of many rows.
 
-    block_n: rows of the weight for each program; a gate and its value count as two.
+    block_n: rows of the weight per program; a gate row and its up row count as two.
     """
 
     block_m: int
@@ -44,7 +45,7 @@ class LargeTiles(NamedTuple):
 @triton.jit(do_not_specialize=["num_rows"])
 def gemm_large_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
-    d_w: tl.tensor,  # of [N, K], tiles [BN, BK], or [BN / 2, BK] of a gated weight
+    d_w: tl.tensor,  # descriptor of [N, K], tiles [BN, BK], or [BN / 2, BK] for a gated weight
     p_bias: tl.tensor,  # [N] or None
     p_out: tl.tensor,  # [M, N] or, gated, [M, N / 2]
     num_rows: tl.tensor,
@@ -98,12 +99,12 @@ def gemm_large_kernel(
 
 
 def choose_large_tiles(num_rows: int, n: int, cut: Cut, device: torch.device, *, gated: bool) -> LargeTiles:
-    """The fastest of those timed on an H100, for 2-byte numbers."""
+    """The fastest tiles that were timed on an H100, for 2-byte numbers."""
     multiprocessors, shared = device_limits(device)
     if gated or cut.splits == 1:
         tiles = LargeTiles(128, 256, 8, 3)
     elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
-        tiles = LargeTiles(128, 256, 16, 4)  # a range has an accumulator of its own, and registers are those of a warp
+        tiles = LargeTiles(128, 256, 16, 4)  # each range has an accumulator, which takes registers
     else:
         tiles = LargeTiles(128, 128, 8, 4)
     stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
@@ -114,13 +115,13 @@ def gemm_large(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, cut: Cut
 ) -> torch.Tensor:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
+    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
 
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
     assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    assert cut.splits == 1 or cut.split_len % BLOCK_K == 0, f"{cut=}"  # a tile lies in one range
+    assert cut.splits == 1 or cut.split_len % BLOCK_K == 0, f"{cut=}"  # each tile is within one range
     width = n // 2 if gated else n
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     tiles = choose_large_tiles(num_rows, n, cut, x.device, gated=gated)

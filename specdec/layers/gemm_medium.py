@@ -1,14 +1,14 @@
-r"""The product of 33 to 256 rows of x in any order: between memory and arithmetic as the bound.
+r"""The product of 33 to 256 rows of x in any order. Its bound is between memory and arithmetic.
 
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]             gated: y[m, n] = act(g) u, as in `linear.py`
 
-What bounds it is how evenly a weight lies on the multiprocessors, and how often x is read again: each tile of the
-weight reads all of x. So x comes whole where it can, both operands by tensor descriptors, and a tile of the weight may
-be 160 rows, 128 and a tail of 32: [20480, K] is then one program for each of 128 of 132 multiprocessors. A gated weight
-is described as [2, N / 2, K], so that gates and what they gate are one operand. A weight of few tiles is cut into
-ranges of K, one program each; their sums, float32 [S, M, N], are left to the reader of the product.
+Its time depends on how evenly weight tiles are spread over the multiprocessors, and on how often x is reread: each
+weight tile reads all of x. So all rows of x form one tile if possible, and both operands are loaded by tensor
+descriptors. A weight tile may have 160 rows (128 and a tail of 32): [20480, K] then gives one program to each of 128 of
+132 multiprocessors. A gated weight is described as [2, N / 2, K], so that gate and up are one operand. If a weight has
+few tiles, K is cut into ranges with one program each; the reader of the product adds their sums, float32 [S, M, N].
 
-The cut depends on the device and on the number of rows, so `deterministic=True` does not come here.
+The cut depends on the device and on the number of rows, so `deterministic=True` does not use this kernel.
 """
 
 from collections.abc import Sequence
@@ -24,24 +24,24 @@ from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product
 
 ONE_TILE_ROWS = 128
-"""Rows of x up to which they are one tile."""
+"""Up to this many rows, x is one tile."""
 
 WIDE_TILE_ROWS = 192
-"""Rows of x above which a tile of 256 rows is chosen where it is still faster."""
+"""Above this many rows of x, a tile of 256 rows is chosen if it is faster."""
 
 MAX_RANGES = 3
-"""Ranges of K at most: more parts of a sum cost the reader more than they gain."""
+"""Most ranges of K: adding more parts costs the reader more than they gain."""
 
 MIN_RANGE = 512
-"""Columns of a range of K at least."""
+"""Minimum columns of a range of K."""
 
 HEAD_WAVES = 4
-"""Waves of programs from which on a weight without gates is multiplied here again, after one: between, the library is
-as fast."""
+"""An ungated weight uses this kernel for up to one wave of programs, and from this number of waves on; in between the
+library is as fast."""
 
 
 class MediumTiles(NamedTuple):
-    """block_n + tail_n: rows of the weight of a program, gates and what they gate counted. A tail is of gated ones."""
+    """block_n + tail_n: weight rows per program, counting gate and up rows. Only gated weights have a tail."""
 
     block_m: int
     block_n: int
@@ -49,7 +49,7 @@ class MediumTiles(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    ranges: int = 1  # of K
+    ranges: int = 1  # ranges of K
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def store_columns(
 @triton.jit(do_not_specialize=["num_rows"])
 def gemm_medium_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
-    d_w: tl.tensor,  # of [N, K], tiles [BN, BK], or of [2, N / 2, K], tiles [2, BN / 2, BK]
-    d_tail: tl.tensor,  # of a gated weight, the same with TAIL_N in the place of BN, or None
+    d_w: tl.tensor,  # descriptor of [N, K], tiles [BN, BK], or of [2, N / 2, K], tiles [2, BN / 2, BK]
+    d_tail: tl.tensor,  # for a gated weight, the same with TAIL_N instead of BN; or None
     p_bias: tl.tensor,  # [N] or None
     p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
     num_rows: tl.tensor,
@@ -127,12 +127,12 @@ def gemm_medium_kernel(
 
 
 def can_describe(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Are both matrices of 2-byte numbers that descriptors can describe, on a device that has them?"""
+    """Can descriptors describe both matrices (2-byte numbers) on this device?"""
     return isinstance(weight, torch.Tensor) and is_described(x) and is_described(weight)
 
 
 def is_described(matrix: torch.Tensor) -> bool:
-    """Is this a matrix of 2-byte numbers that a descriptor can describe, on a device that has them?"""
+    """Can a descriptor describe this matrix (2-byte numbers) on its device?"""
     there = INTERPRETED if matrix.device.type == "cpu" else has_pdl(matrix.device)  # both came with Hopper
     return there and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
@@ -140,8 +140,8 @@ def is_described(matrix: torch.Tensor) -> bool:
 def choose_medium_tiles(
     num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool = False
 ) -> MediumTiles | None:
-    """For a weight [N, K] of 2-byte numbers, the fastest of those timed on an H100 at 40 to 256 rows. None where
-    `gemm_small`, or the vendor's library, is as fast."""
+    """For a weight [N, K] of 2-byte numbers, the fastest tiles that were timed on an H100 at 40 to 256 rows. None if
+    `gemm_small` or the vendor's library is as fast."""
     if not MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS:
         return None
     (n, k), (multiprocessors, shared) = shape, device_limits(device)
@@ -170,7 +170,7 @@ def _gated_tiles(num_rows: int, n: int, multiprocessors: int) -> MediumTiles | N
         return None
     if num_rows <= 64:
         return MediumTiles(64, 128, 0, 128, 4, 4)
-    # as many bytes on their way by one program a multiprocessor as by two
+    # one program per multiprocessor has as many bytes in flight as two
     return MediumTiles(128, 128, 0, 128, 8, 3) if each == 1 else MediumTiles(128, 128, 0, 64, 8, 3)
 
 
@@ -183,7 +183,7 @@ def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> MediumT
             return MediumTiles(64, 128, 0, 128, 4, 4)
         return MediumTiles(128, 128, 0, 64, 8, 3) if narrow >= 2 * HEAD_WAVES * multiprocessors else None
     ranges = max(1, min(MAX_RANGES, multiprocessors // narrow, k // MIN_RANGE))
-    if narrow * ranges * 10 < multiprocessors * (6 if few else 7):  # too many multiprocessors have nothing to do
+    if narrow * ranges * 10 < multiprocessors * (6 if few else 7):  # too many multiprocessors would idle
         return None
     return MediumTiles(64, 64, 0, 64, 4, 8, ranges) if few else MediumTiles(128, 64, 0, 128, 8, 4, ranges)
 

@@ -1,11 +1,11 @@
-r"""The product of few rows of x over any weight: rows of the weight are the M operand of the tensor core.
+r"""The product of few rows of x and any weight. Rows of the weight are the M operand of the tensor core.
 
-A weight is read once, so what bounds the product is how evenly its tiles lie on the multiprocessors. Rows of x are the
-N operand, 16 at least; a row of x never meets another. At few rows the ranges of K are programs of their own, which
-leave their sums in float32 to the reader of the product; at many, one program adds them up, with the same bits. Where a
-range is one tile of the weight (`HELD`: low weights), its program asks for it while the kernel before still runs.
+A weight is read once, so the time depends on how evenly its tiles are spread over the multiprocessors. Rows of x are
+the N operand, padded to at least 16; rows of x never mix. For few rows each range of K has its own program, and the
+reader of the product adds their float32 sums. For many rows one program adds them, with the same bits. If a range is
+one tile of the weight (`HELD`: low weights), its program loads the tile while the previous kernel still runs.
 
-It is also the product of any number of rows where tensor descriptors do not work: float32, odd strides, older devices.
+This kernel also runs any number of rows if tensor descriptors do not work: float32, odd strides, older devices.
 """
 
 import torch
@@ -26,29 +26,29 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Tiles
 
 HELD_ROWS = 512
-"""Rows of x up to which a program holds its tile of a low weight."""
+"""Up to this many rows of x a program holds its tile of a low weight."""
 
 MIN_TILE_HEIGHT = 32
-"""Rows of the weight of a program at least: fewer read x more often than they gain."""
+"""Minimum weight rows per program: fewer would reread x too often."""
 
 DEPTH = {1: (128, 6), 2: (128, 4), 3: (128, 3), 4: (128, 2)}
-"""Programs a multiprocessor -> columns of a tile, and tiles on their way in each: they share 227 KiB."""
+"""Programs per multiprocessor -> columns of a tile, and tiles in flight per program. They share 227 KiB."""
 
 DEPTH_ABOVE_SMALL = {1: (128, 5), 2: (128, 3), 3: (64, 4), 4: (64, 3)}
 """Depths above MAX_SMALL_ROWS rows of x."""
 
 MANY_WAVES = 2
-"""Waves of tiles of a weight above which it waits for their loading: programs then load a tile for more rows of x."""
+"""Above this many waves of tiles a weight is bound by loading: programs then use a loaded tile for more rows of x."""
 
 TWO_TILES = 192
-"""Rows of x up to which a program can take all of them, as two tiles for which it loads its weight once."""
+"""Up to this many rows of x, one program can take all rows, as two tiles for which it loads the weight once."""
 
 
 @triton.jit
 def load_row_tile(
     x: tl.tensor, place: tl.tensor, i_k: tl.tensor, end: tl.tensor, DESCRIBED: tl.constexpr, BLOCK_K: tl.constexpr
 ) -> tl.tensor:
-    """Columns [i_k, i_k + BLOCK_K) of a tile of rows of x, [BK, BM]; 0 from `end` on.
+    """Load columns [i_k, i_k + BLOCK_K) of a tile of rows of x, [BK, BM]; 0 from `end` on.
 
     x: pointers [1, BM] to rows and `place` their mask, or a descriptor and `place` the first row.
     """
@@ -70,7 +70,7 @@ def sum_range(
     m_n: tl.tensor,
     x: tl.tensor,  # and `place`: a tile of x as `load_row_tile` takes it
     place: tl.tensor,
-    tail: tl.tensor,  # the same of a second tile, for which the weight's is loaded once
+    tail: tl.tensor,  # the same for a second tile; both use one loaded weight tile
     tail_place: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
@@ -85,7 +85,8 @@ def sum_range(
     TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Sums of products over columns [begin, end) of K, [BN, BM] and [BN, TAIL_M]; without a tail the first twice."""
+    """Sums of products over columns [begin, end) of K, [BN, BM] and [BN, TAIL_M]; without a tail, the first sum
+    twice."""
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if TAIL_M:
         b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
@@ -143,7 +144,7 @@ def _store_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "tile_rows"])
 def gemm_small_kernel(
-    row_tile: tl.tensor,  # of this program where another kernel calls; None where launched
+    row_tile: tl.tensor,  # this program's, if another kernel calls this one; None if launched
     weight_tile: tl.tensor,
     split: tl.tensor,
     p_x: tl.tensor,  # [M, K]
@@ -163,8 +164,8 @@ def gemm_small_kernel(
     CODE: tl.constexpr,  # and GROUP and FAST: `weight_constants`
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
-    SPLIT: tl.constexpr,  # the ranges of K are programs of their own; otherwise a program sums them
-    HELD: tl.constexpr,  # and each is one tile
+    SPLIT: tl.constexpr,  # each range of K has a program; otherwise one program sums the ranges
+    HELD: tl.constexpr,  # each range is one tile
     WHOLE: tl.constexpr,  # there is one range
     ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -176,7 +177,7 @@ def gemm_small_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """grid (row tiles, weight tiles, ranges of K): a tile of the weight times a tile of rows."""
-    if weight_tile is None:  # row tiles of one weight tile are neighbours, so that it is read from memory once
+    if weight_tile is None:  # row tiles of one weight tile are neighbours, so that memory is read once
         i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     else:
         i_m, i_n, i_split = row_tile, weight_tile, split
@@ -247,7 +248,8 @@ def gemm_small(
     *,
     holds: bool = False,
 ) -> None:
-    """Writes x [M, K] times the weight [N, K] to `out`: [S, M, N] if split, otherwise [1, M, N] or, gated, [M, N / 2].
+    """Write x [M, K] times the weight [N, K] to `out`: [S, M, N] if split, otherwise [1, M, N] or, if gated, [M, N /
+    2].
 
     holds: no later kernel starts before x is written.
     """
@@ -256,11 +258,11 @@ def gemm_small(
     if not isinstance(weight, PackedWeight):
         assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # a tile lies in one range
-    assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # no accumulator of its own for a range
+    assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # each tile is within one range
+    assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # a tail has no accumulator per range
     if num_rows == 0:
         return
-    # of a gated weight a program has as many gates as of what they gate
+    # for a gated weight, a program has as many gate rows as up rows
     tile_rows, num_columns = (tiles.rows, n) if activation is None else (tiles.rows // 2, n // 2)
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
     grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
@@ -288,7 +290,7 @@ def gemm_small(
 
 def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
-    if x.dtype == torch.float32:  # multiplies without tensor cores
+    if x.dtype == torch.float32:  # float32 products do not use tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
     multiprocessors, shared_memory = device_limits(x.device)
     rows, programs = balanced_rows(n, cut.splits, multiprocessors)
@@ -296,7 +298,7 @@ def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gate
     if _can_hold(n, cut, num_rows, x.dtype):
         return Tiles(64, min(block_m, MAX_SMALL_ROWS), cut.split_len, 4, 1, rows if num_rows <= 64 else 64)
     if num_rows > MAX_MEDIUM_ROWS and n > LOW_HEIGHT:
-        block_m = 256 if gated else 128  # a range has an accumulator of its own, and what is stored has its addresses
+        block_m = 256 if gated else 128  # accumulators per range, and addresses, take registers
         return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
     if num_rows > TWO_TILES:
         return Tiles(128, 64, 64, 8, 4, 128)
@@ -310,24 +312,25 @@ def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gate
 
 
 def tiles_of_some(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
-    """65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 of them at once."""
+    """Tiles for 65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 rows at
+    once."""
     block_m, tail_m = two_tiles(num_rows)
     weight_tiles = triton.cdiv(n, 128) * splits
     if gated or weight_tiles > MANY_WAVES * wave:
         return Tiles(128, block_m, 64, 8, 3 if gated else 4, 128, tail_m)
     if splits > 1 and 2 * weight_tiles <= wave < weight_tiles * triton.cdiv(num_rows, 64):
-        return Tiles(64, block_m, 64, 4, 3, 64, tail_m)  # one wave of programs, not one and a little
+        return Tiles(64, block_m, 64, 4, 3, 64, tail_m)  # one wave of programs, not slightly more
     return Tiles(128, 64, 64, 8, 4, 128)
 
 
 def two_tiles(num_rows: int) -> tuple[int, int]:
-    """Powers of two that together hold 65 to 192 rows of x, the second 0 or more: 160 are 128 and 32, not 256."""
+    """Two powers of two (the second may be 0) that together hold 65 to 192 rows of x: 160 is 128 and 32, not 256."""
     block_m = 64 if num_rows <= 96 else 128
     return block_m, max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
 
 
 def can_hold(weight: Weight, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
-    """Whether a range of a weight is one tile of a program, for `num_rows` rows of x."""
+    """Is a range of the weight one tile of a program, for `num_rows` rows of x?"""
     return isinstance(weight, torch.Tensor) and _can_hold(len(weight), cut, num_rows, dtype)
 
 
@@ -337,10 +340,10 @@ def _can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
 
 
 def balanced_rows(n: int, splits: int, multiprocessors: int) -> tuple[int, int]:
-    """Rows of a weight tile, and programs a multiprocessor, such that all of them have as many programs.
+    """Rows of a weight tile, and programs per multiprocessor, such that all multiprocessors have equally many programs.
 
-    They share the memory's bandwidth evenly, so the one with most programs ends last: full tiles of 64 rows would leave
-    a quarter of it unused where there are 2.4 of them for each. Rows that a tile has not are not read.
+    Multiprocessors share the memory's bandwidth evenly, so the one with most programs ends last: with 2.4 full tiles of
+    64 rows for each, a quarter of the bandwidth would be unused. Rows outside a tile are not read.
     """
     for programs in (2, 3, 4):
         tiles = max(1, programs * multiprocessors // splits)

@@ -1,9 +1,9 @@
-r"""Gates: what attention gives, or a shared expert, times the sigmoid of a product of the layer's input.
+r"""Gates: the output of attention or of a shared expert, times the sigmoid of a product of the layer's input.
 
     y[t, h, :] = x[t, h, :] sigmoid(g[t, h])           g = dtype(sum_s parts[s] + bias)      `gate_heads`
     y[t, h, d] = x[t, h, d] sigmoid(g[t, 2 h + 1, d])  g the product, by heads of D columns  `gate_channels`
 
-Everything is rounded where transformers rounds it. One launch, a program a row and head.
+Everything is rounded where transformers rounds it. One launch, with one program per row and head.
 """
 
 import torch
@@ -32,7 +32,7 @@ def _store_gated(p_x: tl.tensor, p_out: tl.tensor, b_gate: tl.tensor, m_d: tl.te
     tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads"])  # 1 of either would be a constant
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])  # a value of 1 would become a constant
 def _gate_heads_kernel(
     p_x: tl.tensor,  # [T, H, D]
     p_parts: tl.tensor,  # [S, T, H]
@@ -93,7 +93,7 @@ def _gate_channels_kernel(
 
 @op(reference=reference_gate_channels)
 def gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
-    """x [T, H, D], product [T, N], which begins with H pairs of a query and a gate of D -> [T, H, D]."""
+    """x [T, H, D], product [T, N] that begins with H pairs of a query and a gate of D columns -> [T, H, D]."""
     num_rows, num_heads, width = x.shape
     columns = product.parts.shape[2]
     assert product.parts.shape[1] == num_rows and columns >= 2 * num_heads * width, f"{product.parts.shape=} {x.shape=}"

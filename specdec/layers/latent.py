@@ -1,11 +1,12 @@
-r"""Multi-head latent attention (DeepSeek-V3), expanded: from one narrow product to what other families' QKV product is.
+r"""Multi-head latent attention (DeepSeek-V3), expanded: turns one narrow product into the QKV product of other
+families.
 
     [c_q | c | r] = x W_down                       latents of queries and of keys and values, and the key's rotary part
-    q_h = n_q(c_q) W_q,   [k_h | v_h] = n(c) W_kv  by head; c_q are the queries themselves where they have no latent
+    q_h = n_q(c_q) W_q,   [k_h | v_h] = n(c) W_kv  by head; without a query latent, c_q are the queries
     q_h, [k_h | r], v_h                            of r, and of the end of q_h, channels 2 j and 2 j + 1 are moved to
                                                    j and R / 2 + j where the checkpoint has them interleaved
 
-The last step moves numbers and computes nothing: what transformers rotates and keeps.
+The last step only moves numbers, into the order that transformers rotates and stores.
 """
 
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from specdec.layers.rope_store import Heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentParts:
-    """q [Hq D, C_q] and its norm, None where queries have no latent; kv [Hq (pass + DV), C] and its norm.
+    """q [Hq D, C_q] and its norm, None if queries have no latent; kv [Hq (pass + DV), C] and its norm.
 
-    rotated: channels of r, and of a query that rotate. interleaved: they turn in neighbouring pairs.
+    rotated: channels of r, and rotating channels of a query. interleaved: neighbouring pairs rotate.
     """
 
     q: Weight | None

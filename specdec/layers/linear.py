@@ -1,11 +1,11 @@
-r"""The products of a layer, and which kernel multiplies.
+r"""The products of a layer, and the choice of their kernel.
 
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]
     gated:  y[m, n] = act(g) u    with g and u the products of rows n and N / 2 + n of a merged gate / up weight;
-                                  with a limit min(act(g), limit) clamp(u, -limit, limit), in a launch of its own
+                                  with a limit: min(act(g), limit) clamp(u, -limit, limit), in a separate launch
 
-In order (`deterministic=True`) the sum over K is cut once per weight (`cut_of`), whatever the number of rows, so a row
-has the same bits next to any number of others; in any order the cut, and the kernel, depend on that number too.
+In order (`deterministic=True`), the cut of the sum over K depends on the weight only (`cut_of`), so a row has the same
+bits next to any number of other rows. In any order, the cut and the kernel also depend on the number of rows.
 
     rows of x    weight in 2 bytes: in order   in any order                    packed
     up to 32     `gemm_small`                  `gemm_small`                    `gemm_small`
@@ -13,10 +13,10 @@ has the same bits next to any number of others; in any order the cut, and the ke
     up to 256    `gemm_small`                  `gemm_medium`, the library      `packed_gemm`, in any order the library
     above        `gemm_large`                  the library                     `packed_gemm`, in any order the library
 
-Of two, the first where its weight fills the device (`choose_medium_tiles`) or its model says that it is quicker
-(`choose_packed_rows`). A weight of 512 rows or fewer is `gemm_small`'s up to 512 rows of x in any order, and above 256
-in order. What descriptors cannot describe (float32, odd strides, devices before Hopper) is `gemm_small`'s or the
-library's. The library multiplies a packed weight dequantised, into memory that is free again afterwards.
+If two are listed, the first runs if its weight fills the device (`choose_medium_tiles`) or its time model says that it
+is faster (`choose_packed_rows`). For a weight of at most 512 rows, `gemm_small` runs up to 512 rows of x in any order,
+and above 256 rows in order. If descriptors cannot be used (float32, odd strides, devices before Hopper), `gemm_small`
+or the library runs. For a packed weight the library first dequantises it into temporary memory.
 """
 
 from math import inf
@@ -39,14 +39,14 @@ from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Product, Tiles, cut_of, finish
 
 FEW_PROGRAMS = 256
-"""Programs from which on one adds the ranges of K up: their parts would be more bytes than they are worth."""
+"""From this many programs on, one program adds all ranges of K: separate parts would cost more bytes than they gain."""
 
 VENDOR_ROWS = 64
-"""Rows of x up to which `gemm_small` is faster than the vendor's library."""
+"""Up to this many rows of x `gemm_small` is faster than the vendor's library."""
 
 
 class Mlp(NamedTuple):
-    """gate_up [2 I, H], the gate's rows first; down [H, I]. limit: of `gated_linear`."""
+    """gate_up [2 I, H], the gate's rows first; down [H, I]. limit: see `gated_linear`."""
 
     gate_up: Weight
     activation: str
@@ -98,8 +98,8 @@ def _gate_kernel(
 def _by_descriptors(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, cut: Cut | None
 ) -> Product | None:
-    """The product by a kernel for more rows than `gemm_small` is for; None where those do not work, or others are as
-    fast. cut: the ranges of K, in order; None: any, in any order."""
+    """The product by a kernel for more rows than `gemm_small`; None if that does not work or others are as fast. cut:
+    the ranges of K, in order; None: any order."""
     gated = activation is not None
     if takes_packed_rows(weight, x):
         launch = choose_packed_rows(len(x), weight, x.device, gated=gated, cut=cut)
@@ -115,7 +115,7 @@ def _by_descriptors(
 
 
 def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
-    """`linear` in any order: faster, with bits that depend on the number of rows."""
+    """`linear` in any order: faster, but bits depend on the number of rows."""
     product = _by_descriptors(x, weight, bias, None, None)
     if product is not None:
         return product
@@ -175,8 +175,8 @@ def linear(
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
-    cut: of the larger weight whose rows these are; None: the weight's own. apart: its ranges of K are float32 parts
-    whatever the number of rows, and of ranges. holds: no later kernel starts before x is written.
+    cut: that of a larger weight to which these rows belong; None: the weight's own. apart: ranges of K always stay
+    separate float32 parts. holds: no later kernel starts before x is written.
     """
     cut = cut or cut_of(weight)
     if tiles is None and not apart and not holds:
@@ -186,7 +186,7 @@ def linear(
     tiles = tiles or tiles_of(len(x), weight, cut, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= HELD_ROWS
-    if isinstance(weight, PackedWeight):  # its ranges are there for more programs
+    if isinstance(weight, PackedWeight):  # its ranges exist to have more programs
         few |= len(x) <= MAX_SMALL_ROWS
     split = cut.splits > 1 and (apart or few)
     shape = (cut.splits if split else 1, len(x), len(weight))
@@ -197,7 +197,8 @@ def linear(
 
 @op(reference=reference_linear_parts)
 def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
-    """x [M, K], weight [N, K]: columns of a larger weight, cut as there -> a part for each range of K, in float32."""
+    """x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of
+    K."""
     assert cut.splits * cut.split_len >= weight.shape[1] > (cut.splits - 1) * cut.split_len, f"{cut=} {weight.shape=}"
     tiles = tiles_of(len(x), weight, cut, x)
     parts = torch.empty((cut.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
@@ -209,8 +210,8 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
 def gated_linear(
     x: torch.Tensor, weight: Weight, activation: str, limit: float = inf, *, tiles: Tiles | None = None
 ) -> torch.Tensor:
-    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K where there is
-    no limit."""
+    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. Without a limit there is one range
+    of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     if limit < inf:
         return _gate(finish(linear(x, weight)), activation, limit, behind_library=False)

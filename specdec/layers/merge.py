@@ -1,11 +1,11 @@
-"""Weights that are read together become rows of one tensor, without the owner of the weights noticing.
+"""Merges weights that are read together into one tensor; for the owner of the weights nothing changes.
 
     merged [N_0 + N_1 + .., K]    one storage
     |param 0      |param 1 |..    the parameters of the Hugging Face module, views of it from now on
 
-Parameters stay the objects they are: `state_dict()`, checkpoints and in-place updates are as before, and memory holds
-each weight once. What re-points a parameter (`model.to(...)`, `load_state_dict(assign=True)`, `param.data = ...`) ends
-the merge, and makes stale whatever else holds an address: a `StorageWatch` tells.
+Parameters stay the same objects: `state_dict()`, checkpoints and in-place updates work as before, and memory holds each
+weight once. Re-pointing a parameter (`model.to(...)`, `load_state_dict(assign=True)`, `param.data = ...`) ends the
+merge and makes stored addresses stale: a `StorageWatch` notices it.
 """
 
 import threading
@@ -25,9 +25,10 @@ MERGING = threading.Lock()
 
 
 def merge(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """The tensor that `tensors`, equal but for their size along `dim` (0: rows, -1: columns), become views of.
+    """Merge `tensors`, which may differ only in size along `dim` (0: rows, -1: columns): they become views of the
+    returned tensor.
 
-    Tensors that are one tensor's consecutive parts already, as when another engine merged them, are left as they are.
+    Tensors that are already consecutive parts of one tensor, because another engine merged them, are not changed.
     """
     sizes = [tensor.shape[dim] for tensor in tensors]
     if is_merged(tensors, dim):
@@ -42,7 +43,7 @@ def merge(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def is_merged(tensors: Sequence[torch.Tensor], dim: int = 0) -> bool:
-    """Are these the consecutive rows of one tensor, or its columns?"""
+    """Are these consecutive rows (or columns) of one tensor?"""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != end or tensor.stride() != first.stride():
@@ -54,18 +55,18 @@ def is_merged(tensors: Sequence[torch.Tensor], dim: int = 0) -> bool:
 
 
 def held_storages(module: nn.Module) -> list[torch.Tensor]:
-    """What operations of other threads may be reading while `module`'s weights are merged: to be kept for a while.
+    """Storages that other threads may be reading while `module`'s weights are merged. Keep them alive for a while.
 
-    Nothing off the CPU: there memory changes hands in the order of the stream.
+    Empty on a GPU: there the stream orders the reuse of memory.
     """
     return [param.detach() for param in module.parameters() if param.device.type == "cpu"]
 
 
 class StorageWatch:
-    """Are the parameters and buffers of some modules the tensors that they were, in the memory that they had?
+    """Notices if parameters or buffers of some modules become other tensors or move in memory.
 
-    An update in place moves nothing. A look costs the host about 0.3 us a tensor, and the device nothing. Memory that
-    was freed may be another tensor's now, at the same address, so storages are remembered too, by weak references.
+    In-place updates move nothing. A check costs the host about 0.3 us per tensor, and the device nothing. A new tensor
+    may have the address of freed memory, so storages are remembered too, by weak references.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -76,7 +77,7 @@ class StorageWatch:
         self._note()
 
     def moved(self) -> bool:
-        """Has any of them moved since the last call, or since the watch began?"""
+        """Has any tensor moved since the last call, or since the watch began?"""
         held, now = self._held, self._held_now()
         same = len(now) == len(held) and all(map(is_, now, held)) and self._addresses == _addresses(self._tensors)
         if same and not any(map(torch.UntypedStorage._expired, self._weak)):
@@ -85,12 +86,12 @@ class StorageWatch:
         return True
 
     def versions(self) -> int:
-        """Grows with every update in place, but for those that go through `.data`, and of inference tensors. Of the
-        tensors that the last call of `moved` found."""
+        """A number that grows with every in-place update of the tensors that the last `moved` found, except updates
+        through `.data` and of inference tensors."""
         return sum(map(_VERSION, self._counted))
 
     def counts_updates(self) -> bool:
-        """Has each of them a version counter? Inference tensors have none."""
+        """Does each tensor have a version counter? Inference tensors have none."""
         return len(self._counted) == len(self._tensors)
 
     def _note(self) -> None:
@@ -99,7 +100,7 @@ class StorageWatch:
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._addresses = _addresses(self._tensors)
         storages = (StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors)
-        self._storages = {storage.cdata: storage for storage in storages}  # some share one
+        self._storages = {storage.cdata: storage for storage in storages}  # some tensors share one
         self._weak = list(self._storages)
 
     def _held_now(self) -> list[torch.Tensor | None]:

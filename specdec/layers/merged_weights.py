@@ -1,4 +1,4 @@
-"""Weights of several products as one, which a layer multiplies by at once: merged in place, or gathered for ranks."""
+"""Weights of several products that a layer multiplies by as one: merged in place, or gathered for ranks."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,8 +13,8 @@ from specdec.layers.packed.weight_slices import StackedWeights
 
 
 class WeightGroups:
-    """Parameters that are read together, as they are gathered. apart: they stay where they are, as `StackedWeights`
-    weights, which only ranks take; otherwise they are merged in place."""
+    """Collects groups of parameters that are read together. apart: they are not moved and become `StackedWeights`
+    weights, for ranks; otherwise they are merged in place."""
 
     def __init__(self, *, apart: bool) -> None:
         self.apart = apart
@@ -27,7 +27,7 @@ class WeightGroups:
         return merge(params)
 
     def linears(self, linears: Sequence[Any]) -> Weight:
-        """The weights of some products as one. Raises Unfusable unless they are packed alike, or none is."""
+        """The weights of several products as one. Raises Unfusable unless all are packed alike or none is."""
         weights = [weight_of(linear) for linear in linears]
         packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
         if not packed:
@@ -42,12 +42,12 @@ class WeightGroups:
         return PackedWeight(packed[0].code, words, scales, zeros, packed[0].group)
 
     def are_merged(self) -> bool:
-        """Still? A parameter that two groups hold is merged with one of them only."""
+        """Are all groups still merged? A parameter in two groups is merged with only one of them."""
         return all(map(is_merged, self._merged))
 
 
 def are_alike(linears: Sequence[Any]) -> bool:
-    """Are they packed in one form, or are none of them packed?"""
+    """Are all packed in the same form, or none?"""
     return len({_form_of(weight_of(linear)) for linear in linears}) == 1
 
 

@@ -1,19 +1,19 @@
-r"""The operations between two products of a decoder layer, in one launch: the last sum, norms, residual, scale.
+r"""All operations between two products of a decoder layer in one launch: the last sum, norms, residual, scale.
 
-    y = dtype(sum_s parts[s] + bias)           the product before                           [H]
-    y = dtype(y + y')                          and one next to it, likewise a sum; may be absent
+    y = dtype(sum_s parts[s] + bias)           the previous product                         [H]
+    y = dtype(y + y')                          plus a parallel product; may be absent
     h = (r + f post(y)) c                      each of post, r, f and c may be absent
     x = pre(h)                                 the input of the next product; may be absent
 
     norm(z) = z (mean(z^2) + eps)^(-1/2) w     in float32, rounded once to the model's dtype (Gemma 4)
-                                               or before w as well (`round_first`; Llama and most others)
+                                               or also before w (`round_first`; Llama and most others)
                                                times 1 + w (`plus_one`; Gemma 2 and 3)
                                                of z - mean(z) (`centred`; Cohere)
 
-So post_attention_norm + residual + pre_feedforward_norm of Gemma 4 is one call, as are residual + norm of Llama and, at
-the end of a layer, scale and the next layer's input_layernorm. `qk_norm` norms queries and keys over all heads, as
-OLMo 2 does. Whatever transformers would hold in the model's dtype is rounded to it here too. One program a row, or a
-row's queries, keys or values: no result depends on the number of rows.
+So Gemma 4's post_attention_norm + residual + pre_feedforward_norm is one call. So is Llama's residual + norm and, at
+the end of a layer, the scale with the next layer's input_layernorm. `qk_norm` norms queries and keys over all heads, as
+in OLMo 2. Values that transformers holds in the model's dtype are rounded to it here too. There is one program per row
+(or per queries, keys and values of a row), so results do not depend on the number of rows.
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ NUMBERS_A_WARP = 256
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: weight [H], or None for a norm without one. How it differs from y = z / rms(z) w: see above."""
+    """An RMSNorm with weight [H] or None. The flags are its differences from y = z / rms(z) w: see above."""
 
     weight: torch.Tensor | None
     eps: float
@@ -40,12 +40,12 @@ class Norm(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Does it only scale: the one form that every kernel computes?"""
+        """Is it the plain form, which every kernel computes?"""
         return not (self.plus_one or self.centred)
 
 
 ABSENT = Norm(None, 0.0)
-"""Arguments of a kernel for a norm that it does not compute."""
+"""Kernel arguments for an absent norm."""
 
 
 def reference_rms_norm(x: torch.Tensor, gain: Norm) -> torch.Tensor:
@@ -97,7 +97,7 @@ def reference_qk_norm(product: Product, q_gain: Norm, k_gain: Norm) -> Product:
 def scale_row(
     b_x: tl.tensor, b_w: tl.tensor, square: tl.tensor, eps: tl.tensor, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr
 ) -> tl.tensor:
-    """The norm of b_x, whose mean square is known."""
+    """Apply the norm to b_x, given its mean square."""
     b_x = b_x * tl.rsqrt(square + eps)
     if ROUND_FIRST:
         b_x = b_x.to(DTYPE).to(tl.float32)
@@ -113,7 +113,7 @@ def rms_norm(
     ROUND_FIRST: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """b_x float32, 0 past `num_columns`; the result is float32 that DTYPE holds."""
+    """Norm of b_x, float32 and 0 from `num_columns` on; the result is float32 rounded to DTYPE."""
     return scale_row(b_x, b_w, tl.sum(b_x * b_x, 0) / num_columns, eps, ROUND_FIRST, DTYPE)
 
 
@@ -125,7 +125,7 @@ def _load_gain(p_gain: tl.tensor, o_h: tl.tensor, m_h: tl.tensor, PLUS_ONE: tl.c
 
 @triton.jit
 def _centred(b_x: tl.tensor, m_h: tl.tensor, num_columns: tl.tensor, CENTRED: tl.constexpr) -> tl.tensor:
-    """b_x less its mean where CENTRED, 0 past `num_columns`."""
+    """b_x minus its mean if CENTRED; 0 from `num_columns` on."""
     return tl.where(m_h, b_x - tl.sum(b_x, 0) / num_columns, 0.0) if CENTRED else b_x
 
 
@@ -149,7 +149,7 @@ def _norm_kernel(
     PRE: tl.constexpr,
     POST_ROUNDS: tl.constexpr,
     PRE_ROUNDS: tl.constexpr,
-    PLUS_ONE: tl.constexpr,  # of both norms, as the next
+    PLUS_ONE: tl.constexpr,  # for both norms, like the next
     CENTRED: tl.constexpr,
     FACTOR: tl.constexpr,
     BESIDE: tl.constexpr,
@@ -167,9 +167,9 @@ def _norm_kernel(
     b_scale = tl.load(p_scale).to(tl.float32) if p_scale is not None else 1.0
     wait_for_previous(PDL)
 
-    if p_residual is not None:  # before the parts, so that all loads are on their way together
+    if p_residual is not None:  # before the parts, so that all loads overlap
         b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
-    part_len = num_rows.to(tl.int64) * H  # a multiple of what H is one of: wide loads of every part
+    part_len = num_rows.to(tl.int64) * H  # has H's divisibility, so every part gets wide loads
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
     if p_beside is not None:
         b_beside = sum_parts(p_beside, None, i_row * H + o_h, o_h, m_h, part_len, BESIDE, DTYPE)
@@ -229,7 +229,7 @@ def _qk_norm_kernel(
 
 
 def row_options(product: Product, width: int) -> dict[str, Any]:
-    """The launch options of programs that finish a product and hold `width` columns of it."""
+    """Launch options of programs that finish a product and hold `width` of its columns."""
     return _row_options(product.dtype, len(product.parts), width, product.parts.device)
 
 
@@ -252,9 +252,9 @@ def norm(
     beside: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; beside: y',
-    which has no bias.
+    without a bias.
 
-    Where nothing happens before `pre`, h is the product's own value.
+    If there is no operation before `pre`, h is the product's value.
     """
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
@@ -288,7 +288,7 @@ def norm(
         CENTRED=any(gain.centred for gain in gains),
         FACTOR=factor,
         BESIDE=0 if beside is None else len(beside.parts),
-        enable_fp_fusion=False,  # a product that is rounded and then added would be one operation, which rounds once
+        enable_fp_fusion=False,  # fusion would round a product and a sum only once
         **row_options(product, width),
     )
     return hidden, normed
@@ -296,7 +296,7 @@ def norm(
 
 @op(reference=reference_qk_norm)
 def qk_norm(product: Product, q_gain: Norm, k_gain: Norm) -> Product:
-    """product [M, Q + 2 K], whose queries have the width Q of q_gain and keys the width K of k_gain -> the same."""
+    """Norm queries (width Q of q_gain) and keys (width K of k_gain) of a product [M, Q + 2 K] -> the same shape."""
     parts, bias, dtype = product
     _, num_rows, columns = parts.shape
     assert q_gain.weight is not None and k_gain.weight is not None

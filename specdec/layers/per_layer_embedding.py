@@ -1,6 +1,6 @@
 r"""Gemma 4's per-layer embeddings: a small vector per token and layer, gated into the residual stream.
 
-Once a forward, for every layer l (width P, hidden size H):
+Computed once per forward, for every layer l (width P, hidden size H):
 
     e_l = (norm(c_l) + T[token]_l t) / sqrt(2),     c = x W_model / sqrt(H)        x: the token's embedding
 
@@ -8,9 +8,9 @@ T is the second embedding table and t its scale. In layer l, before its last nor
 
     y = W_proj (act(W_gate h) e_l)
 
-Both products are narrow: they wait for each other, not for memory. At few rows the activation and e_l go into the loads
-of the second, where K is only P, and its weight is in registers before the wait; at many, where each of its programs
-would activate the same rows again, they are a launch of their own. Rounded where transformers rounds.
+Both products are narrow: latency bounds them, not memory. For few rows, the second product applies the activation and
+e_l as it loads (K is only P), and has its weight in registers before it waits. For many rows each of its programs would
+repeat the activation, so that is a separate launch. Everything is rounded where transformers rounds it.
 """
 
 import math
@@ -42,16 +42,16 @@ from specdec.layers.product import MAX_MEDIUM_ROWS, Product, Tiles, cut_of, refe
 
 FEW_ROWS = 64
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
-"""Above FEW_ROWS: more programs than `choose_tiles` makes, which takes weights to be long."""
+"""Tiles above FEW_ROWS. They give more programs than `choose_tiles`, which assumes long weights."""
 
 ANY_ORDER_TILES = {192: MediumTiles(64, 32, 0, 128, 4, 2), MAX_MEDIUM_ROWS: MediumTiles(128, 64, 0, 64, 8, 4)}
-"""Tiles by the largest number of rows that has them, where their bits may depend on that number."""
+"""Tiles by the largest number of rows that uses them, if bits may depend on that number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingParts:
-    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`). columns: those of the
-    context product that the table has, where ranks share it."""
+    """The part of Gemma 4's per-layer embeddings that is computed once per forward (`reference_layer_inputs`). columns:
+    columns of the context product that this rank's table has, if ranks share it."""
 
     context: Weight
     table: torch.Tensor
@@ -113,7 +113,7 @@ def _layer_inputs_kernel(
 
 @triton.jit
 def _gated(b_gate: tl.tensor, b_in: tl.tensor, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """act(gate) e_l, rounded twice: the same bits whichever kernel makes it."""
+    """act(gate) e_l, rounded twice, with the same bits in every kernel."""
     return (activate(b_gate, ACTIVATION).to(DTYPE).to(tl.float32) * b_in).to(DTYPE)
 
 
@@ -220,7 +220,7 @@ def layer_inputs(
 
 
 def vendor_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
-    """`gated_projection`, with some rows as `vendor_linear` has them."""
+    """`gated_projection`, with the vendor's library for some numbers of rows, like `vendor_linear`."""
     return gated_projection(gate, inputs, weight, activation, in_order=False)
 
 
@@ -237,8 +237,8 @@ def gated_projection(
     packed = isinstance(weight, PackedWeight)
     if not isinstance(weight, PackedWeight):
         assert weight.is_contiguous() and weight.dtype == gate.dtype, f"{weight.dtype=} {gate.dtype=}"
-    blocks = tile_columns(weight) > 0  # more than one scale a row, on sums
-    if blocks or (num_rows > FEW_ROWS and cut_of(weight).splits == 1):  # the sum is in one piece below too
+    blocks = tile_columns(weight) > 0  # several scales per row, applied to sums
+    if blocks or (num_rows > FEW_ROWS and cut_of(weight).splits == 1):  # the sum is in one piece there too
         gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
         _gate_inputs_kernel[(num_rows,)](
             *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
@@ -256,7 +256,7 @@ def gated_projection(
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:
         words, scales, zeros, s_w, s_scales = weight_pointers(weight)
-        block_m, block_n = 16, 64  # every program activates its rows anew: few of them each
+        block_m, block_n = 16, 64  # every program repeats the activation: use few rows each
         _gated_projection_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(height, block_n))](
             *(gate.parts, inputs, words, scales, zeros, out, num_rows, height, width, inputs.stride(0), s_w, s_scales),
             **weight_constants(weight, inputs.dtype),

@@ -1,10 +1,10 @@
-r"""A product of rows before its last sum, which the kernel that reads it computes; and the ranges that K is cut into.
+r"""A product before its last sum, which the reading kernel computes; and the cut of K into ranges.
 
     y = dtype(((0 + p_0) + p_1) + ... + p_{S-1} + bias)          p_s [M, N] float32: sums over ranges of K
 
-Kernels of this folder call `sum_parts`; `finish` is a launch for any other reader. The cut of K is part of the result's
-bits: a function of the weight's shape alone, never of the device or the number of rows. Tiles have no effect on bits.
-`linear.py` says which kernel multiplies.
+Kernels in this folder call `sum_parts`; for other readers `finish` is a launch. The cut of K affects bits, so it
+depends only on the weight's shape, never on the device or the number of rows. Tiles do not affect bits. `linear.py`
+chooses the kernel.
 """
 
 from typing import NamedTuple
@@ -17,37 +17,38 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 
 MAX_SMALL_ROWS = 32
-"""Rows of x up to which `gemm_small` is the fastest over any weight."""
+"""Up to this many rows of x `gemm_small` is the fastest for any weight."""
 
 MAX_MEDIUM_ROWS = 256
-"""Rows of x above which a product of 2-byte numbers is bound by arithmetic, not by memory."""
+"""Above this many rows of x a product of 2-byte numbers is bound by arithmetic, not by memory."""
 
 RANGE = 128
 """Ranges of K begin at multiples of this number of columns."""
 
 SPLITS = 4
-"""Ranges of K of a weight that would otherwise be too few programs."""
+"""Ranges of K for a low weight, which would otherwise have too few programs."""
 
 SPLIT_HEIGHT = 8192
-"""Rows of a weight up to which it is such a weight."""
+"""A weight with at most this many rows is low."""
 
 LOW_HEIGHT = 512
-"""Rows of a weight up to which a program can hold its tile of one range of K."""
+"""Up to this many rows of a weight, a program can hold its tile of one range of K."""
 
 LOW_RANGE = 512
-"""Columns of a range of such a weight at most."""
+"""Most columns of a range of such a weight."""
 
 PACKED_RANGE = 256
 """Ranges of K of a packed weight begin at multiples of this number of columns."""
 
 MAX_PACKED_SPLITS = 8
-"""Ranges of K of a packed weight at most: each is a part that the next kernel adds up."""
+"""Most ranges of K for a packed weight: each is a part that the next kernel adds."""
 
 PACKED_WAVE = 396
-"""Programs over a packed weight that an H200 runs at once: ranges of K are as many as fill this to nine tenths."""
+"""Programs over a packed weight that an H200 runs at once. The number of ranges is chosen to fill 0.9 of this."""
 
 PACKED_PROGRAMS = 640
-"""Programs over a packed weight at most where no number of ranges fills a wave: others hide the time to unpack."""
+"""If no number of ranges fills a wave, use at most this many programs over a packed weight: they hide the time to
+unpack."""
 
 
 class Product(NamedTuple):
@@ -62,30 +63,30 @@ class Product(NamedTuple):
 
     @classmethod
     def from_value(cls, value: torch.Tensor) -> "Product":
-        """The product whose value [M, N] is summed already."""
+        """Wrap a value [M, N] that is already summed."""
         return cls(value[None], None, value.dtype)
 
     @property
     def is_value(self) -> bool:
-        """Is parts[0] the value, with nothing left to add or to round?"""
+        """Is parts[0] the final value, with nothing to add or round?"""
         return len(self.parts) == 1 and self.bias is None and self.parts.dtype == self.dtype
 
 
 class Cut(NamedTuple):
-    """`splits` ranges of `split_len` columns of K, the last of what is left."""
+    """`splits` ranges of `split_len` columns of K; the last has the remaining columns."""
 
     splits: int
     split_len: int
 
     def share(self, count: int) -> "Cut":
-        """Cut of the columns of one of `count` ranks, which have the same ranges as in the whole."""
+        """Cut of the columns of one of `count` ranks. Ranges are the same as in the whole weight."""
         return Cut(self.splits // count, self.split_len)
 
 
 class OwnedParts(NamedTuple):
-    """A rank's share of a product whose parts are experts': which of them are its, it has whole.
+    """A rank's share of a product whose parts belong to experts; the rank has its own experts' parts completely.
 
-    owners [M, S]: part s of row m is this rank's where it is not negative; elsewhere `product` is undefined.
+    owners [M, S]: part s of row m belongs to this rank if not negative; other parts of `product` are undefined.
     """
 
     product: Product
@@ -93,13 +94,13 @@ class OwnedParts(NamedTuple):
 
 
 class RankColumns(NamedTuple):
-    """What each rank has of the columns of one value [T, N], in the order of ranks: a whole number of float32 a row."""
+    """Each rank's columns of one value [T, N], in order of ranks. A row is a whole number of float32."""
 
     own: torch.Tensor
 
 
 class Tiles(NamedTuple):
-    """One launch. A program has `rows` <= `block_n` rows of the weight."""
+    """Parameters of one launch. A program has `rows` <= `block_n` rows of the weight."""
 
     block_n: int
     block_m: int
@@ -107,8 +108,8 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int
-    tail_m: int = 0  # rows of x after those block_m, which the same program multiplies with what it has loaded
-    registers: int | None = None  # of a thread, at most
+    tail_m: int = 0  # more rows of x that the same program multiplies by its loaded tile
+    registers: int | None = None  # limit per thread
 
 
 def reference_finish(product: Product) -> torch.Tensor:
@@ -130,7 +131,7 @@ def sum_parts(
     SPLITS: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """A product's value at offsets `o_part` of each part, as float32 that DTYPE holds."""
+    """A product's value at offsets `o_part` of each part, as float32 rounded to DTYPE."""
     part_len = part_len.to(tl.int64)
     b_sum = tl.load(p_parts + o_part, mask=mask, other=0.0).to(tl.float32)
     for i_split in tl.static_range(1, SPLITS):
@@ -194,8 +195,8 @@ def choose_packed_cut(n: int, k: int) -> Cut:
     splits = PACKED_WAVE // tiles
     if 10 * splits * tiles < 9 * PACKED_WAVE:
         splits = PACKED_PROGRAMS // tiles
-    splits = max(1, min(splits, MAX_PACKED_SPLITS, steps // 2))  # of two tiles at least
-    if n <= LOW_HEIGHT:  # one tile a range, which a program can hold
+    splits = max(1, min(splits, MAX_PACKED_SPLITS, steps // 2))  # at least two tiles each
+    if n <= LOW_HEIGHT:  # each range is one tile, which a program can hold
         splits = steps
     split_steps = triton.cdiv(steps, splits)
     return Cut(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)

@@ -1,6 +1,6 @@
-"""Recurrent modules of transformers as fused layers take them: a row of `MIXERS` a class.
+"""Describes transformers' recurrent modules for fused layers: one row of `MIXERS` per class.
 
-A module may stand in a decoder that was taken apart (`models/recurrent_layers.py`), which then holds it as `source`.
+A module may have been replaced (`models/recurrent_layers.py`); the stand-in holds it as `source`.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from specdec.modules.family_name import family_name
 
 
 def described_mixer(module: Any, merged: WeightGroups, activation_of: Callable[[str], str]) -> dict[str, Any]:
-    """Fields of `LayerParts` of a recurrent layer: its first and its last weight, and what runs between them.
+    """Fields of `LayerParts` for a recurrent layer: its first and last weight, and the mixer between them.
 
-    activation_of: from a name of transformers to the kernels'. Raises Unfusable."""
+    activation_of: converts transformers' name of an activation to the kernels'. Raises Unfusable."""
     module = getattr(module, "source", module)
     describe = MIXERS.get(family_name(module).partition(".")[2])
     if describe is None:
@@ -31,7 +31,7 @@ def _gated_delta(module: Any, merged: WeightGroups, activation_of: Callable[[str
     by_head = hasattr(module, "in_proj_qkvz")
     rows = [module.in_proj_qkvz] if by_head else [module.in_proj_qkv, module.in_proj_z]
     gates = [module.in_proj_ba] if by_head else [module.in_proj_b, module.in_proj_a]
-    apart = not are_alike([*rows, *gates])  # checkpoints leave b and a in 16 bits
+    apart = not are_alike([*rows, *gates])  # quantised checkpoints keep b and a in 16 bits
     groups = module.num_k_heads if by_head else 1
     return {
         "qkv": merged.linears(rows if apart else [*rows, *gates]),

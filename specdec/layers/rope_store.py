@@ -1,19 +1,19 @@
-r"""From the merged QKV product to queries that can attend and keys and values that are stored, in one launch.
+r"""Turns the merged QKV product into rotated queries and stored keys and values, in one launch.
 
-    cos[t, j] = dtype(cos(pos_t f_j) c),   sin[t, j] = dtype(sin(pos_t f_j) c)      `rotary`, once for layers of a kind
+    cos[t, j] = dtype(cos(pos_t f_j) c),   sin[t, j] = dtype(sin(pos_t f_j) c)      `rotary`, once per kind of layer
     q_h = rope(q_norm(y_q,h)),   k_h = rope(k_norm(y_k,h)),   v_h = v_norm(y_v,h)         each norm may be absent
     rope(z)_a = z_a cos_j - z_b sin_j,   rope(z)_b = z_b cos_j + z_a sin_j
                                          a, b = j, j + R/2, or 2 j, 2 j + 1 (`interleaved`);   j < R/2
                                          both D - R further on (`last`)
     pool_k[slots[t]] = k[t],   pool_v[slots[t]] = v[t]
 
-y is the product [T, (Hq + Hkv) D + Hkv DV]: query heads, key heads, value heads, whose values are scaled last. Where
+y is the product [T, (Hq + Hkv) D + Hkv DV]: query heads, key heads, then value heads, whose values are scaled last. If
 attention is gated by channel, each query head is followed by its gate, which is not read here (`head_gates.py`). Layers
-whose K/V are another layer's have query heads only; layers that use their keys as values have no value heads, and
-v_norm reads the raw keys. Rotation covers R <= D channels, none where R is 0. Slots are in the space of the
-pools; padded rows carry slot 0. Keys and values are returned as well, for an attention that reads a forward's own rows
-from there. One program a row and head. The frequencies f and the attention factor c are those of a transformers rotary
-module whose frequencies do not depend on the sequence; both halves of a head share them.
+that share another layer's K/V have only query heads. Layers that use keys as values have no value heads, and v_norm
+reads the raw keys. Rotation covers R <= D channels; R may be 0. Slots index the pools; padding rows have slot 0. Keys
+and values are also returned, for attention that reads a forward's own rows. There is one program per row and head. The
+frequencies f and the attention factor c come from a transformers rotary module whose frequencies do not depend on the
+sequence; both halves of a head share them.
 """
 
 from typing import NamedTuple
@@ -31,10 +31,10 @@ from specdec.layers.product import Product, reference_finish, sum_parts
 
 
 class Heads(NamedTuple):
-    """How the columns of a merged QKV product divide, and what is done to each head."""
+    """How the columns of a merged QKV product divide, and the operations on each head."""
 
     num_q: int
-    num_kv: int  # 0: this layer has no keys of its own
+    num_kv: int  # 0: this layer has no own keys
     head_dim: int
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -42,9 +42,9 @@ class Heads(NamedTuple):
     values_are_keys: bool = False
     interleaved: bool = False
     last: bool = False  # the last channels rotate, not the first
-    narrow_v_dim: int | None = None  # of a value head; None: head_dim
+    narrow_v_dim: int | None = None  # size of a value head; None: head_dim
     v_scale: float = 1.0
-    gated: bool = False  # each query is followed by a gate of its size
+    gated: bool = False  # each query head is followed by a gate of equal size
 
     @property
     def v_dim(self) -> int:
@@ -52,7 +52,7 @@ class Heads(NamedTuple):
 
     @property
     def sections(self) -> list[int]:
-        """Columns of queries, of keys and of values, as far as the product has them."""
+        """Columns of queries, keys and values in the product."""
         keys = [self.num_kv * self.head_dim] if self.num_kv else []
         values = [] if self.values_are_keys or not self.num_kv else [self.num_kv * self.v_dim]
         return [self.num_q * self.head_dim * (2 if self.gated else 1), *keys, *values]
@@ -63,14 +63,14 @@ class Heads(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """cos, sin [T, R / 2] in the model's dtype, as transformers rounds them."""
+    """cos, sin [T, R / 2] in the model's dtype, rounded as in transformers."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class RotatedQKV(NamedTuple):
-    """q [T, Hq, D]; k [T, Hkv, D], v [T, Hkv, DV], None for a layer without."""
+    """q [T, Hq, D]; k [T, Hkv, D] and v [T, Hkv, DV], None for a layer without them."""
 
     q: torch.Tensor
     k: torch.Tensor | None
@@ -200,12 +200,12 @@ def _rope_store_kernel(
     trigger_next(PDL)
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     is_q, is_v = i_h < NUM_Q, i_h >= NUM_Q + NUM_KV
-    # channels a rotate against channels b; past those that rotate the angle is 0
+    # channels a rotate with channels b; for other channels the angle is 0
     HALF: tl.constexpr = ROTATED // 2
     REST: tl.constexpr = (HEAD_DIM - ROTATED) // 2
     o = tl.arange(0, BLOCK)
     m = o < HALF + REST
-    o_h = i_h + tl.zeros([BLOCK], tl.int32)  # masks of vectors: the interpreter cannot mix in scalars
+    o_h = i_h + tl.zeros([BLOCK], tl.int32)  # a vector: the interpreter cannot mix masks with scalars
     m_q, m_v = m & (o_h < NUM_Q), m & (o_h >= NUM_Q + NUM_KV)
     m_k = m & (o_h >= NUM_Q) & (o_h < NUM_Q + NUM_KV)
     o_a, o_b = o, HALF + o
@@ -226,7 +226,7 @@ def _rope_store_kernel(
     if p_v_norm is not None:
         b_wa *= tl.load(p_v_norm + o_a, mask=m_v, other=1.0).to(tl.float32)
         b_wb *= tl.load(p_v_norm + o_b, mask=m_v, other=1.0).to(tl.float32)
-    if PLUS_ONE:  # of heads without a norm, whose weights are not read, too
+    if PLUS_ONE:  # also for heads without a norm, whose weights are not read
         b_wa, b_wb = 1.0 + b_wa, 1.0 + b_wb
     wait_for_previous(PDL)
 
@@ -237,7 +237,7 @@ def _rope_store_kernel(
     if VALUES_ARE_KEYS:
         o_column = tl.where(is_v, i_h - NUM_KV, i_h) * HEAD_DIM
     if GATED:
-        o_column += tl.minimum(i_h, NUM_Q) * HEAD_DIM  # gates of the queries before
+        o_column += tl.minimum(i_h, NUM_Q) * HEAD_DIM  # skip the gates of earlier queries
     m_a, m_b = m, m
     if V_DIM != HEAD_DIM:
         o_column = tl.where(is_v, o_column - (i_h - NUM_Q - NUM_KV) * (HEAD_DIM - V_DIM), o_column)
@@ -295,7 +295,7 @@ def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dt
 
 @op(reference=reference_rope_store)
 def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None) -> RotatedQKV:
-    """Norm, rotate, and store where there is a destination, whose pools are contiguous."""
+    """Norm and rotate; if there is a destination (with contiguous pools), store."""
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
     rotated = 2 * rotary.cos.shape[1]
@@ -314,7 +314,7 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     v = parts.new_empty((num_rows, heads.num_kv, heads.v_dim), dtype=dtype)
     if not heads.num_kv:
         destination = None
-    apart = destination is not None and isinstance(destination.pool_k, Fp8Pool)  # rounded by a kernel of its own
+    apart = destination is not None and isinstance(destination.pool_k, Fp8Pool)  # a separate kernel rounds
     pool_k, pool_v, slots = (None, None, None) if destination is None or apart else destination
     if pool_k is not None and pool_v is not None and slots is not None:
         assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"

@@ -1,1 +1,1 @@
-"""Target models: how they are loaded, proven and run over the paged KV cache."""
+"""Target models: how they are described, checked and run over the paged KV cache."""

@@ -1,10 +1,11 @@
-"""The proof that the bits of a row do not depend on the other rows of a forward: every deterministic model must pass.
+"""Checks that the bits of a row do not depend on the other rows of a forward. Every deterministic model must pass.
 
-On kernels, `layers/linear.py` cuts sums by the weight alone, and `attention/kernels/tree_attention.py` cuts keys by
-position. Layers that do not have this property run in tiles of a fixed number of rows (`attention/row_tiles.py`).
+Among kernels, `layers/linear.py` cuts sums by the weight only, and `attention/kernels/tree_attention.py` cuts keys by
+position. Layers without such kernels run in tiles of a fixed number of rows (`attention/row_tiles.py`).
 
-The 12 rows of two texts run all at once; then some in turn, one alone, and the rest in reverse order among rows of
-neither text. Queries, keys, values, states and logits must be equal bit by bit. Attention treats each row by itself.
+The 12 rows of two texts run at once; then again in several forwards: some rows, one row alone, and the rest in reverse
+order among rows of other texts. Queries, keys, values, states and logits must be bitwise equal. Attention treats each
+row alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from specdec.layers.batch_invariant_torch import VectorwiseMode
 from specdec.models.probe import ProbeContext, Run
 
 MANY_ROWS = 80
-"""Rows of a forward on kernels: more than fit the smallest tiles of their products."""
+"""Rows per forward on kernels: more than the smallest tiles of their products hold."""
 
 Row = tuple[int, int]
 """(text, position)"""
@@ -32,7 +33,7 @@ def depends_on_others(
     logits: Callable[[torch.Tensor], torch.Tensor],
     in_tiles: bool,
 ) -> str | None:
-    """The first part of a row that depends on other rows, as the rest of a sentence; None: none does. texts: [2, T]
+    """The first part of a row that depends on other rows, as the end of a sentence; None: no part does. texts: [2, T]
     tokens."""
 
     def record(*forwards: list[Row]) -> dict[str, dict[Row, torch.Tensor]]:
@@ -65,14 +66,14 @@ def depends_on_others(
 
 
 def _with_junk(rows: list[Row], least: int) -> list[Row]:
-    """At least that many rows, the further ones each of a text of one token."""
+    """Extend to at least this many rows by texts of one token."""
     return [*rows, *((2 + i, 0) for i in range(least - len(rows)))]
 
 
 def forward_in_tiles(
     run: Run, tokens: torch.Tensor, context: ForwardContext, aux_layers: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """tokens [B, N] -> states [B, N, H], and those that enter `aux_layers` side by side [B, N, A * H], or None."""
+    """tokens [B, N] -> states [B, N, H], and the concatenated states that enter `aux_layers` [B, N, A * H], or None."""
     (batch, width), positions = tokens.shape, context.plan.positions.flatten()
     done: list[torch.Tensor] = []
     rows = torch.arange(batch * width, device=tokens.device)
@@ -92,7 +93,7 @@ def forward_in_tiles(
 
 
 def rows_in_tiles(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """x [..., H] -> `compute` of its rows [..., V]."""
+    """Apply `compute` to the rows of x [..., H] in tiles -> [..., V]."""
     rows = x.reshape(-1, x.shape[-1])
     with _by_vectors(x.device):
         tiles = [compute(pad_rows(tile)) for tile in rows.split(ROWS)]

@@ -1,4 +1,4 @@
-"""The checkpoints that ship with the package, by name: a tiny pair and its EAGLE-3 head, and a head for SmolLM2."""
+"""The bundled checkpoints by name: a tiny pair with an EAGLE-3 head, and a head for SmolLM2."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ HELD_OUT_PROBLEMS = BUNDLED_DIR / "word_problems_heldout.jsonl"
 
 
 def resolve_name(name: str) -> str:
-    """The local path of a bundled name; anything else (a path, a hub id) as it is."""
+    """The local path of a bundled name; any other name (a path, a hub id) is returned unchanged."""
     return str(BUNDLED_DIR / name) if name in BUNDLED_NAMES else name

@@ -1,11 +1,11 @@
-"""The K/V that each layer keeps, read from its first call of attention: a config says it in too many ways.
+"""Measures the K/V of each layer in its first attention call, since configs describe them in too many ways.
 
     config          layer types, owners, a first guess of heads and sizes
-    the calls       K/V heads, their sizes, the width of a window: these count; channels and states of a recurrent layer
+    the calls       K/V heads, sizes and window widths, which count; channels and states of recurrent layers
 
-Multi-head latent attention expands K to 192 and V to 128 numbers a head where `config.head_dim` is 64; a window may
-count the query's own key or not. Whether a layer has a window at all is not taken from its call: some classes apply it
-in a mask alone, so where call and config disagree in that, the probe refuses the model.
+For example, multi-head latent attention expands K to 192 and V to 128 numbers per head while `config.head_dim` is 64;
+and a window may or may not count the query's own key. Whether a layer has a window is taken from the config, since some
+classes apply windows only in a mask; if call and config disagree, the probe refuses the model.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from specdec.kvcache.recurrent_state import StateShape
 
 @dataclass(slots=True)
 class GeometryContext:
-    """A forward that records what each layer calls attention with, and answers with zeros."""
+    """A forward context that records each layer's attention call and returns zeros."""
 
     calls: dict[int, tuple[torch.Size, torch.Size, int | None]] = field(default_factory=dict)  # of K, of V, window
     convolutions: dict[int, torch.Size] = field(default_factory=dict)  # channels and taps
@@ -43,8 +43,8 @@ class GeometryContext:
 
 
 def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
-    """`layout`, with the heads, sizes and windows of the recorded calls. A layer reads what its owner keeps; one that
-    made no call stays as it was."""
+    """`layout` with the heads, sizes and windows of the recorded calls. A layer gets its owner's; a layer without a
+    call is unchanged."""
 
     def measured(spec: LayerSpec) -> LayerSpec:
         if spec.layer in context.convolutions:
@@ -62,7 +62,7 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
 
 
 def _recurrent(spec: LayerSpec, context: GeometryContext) -> LayerSpec:
-    """A recurrent layer: its records in the order in which `recurrence/forward.py` reads them, and its state."""
+    """The cache of a recurrent layer: its records, in the order of `recurrence/forward.py`, and its state."""
     channels, taps = context.convolutions[spec.layer]
     inputs = CacheField("inputs", 1, channels)
     if spec.layer not in context.recurrences:

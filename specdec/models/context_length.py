@@ -1,8 +1,8 @@
-"""Maximum length of a sequence of a model, read from its config.
+"""Maximum sequence length of a model, read from its config.
 
-Invariant: up to `max_len` tokens, what a position is turned into does not depend on the other rows of a forward, so
-neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` switches its frequencies,
-for all rows at once, when the longest position of a forward crosses a limit: below it they are served, above refused.
+Invariant: up to `max_len` tokens, the encoding of a position does not depend on the other rows of a forward, so neither
+a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` changes its frequencies for all
+rows if the longest position of a forward exceeds a limit; so longer sequences are refused.
 """
 
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from specdec.errors import ConfigError
 class ContextLength(NamedTuple):
     """How many tokens of a sequence a model can serve.
 
-    default: tokens served if the user sets no length. max_len: the largest allowed (None: any). why: reason of that
-    limit. end: from this position on none can be computed, or none without regard to the other rows of a forward. None:
-    all can, however far beyond the model's training; a drafter may be asked for them, a target is not.
+    default: length if the user sets none. max_len: the largest allowed length (None: any). why: reason of that limit.
+    end: the first position that cannot be computed, or not independently of other rows. None: all positions can be
+    computed, even beyond the model's training; only drafters use these.
     """
 
     default: int | None
@@ -24,7 +24,7 @@ class ContextLength(NamedTuple):
     end: int | None
 
     def require(self, max_model_len: int, name: str) -> None:
-        """Raise ConfigError when a model of this `name` is not to be run on sequences that long."""
+        """Raise ConfigError if the model called `name` must not run sequences of this length."""
         if self.max_len is not None and max_model_len > self.max_len:
             raise ConfigError(
                 f"max_model_len={max_model_len}: {name} serves at most {self.max_len} tokens, {self.why}; "
@@ -33,8 +33,7 @@ class ContextLength(NamedTuple):
 
 
 def context_length(config: Any) -> ContextLength:
-    """Reads a text config: its `max_position_embeddings`, stretched by static RoPE scaling, cut by the dynamic
-    kinds."""
+    """Read a text config: `max_position_embeddings`, extended by static RoPE scaling and limited by dynamic kinds."""
     stated = getattr(config, "max_position_embeddings", None)
     stated = int(stated) if stated else None
     limits: list[tuple[int, str]] = []

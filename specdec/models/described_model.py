@@ -1,6 +1,6 @@
-"""A model as its config and its modules describe it: what is known before weights are read, of a target and of a model
-that is made of its config alone, on the `meta` device (shapes without numbers). Drafters are fitted to the second as to
-a target; it can be measured, and never run for text."""
+"""A model described by its config and modules: everything that is known of a target before weights are read. A model on
+the `meta` device (shapes without numbers), made from a config alone, is one too: drafters can be fitted to it and its
+memory measured, but it cannot run."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ META = torch.device("meta")
 
 
 def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """options: of transformers' `from_config`. Experts run as one product, whose shapes do not depend on a router."""
+    """Make a model on `meta`. options: for transformers' `from_config`. Experts run as one product, whose shapes do not
+    depend on a router."""
     with META:
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, experts_implementation="batched_mm", **options
@@ -34,11 +35,10 @@ def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrained
 
 
 class DescribedModel:
-    """A causal LM before any forward. Raises UnsupportedModelError where it cannot be served.
+    """A causal LM before any forward. Raises UnsupportedModelError if it cannot be served.
 
-    layout: of the config, which a forward may correct. user_decoder, user_head: the user's, with attention of their
-    own; decoder, head: private copies of them. original: tells of changes since these were made.
-    placed: its weights are on a device.
+    layout: from the config; a forward may correct it. user_decoder, user_head: the user's modules; decoder, head:
+    private copies. original: notices changes of the user's modules after the copy. placed: its weights are on a device.
     """
 
     def __init__(self, name: str, model: PreTrainedModel, *, placed: bool) -> None:
@@ -49,7 +49,7 @@ class DescribedModel:
             require_supported(name, model, self.config)
             if placed:
                 require_placed(name, model)
-            self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
+            self.vocab_size = int(self.config.vocab_size)  # a copy: the user's config may change later
             self.context_length: ContextLength = context_length(self.config)
             head = model.get_output_embeddings()
             if not isinstance(head, nn.Module):
@@ -57,16 +57,16 @@ class DescribedModel:
             self.layout: KVLayout = layout_from_config(self.config)
             self.user_head: nn.Module = head
             self.user_decoder: nn.Module = find_decoder(name, model, len(self.layout.layers))
-            self.original = ModuleWatch(model, self.user_decoder, head)  # before a copy, so that no change is missed
+            self.original = ModuleWatch(model, self.user_decoder, head)  # made before the copy: no change is missed
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             take_apart(name, self.decoder, self.layout)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
-            self.home: torch.device = self.embed.weight.device  # of the user's weights
+            self.home: torch.device = self.embed.weight.device  # device of the user's weights
 
     @property
     def recurrent(self) -> bool:
-        """Do some layers keep a state a request?"""
+        """Does some layer keep a state per request?"""
         return self.layout.recurrent
 
     @property
@@ -75,10 +75,10 @@ class DescribedModel:
 
 
 class ModelOnMeta(DescribedModel):
-    """A target as far as its config goes.
+    """A target made from its config only.
 
-    layout: of the calls of attention in a forward; of the config if the forward does not run on `meta`, for which
-    `unmeasured` has the reason.
+    layout: measured in a forward's attention calls; from the config if the forward does not run on `meta` (`unmeasured`
+    has the reason).
     """
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
@@ -88,12 +88,12 @@ class ModelOnMeta(DescribedModel):
         self.unmeasured: str | None = None
         try:
             self.layout = measured_layout(self.layout, self._calls())
-        except Exception as error:  # a forward that reads a number, which `meta` has none of, raises anything
+        except Exception as error:  # on `meta`, a forward that reads a number may raise any error
             self.unmeasured = first_line(error)
 
     @torch.inference_mode()
     def _calls(self) -> GeometryContext:
-        """Calls of attention in a forward over one short text."""
+        """Record the attention calls of a forward over one short text."""
         calls = GeometryContext()
         tokens = torch.zeros((1, TEXT_LEN), dtype=torch.int64, device=META)
         places = torch.arange(TEXT_LEN, device=META)[None]

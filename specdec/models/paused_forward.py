@@ -1,12 +1,12 @@
-"""A forward of a target that stops between two layers, so that something else runs before it goes on.
+"""A target's forward that can pause between two layers, so that other work can run in between.
 
     walk = enter(...)  ->  walk.advance(4)  ->  ...  ->  walk.advance(walk.num_layers)  ->  walk.finish()
 
-A fused decoder is our own loop, which can stop anywhere. A decoder of transformers runs twice, with stand-ins for its
-layers. The first time each stand-in notes the arguments of its layer. Then the real layers are called, a few at a time.
-The second time the last stand-in returns their result. So embeddings, rotary tables and the final norm are the model's
-own, and that the result is too is proved when the target is made. Invariant: no module changes, so any number of
-forwards may be under way.
+A fused decoder is our own loop, which can stop anywhere. A transformers decoder runs twice with stand-ins for its
+layers. In the first run each stand-in notes its layer's arguments. Then the real layers are called, a few at a time. In
+the second run the last stand-in returns their result. So embeddings, rotary tables and the final norm are the model's
+own; the result is checked when the target is made. Invariant: no module changes, so several forwards may be in
+progress.
 """
 
 import copy
@@ -23,30 +23,31 @@ from specdec.models.probe import ProbeResult
 
 
 class LayerWalk(Protocol):
-    """A forward between two layers."""
+    """A forward that is paused between two layers."""
 
     @property
     def num_layers(self) -> int: ...
     def advance(self, end: int) -> None:
-        """Run the layers before number `end` that have not run."""
+        """Run the remaining layers before number `end`."""
 
     def finish(self) -> torch.Tensor | None:
-        """After the last: what the decoder returns as its last hidden state."""
+        """After the last layer, return the decoder's last hidden state."""
 
 
 Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | EarlyExit | None], LayerWalk]
-"""Packed ids and positions [1, T], the context of their attention, and where the forward narrows."""
+"""(packed ids and positions [1, T], attention context, narrowing) -> a paused forward."""
 
 
 class PausedForward(NamedTuple):
-    """`TargetModel.forward` under way. advance: see `LayerWalk`. finish: after its last layer, what it returns."""
+    """A `TargetModel.forward` in progress. advance: see `LayerWalk`. finish: after the last layer, returns its
+    result."""
 
     advance: Callable[[int], None]
     finish: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.Size) -> torch.Tensor | None:
-    """The states that entered `aux_layers`, side by side [B, N, A * H]; None: there are no such layers."""
+    """The concatenated states that entered `aux_layers`, [B, N, A * H]; None: there are no such layers."""
     if not aux_layers:
         return None
     states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
@@ -55,7 +56,7 @@ def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.S
 
 
 def walker_of(decoder: nn.Module, proof: ProbeResult) -> Walker | None:
-    """How forwards over this decoder stop between layers; None: they cannot, or are not the same then."""
+    """A function that starts pausable forwards of this decoder; None: it cannot pause, or the result would differ."""
     if isinstance(decoder, FusedDecoder):
         return decoder.walk
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
@@ -75,12 +76,12 @@ def walker_of(decoder: nn.Module, proof: ProbeResult) -> Walker | None:
     try:
         with torch.inference_mode(), torch.autocast(proof.texts.device.type, enabled=False):
             return walk if proof.difference(run) is None else None
-    except Exception:  # of any kind: its loop over layers is another one than this
+    except Exception:  # any error: its loop over layers is not supported
         return None
 
 
 class LayerStandIn(nn.Module):
-    """Takes the place of a layer, and tells the caller of the decoder about the call."""
+    """Replaces a layer and reports the call to the caller of the decoder."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class LayerStandIn(nn.Module):
 
 
 class _Visit:
-    """Stands for the context of a forward while stand-ins are called. last: the result of the last of them."""
+    """Replaces the context of a forward while stand-ins are called. last: result of the last stand-in."""
 
     def __init__(self, num_layers: int = 0, last: torch.Tensor | None = None) -> None:
         self.calls: list[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []
@@ -111,7 +112,7 @@ class _Visit:
 
 
 def outline_of(decoder: nn.Module) -> nn.Module:
-    """Returns a copy of the module whose layers are stand-ins."""
+    """Returns a copy of the module with stand-ins as layers."""
     outline = copy.copy(decoder)
     layers = nn.ModuleList(LayerStandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
     outline.__dict__["_modules"] = {**decoder._modules, "layers": layers}
@@ -119,7 +120,7 @@ def outline_of(decoder: nn.Module) -> nn.Module:
 
 
 class OutlineWalk:
-    """A `LayerWalk` over a decoder of transformers."""
+    """A `LayerWalk` over a transformers decoder."""
 
     def __init__(self, outline: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Any) -> None:
         self._outline, self._context = outline, context
@@ -128,7 +129,7 @@ class OutlineWalk:
         outline(**self._inputs, specdec_ctx=visit)
         self._calls = visit.calls
         self._done = 0
-        self._hidden: torch.Tensor | None = None  # enters the next layer; None: what the first was called with
+        self._hidden: torch.Tensor | None = None  # input of the next layer; None: the first layer's own argument
 
     @property
     def num_layers(self) -> int:

@@ -1,8 +1,8 @@
-"""Ids that stand for images, video and sound in a text: what a multimodal model embeds in their place.
+"""Token ids for images, video and sound, and the ids that a multimodal model embeds instead of them.
 
-The model itself is asked, once, by what its own forward hands to the embedding and to the text decoder; no layer runs.
-Invariant: an id is replaced by another only if the decoder then gets the same, to the bit. Drafters embed ids as they
-are, as in transformers' assisted generation.
+They are measured once, from the inputs that the model's own forward passes to the embedding and the text decoder; no
+layer runs. Invariant: an id is replaced only if the decoder then gets bitwise equal input. Drafters embed ids
+unchanged, as in transformers' assisted generation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,16 +20,16 @@ from specdec.modules.private_copy import private_copy
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """Token ids that are embedded in the place of others.
+    """Replacements of token ids before the embedding.
 
-    table [V]: the id that is embedded for each; None: each as itself. unread: id -> why no id is embedded in its place.
+    table [V]: the id to embed for each id; None: no replacement. unread: id -> why it cannot be embedded.
     """
 
     table: torch.Tensor | None = None
     unread: Mapping[int, str] = field(default_factory=dict)
 
     def replaced_in(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens of any shape, as the model embeds them."""
+        """Apply the replacements to tokens of any shape."""
         return tokens if self.table is None else self.table[tokens]
 
     def to(self, device: torch.device) -> "Placeholders":
@@ -37,7 +37,7 @@ class Placeholders:
         return self if self.table is None else replace(self, table=self.table.to(device))
 
     def require_readable(self, what: str, tokens: Sequence[int]) -> None:
-        """Raise ConfigError where an id means nothing without an image or a sound."""
+        """Raise ConfigError for an id that means nothing without an image or a sound."""
         for token in tokens if self.unread else ():
             if token in self.unread:
                 raise ConfigError(f"{what} token id {token}, {self.unread[token]}; specdec serves text alone")
@@ -45,33 +45,33 @@ class Placeholders:
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens:
-    """How a forward read its tokens [1, T]. ids: what was embedded, given: the tensors that reached the decoder."""
+    """How a forward read its tokens [1, T]. ids: the embedded ids. given: the tensors that reached the decoder."""
 
     ids: torch.Tensor | None
     given: Mapping[str, torch.Tensor]
     embedded: torch.Tensor | None
 
     def is_plain(self, tokens: torch.Tensor) -> bool:
-        """Whether the decoder gets the embeddings of these ids, or is left to look them up."""
+        """Does the decoder get the embeddings of these ids, or look them up itself?"""
         embeds = self.given.get("inputs_embeds")
         return _equal(self.ids, tokens) and (embeds is None or _equal(embeds, self.embedded))
 
     def same(self, other: "ReadTokens") -> bool:
-        """Whether the decoder gets the same."""
+        """Does the decoder get equal input?"""
         names = self.given.keys() | other.given.keys()
         return all(_equal(self.given.get(name), other.given.get(name)) for name in names)
 
 
 class _ReachedError(Exception):
-    """Ends a forward at its decoder."""
+    """Stops a forward at its decoder."""
 
 
 @torch.inference_mode()
 def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torch.Tensor) -> Placeholders:
-    """Finds the placeholders of a model and the text `decoder` in it. ordinary []: an id that is embedded as itself, on
-    the model's device.
+    """Find the placeholders of a model with the text `decoder`. ordinary []: an id that is embedded as itself, on the
+    model's device.
 
-    Nothing is run for a model of text alone."""
+    A text-only model is not run."""
     names = named_ids(model.config)
     path = next((path for path, module in model.named_modules() if module is decoder), None)
     if not names or path is None:
@@ -92,7 +92,7 @@ def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torc
     unread: dict[int, str] = {}
     try:
         if not read(first).is_plain(text(first)):
-            return Placeholders()  # it embeds in a way of its own, which cannot be told from here
+            return Placeholders()  # it embeds in its own way, which cannot be determined here
     except UnsupportedModelError:
         return Placeholders()
     for token, name in names.items():

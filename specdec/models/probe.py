@@ -1,9 +1,9 @@
-"""The proof that a model must pass to be served: paged, packed attention computes what its own forward does.
+"""The probe that a model must pass to be served: paged, packed attention must compute the same as its own forward.
 
-Two short texts run three times: in the model's own forward; each alone through the attention interface; and mixed, with
-rows in any order, in two forwards (the second reads K/V of the first), next to a row of neither text. Queries, keys,
-values and logits must not change. This file knows no pools, plans or requests. Invariant: a model that fails is refused
-in one sentence.
+Two short texts run in three ways: in the model's own forward; each alone through the attention interface; and mixed,
+with shuffled rows, in two forwards (the second reads K/V of the first), next to a row of another text. Queries, keys,
+values and logits must agree. This file knows no pools, plans or requests. Invariant: a model that fails is refused in
+one sentence.
 """
 
 import itertools
@@ -26,37 +26,37 @@ from specdec.models.recurrent_probe import RecurrentProbe, TextPaths
 from specdec.sampling.softcap import reference_softcap
 
 TEXT_LEN = 6
-"""Tokens of each of the two texts: enough that a permutation moves every row, few enough for the largest model."""
+"""Tokens per text: enough that a permutation moves every row, few enough for the largest model."""
 PREFIX_LEN = 3
-"""Tokens of each text that are in the first of the two mixed forwards."""
+"""Tokens of each text in the first of the two mixed forwards."""
 
 EXACT_BOUND = 1e-3
-"""Largest relative difference of any row, for unquantised weights of 32 bits or more on a CPU: there a row's product
-does not depend on the other rows."""
+"""Largest allowed relative difference of any row, for unquantised weights of 32 bits or more on a CPU, where a row's
+product does not depend on other rows."""
 COARSE_BOUND = 0.03
-"""Largest relative difference of the median row for other weights and devices, per square root of the layers, since
-rounding grows. Products in 16 bits, TF32 or quantised differ by shape, and a router may then choose another expert in a
-few rows. An unsupported architecture differs in nearly all rows, by about 1."""
+"""Largest allowed relative difference of the median row for other weights and devices, per square root of the layers,
+since rounding errors grow. Products in 16 bits, TF32 or quantised depend on the shape, and a router may then choose
+another expert in a few rows. An unsupported architecture differs in nearly all rows, by about 1."""
 COARSE_LOGITS_BOUND = 0.2
-"""COARSE_BOUND of logits, for any number of layers."""
+"""COARSE_BOUND for logits, for any number of layers."""
 NOISE_TIMES = 2.0
-"""Bound for deep mixtures in 16 bits, in multiples of their noise: the difference of their own forward from itself in a
-batch of another size, since routers choose other experts after rounding."""
+"""Bound for deep mixtures in 16 bits, in multiples of their noise. The noise is the difference of their own forward
+between two batch sizes: after rounding, routers choose other experts."""
 NOISE_BOUND = 0.5
 """Largest relative difference that noise may excuse."""
 CROWD = 16
-"""Times that both texts stand in the batch of another size."""
+"""Copies of both texts in the batch of the other size."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, object], torch.Tensor]
 """tokens [1, T], positions [1, T] and an attention context -> states after the final norm [1, T, H]."""
 
 Softcap = Callable[[torch.Tensor, float], torch.Tensor]
-"""Logits and the cap -> capped logits, in place or not."""
+"""(logits, cap) -> capped logits, possibly in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """Changes that a model makes to the output of its head: times a number, divided by a number, then a softcap."""
+    """A model's changes to its head's output: a multiplier, a divisor, then a softcap."""
 
     times: float = 1.0
     over: float = 1.0
@@ -67,7 +67,7 @@ class LogitRule:
         return logits if self.softcap is None else softcap(logits, self.softcap)
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Before the softcap."""
+        """Apply the multiplier and divisor, before the softcap."""
         if self.times != 1:
             logits = logits * self.times
         if self.over != 1:
@@ -76,11 +76,11 @@ class LogitRule:
 
 
 LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Config attributes by which some models multiply their logits, and others divide them."""
+"""Config attributes by which some models multiply and others divide their logits."""
 
 
 def logit_rules(config: Any) -> list[LogitRule]:
-    """The rules that a config allows; the model's own forward says which one is right."""
+    """The rules that a config allows; the model's own forward decides which one is right."""
     softcap = getattr(config, "final_logit_softcapping", None)
     rules = [LogitRule(softcap=softcap)]
     for attribute in LOGIT_FACTORS:
@@ -91,7 +91,7 @@ def logit_rules(config: Any) -> list[LogitRule]:
 
 
 def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
-    """Two texts [2, TEXT_LEN] of tokens that the config gives no name to. Uses no random state."""
+    """Two texts [2, TEXT_LEN] of tokens that the config does not name. Uses no random state."""
     whole = (config, config.get_text_config())
     named = {value for part in whole for key, value in vars(part).items() if "token" in key and isinstance(value, int)}
     ordinary = [token for token in range(min(vocab_size, 4096)) if token not in named] or [0]
@@ -101,10 +101,10 @@ def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class ProbeContext:
-    """Records what each layer asks of attention, and answers with dense causal attention within each text.
+    """Records each layer's attention call, and computes dense causal attention within each text.
 
-    text, positions: [T] of the packed rows. past: an earlier forward whose K/V these rows see as well, and those that
-    it saw. by_row: each row is answered by itself, so that its bits do not depend on the others.
+    text, positions: [T] of the packed rows. past: an earlier forward whose K/V, and earlier ones, these rows see too.
+    by_row: compute each row alone, so that its bits do not depend on other rows.
     """
 
     layout: KVLayout
@@ -115,8 +115,8 @@ class ProbeContext:
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
     recurrent: RecurrentProbe = field(default_factory=RecurrentProbe)
     faults: dict[int, str] = field(default_factory=dict)
-    shares: "Sequence[ProbeContext]" = ()  # one a rank, where several run the forward
-    other_ranks: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
+    shares: "Sequence[ProbeContext]" = ()  # one per rank, if several run the forward
+    other_ranks: "Sequence[ProbeContext]" = ()  # on the first rank's context: those of the others
 
     def divide(self, devices: Sequence[torch.device]) -> "Sequence[ProbeContext]":
         """See `shared_weights.py`."""
@@ -129,7 +129,7 @@ class ProbeContext:
         return self.shares
 
     def unite(self, shares: "Sequence[ProbeContext]") -> None:
-        """Take what the ranks recorded, heads in the order of ranks, repeated ones once: see `shared_weights.py`."""
+        """Merge the ranks' records: heads in the order of ranks, repeated heads once. See `shared_weights.py`."""
         home = self.text.device
         for layer in shares[0].rows:
             distinct = shares[:: len(shares) // shares[0].layout.layers[layer].shares]
@@ -150,7 +150,7 @@ class ProbeContext:
         return call.answer(self, *call.rows())
 
     def destination(self, layer: int) -> None:
-        """Fused layers store nothing here: what they ask with is recorded."""
+        """None: fused layers store nothing here; their calls are recorded."""
 
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
@@ -193,7 +193,7 @@ class ProbeContext:
         return [context.recurrent for context in seen], TextPaths.of(self.text, self.positions, numbers)
 
     def _seen(self) -> "list[ProbeContext]":
-        """The forwards whose K/V these rows see, the earliest first."""
+        """The forwards whose K/V these rows see, earliest first."""
         return [self] if self.past is None else [*self.past._seen(), self]
 
     def _fault(self, call: AttentionCall) -> str | None:
@@ -219,7 +219,7 @@ class ProbeContext:
         return f"passes {odd} to attention, which specdec does not know how to honour" if odd else None
 
     def verify(self, name: str) -> None:
-        """Raise UnsupportedModelError unless every layer called, and asked only for what specdec can do."""
+        """Raise UnsupportedModelError unless every layer called attention, and with supported arguments only."""
         called = {*self.rows, *self.faults, *self.recurrent.inputs}
         missing = [spec.layer for spec in self.layout.layers if spec.fields and spec.layer not in called]
         if missing:
@@ -243,28 +243,28 @@ def _attended(
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed distance of rows [T, ...] from the same rows run alone.
+    """Allowed difference of rows [T, ...] from the same rows run alone.
 
-    exact: all rows, else the median one. noise: how far the model's own forward is from itself, in a larger batch.
+    exact: all rows must agree, otherwise the median row. noise: difference of the model's own forward in a larger
+    batch.
     """
 
     exact: bool
     noise: Callable[[], float]
 
     def difference(self, found: torch.Tensor, expected: torch.Tensor) -> float:
-        """Relative to the expected rows."""
+        """Difference relative to the expected rows."""
         found, expected = (x.flatten(1).float() for x in (found, expected))
         error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-12)
         return float(error.max() if self.exact else error.median())
 
     def holds(self, found: torch.Tensor, expected: torch.Tensor, depth: int) -> bool:
-        """After `depth` layers; NaN is not near anything."""
+        """Do the rows agree after `depth` layers? NaN agrees with nothing."""
         bound = EXACT_BOUND if self.exact else COARSE_BOUND * math.sqrt(1 + depth)
         return self.is_within(self.difference(found, expected), bound)
 
     def is_within(self, difference: float, bound: float) -> bool:
-        """Whether a difference is within this bound, or near the noise where that is larger; the noise is measured only
-        then."""
+        """Is a difference within this bound or, if larger, close to the noise? Only then is the noise measured."""
         if difference <= bound or self.exact or not difference <= NOISE_BOUND:
             return difference <= bound
         return difference <= NOISE_TIMES * self.noise()
@@ -272,9 +272,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a model was found to compute: its rule of logits, and each text run alone, for comparison with other forms.
+    """Results of the probe: the model's logit rule, and each text run alone, for comparison with other forms of the
+    model.
 
-    alone: one context a text, with what every layer asked; states [2 * T, H] after the final norm.
+    alone: one context per text with all layers' calls; states [2 * T, H] after the final norm.
     """
 
     name: str
@@ -285,13 +286,13 @@ class ProbeResult:
     closeness: Tolerance
 
     def difference(self, run: Run) -> str | None:
-        """The difference when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
+        """The difference if the rows of both texts run mixed in two forwards, as the end of a sentence."""
         length, device = self.texts.shape[1], self.texts.device
         layout = self.alone[0].layout
         past: ProbeContext | None = None
         for order in (_mixed(range(PREFIX_LEN), length), _mixed(range(PREFIX_LEN, length), length)):
             rows = torch.tensor(order, device=device)
-            # a row of neither text, at a position that others have: a draft that was wrong, or padding
+            # a row of another text at an existing position, like a wrong draft or padding
             tokens = torch.cat([self.texts.flatten()[rows], self.texts[0, :1]])
             positions = torch.cat([rows % length, rows[:1] % length])
             text = torch.cat([rows // length, rows.new_tensor([len(self.texts)])])
@@ -320,10 +321,11 @@ def prove(
     rules: Sequence[LogitRule],
     exact: bool,
 ) -> ProbeResult:
-    """The rule by which states and head give the model's own logits; raises UnsupportedModelError when none does.
+    """Find the rule by which states and head give the model's own logits. Raises UnsupportedModelError if there is
+    none.
 
-    texts: [2, T] tokens. own: tokens [B, T] -> logits [B, T, V] of the model's own forward. exact: the product of a row
-    does not depend on the other rows.
+    texts: [2, T] tokens. own: tokens [B, T] -> logits [B, T, V] of the model's own forward. exact: a row's product does
+    not depend on other rows.
     """
     device = texts.device
     own_logits = _centred(own(texts).flatten(0, 1))
@@ -364,7 +366,7 @@ def prove(
 
 
 def require_finite(name: str, model: nn.Module, logits: torch.Tensor) -> None:
-    """Raise UnsupportedModelError for logits of a model's own forward that are no numbers, with the weight to blame."""
+    """Raise UnsupportedModelError if the model's own forward gives NaN or infinite logits, with the faulty weight."""
     if logits.isfinite().all():
         return
     weights = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -379,13 +381,13 @@ def _centred(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(steps: Sequence[int], length: int) -> list[int]:
-    """Row numbers text * length + step of both texts, in turn, the later steps first."""
+    """Row numbers text * length + step, alternating between both texts, later steps first."""
     return [text * length + step for step in reversed(steps) for text in (1, 0)]
 
 
 @contextmanager
 def refusing(name: str, what: str) -> Iterator[None]:
-    """In the block, whatever a foreign model raises becomes one sentence; out of memory stays what it is."""
+    """Convert any error of a foreign model in the block to one sentence, except out of memory."""
     try:
         yield
     except (SpecDecError, torch.OutOfMemoryError):

@@ -1,9 +1,9 @@
-"""Pairs of targets and drafters by short names: the bundled ones and those published on the hub, with settings and
-the lengths that they are published to accept, as `bundled/published_pairs.json` has them.
+"""Pairs of targets and drafters by short names: bundled pairs and pairs on the hub, with settings and published
+acceptance lengths, from `bundled/published_pairs.json`.
 
-Steps of Gemma 4: the best of vLLM's figures for one H100 (PR 41745; 12B is not among them). Memory is for the weights
-of both models, without encoders where these are quantised; the KV cache takes a share of the rest. Accepted lengths are
-figures of others on their own data, there to be looked at; only those of bundled pairs were measured here.
+Steps for Gemma 4 are the best of vLLM's figures for one H100 (PR 41745, without 12B). Memory is for the weights of both
+models, without encoders if these are quantised; the KV cache takes a share of the rest. Acceptance lengths are others'
+figures on their own data; only those of bundled pairs were measured here.
 """
 
 import json
@@ -16,10 +16,10 @@ from specdec.models.bundled import BUNDLED_DIR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedAcceptance:
-    """Acceptance as a publisher states it.
+    """Acceptance stated by a publisher.
 
-    num_steps: drafts a round. length: tokens a round, with the bonus. by_depth: share of the rounds that accepted
-    drafts 1, 2, ..., if it is known. data, source: the prompts, and the publication.
+    num_steps: drafts per round. length: tokens per round, bonus included. by_depth: share of the rounds that accepted
+    drafts 1, 2, ..., if known. data, source: the prompts, and the publication.
     """
 
     num_steps: int
@@ -31,13 +31,13 @@ class PublishedAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPair:
-    """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`; `quantised` ones of the
-    target as they are stored.
+    """A target and its drafter. num_steps: drafts per round. memory: weights of both in `dtype`; `quantised` target
+    weights as stored.
 
-    shape: that of `evaluation/model_shapes.py`; a pair that has one is a recipe. form: how `quantised` weights are
-    stored, by the name that `specdec bench --weights` has for it. gpus: devices that share the target. multiples: a
-    plain step of one request over its memory floor, as measured, by GPU. assumed: the same of a pair like it, where
-    this one was not measured; 0: none is known.
+    shape: name in `evaluation/model_shapes.py`; a pair with a shape is a recipe. form: storage of `quantised` weights,
+    a name of `specdec bench --weights`. gpus: devices that share the target. multiples: measured time of a plain step
+    of one request divided by its memory floor, by GPU. assumed: the multiple of a similar pair, if this one was not
+    measured; 0: unknown.
     """
 
     name: str
@@ -55,12 +55,12 @@ class PublishedPair:
 
     @property
     def accepts(self) -> PublishedAcceptance | None:
-        """None: no figure is known."""
+        """Published acceptance; None: unknown."""
         return ACCEPTED.get(self.known_by)
 
     @property
     def known_by(self) -> str:
-        """The name that figures are published under: the drafter's, or that of a target which brings its own."""
+        """The name under which figures are published: the drafter's, or the target's if it contains its drafter."""
         return self.target if self.drafter == "mtp" else self.drafter
 
 
@@ -69,7 +69,7 @@ ACCEPTED = {
     drafter: PublishedAcceptance(**{**figure, "by_depth": tuple(figure.get("by_depth", ()))})
     for drafter, figure in _TABLES["accepted"].items()
 }
-"""Published acceptance by `PublishedPair.known_by`, each of which is in one pair."""
+"""Published acceptance by `PublishedPair.known_by`, which is unique."""
 _GROUPS = {
     name: (group["title"], tuple(PublishedPair(**pair) for pair in group["pairs"]))
     for name, group in _TABLES["groups"].items()
@@ -77,18 +77,20 @@ _GROUPS = {
 PAIRS_BY_TITLE = dict(_GROUPS.values())
 _ALL = tuple(pair for pairs in PAIRS_BY_TITLE.values() for pair in pairs)
 PAIRS = tuple(pair for pair in _ALL if pair.drafter not in ("mtp", "suffix"))
-"""Those whose drafter is a checkpoint."""
+"""Pairs whose drafter is a checkpoint."""
 RECIPES = {pair.name: pair for pair in _ALL if pair.shape}
 BUNDLED_MTP, BUNDLED_EAGLE3, _ = _GROUPS["bundled"][1]
 GEMMA4_PAIRS, EAGLE3_PAIRS = _GROUPS["gemma4"][1], _GROUPS["EAGLE-3"][1]
 QAT_PAIRS = _GROUPS["gemma4 QAT"][1]
-"""Targets trained for int4, each with the assistant trained for it: that of the plain target is accepted less."""
+"""Targets trained for int4, each with its own assistant: drafts of the plain target's assistant are accepted less
+often."""
 BLOCK_PAIRS = _GROUPS["block"][1]
-"""Steps: what a block drafts, or fewer where its size was not found in a public file; more are refused."""
+"""Pairs with block drafters. Steps are the drafts of a block, or fewer if its size was not found in a public file; more
+are refused."""
 
 
 def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptance | None:
-    """Published acceptance of a pair, by the last parts of both names, whatever their case; None: nothing is known."""
+    """Published acceptance of a pair, by the last parts of both names, ignoring case; None: unknown."""
     if drafter is None:
         return None
     asked = last_part(target), last_part(drafter)
@@ -96,20 +98,19 @@ def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptanc
 
 
 def published_steps(drafter: str) -> int | None:
-    """Most drafts a round that pairs with this drafter are published for, by the last part of its name; None: nothing
-    is known."""
+    """Most published drafts per round with this drafter, by the last part of its name; None: unknown."""
     return max((pair.num_steps for pair in PAIRS if last_part(pair.drafter) == last_part(drafter)), default=None)
 
 
 def nearest_recipe(target: str, cutoff: float) -> PublishedPair | None:
-    """The recipe whose name is nearest to a target's. cutoff: 0 takes any, 1 only the same name."""
+    """The recipe whose name is most similar to a target's. cutoff: 0 accepts any, 1 only the same name."""
     named = {last_part(name): pair for pair in RECIPES.values() for name in (pair.name, pair.target)}
     near = get_close_matches(last_part(target), named, n=1, cutoff=cutoff)
     return named[near[0]] if near else None
 
 
 def last_part(name: str) -> str:
-    """Last part of a path or a hub id, in small letters."""
+    """Last part of a path or hub id, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
@@ -121,7 +122,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def pair_table(pairs: Sequence[PublishedPair]) -> str:
-    """The pairs as lines of text under a line of headings. accepted: published tokens a round, of the most."""
+    """The pairs as lines of text under a heading. accepted: published tokens per round, and the maximum."""
     rows = [("name", "target", "drafter", "steps", "accepted", "memory")]
     for p in pairs:
         accepted = "" if p.accepts is None else f"{p.accepts.length:.2f} of {p.accepts.num_steps + 1}"

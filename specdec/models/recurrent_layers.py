@@ -1,9 +1,9 @@
-"""Recurrent layers of transformers, taken apart: projections and norms are the module's own, convolution and recurrence
-run in the forward's `RecurrentContext`.
+"""Replaces transformers' recurrent layers: projections and norms are the module's own; the forward's `RecurrentContext`
+runs convolution and recurrence.
 
-One row of `MIXERS` a class of module, which says how its convolution and its recurrence follow from its projections. A
-private copy of a decoder gets them in the place of its modules. That the result is the model's own is proved when a
-target is made, as for attention.
+Each class of module has a row of `MIXERS`, which derives inputs of convolution and recurrence from the projections.
+They replace the modules of a private copy of a decoder. As for attention, the probe checks the result when a target is
+made.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from specdec.models.transformers_names import cache_argument, cache_name
 
 
 class Mixer(nn.Module):
-    """Stands where a recurrent module stood, and reads its weights."""
+    """Replaces a recurrent module and reads its weights."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mixer(nn.Module):
         specdec_ctx: RecurrentContext | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """[1, T, H] -> [1, T, H]. The context comes in the place of a cache where a layer passes nothing else on."""
+        """[1, T, H] -> [1, T, H]. The context arrives as the cache if a layer passes on nothing else."""
         context = kwargs[cache_name(self.source)] if specdec_ctx is None else specdec_ctx
         return self.mixed(hidden_states[0], context)[None]
 
@@ -46,7 +46,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def convolved(self, inputs: torch.Tensor, context: RecurrentContext) -> torch.Tensor:
-        """inputs [T, C] -> [T, C] after the convolution and its activation, if it has one."""
+        """inputs [T, C] -> [T, C] after the convolution and, if there is one, its activation."""
         source, conv = self.source, self.convolution
         out = context.convolve(source.layer_idx, inputs, conv.weight[:, 0], conv.bias)
         activation = getattr(source, "activation", None)
@@ -80,7 +80,7 @@ class GatedDeltaNet(Mixer):
         return projected
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Inputs of the convolution [T, C], the output's gate z, and b and a [T, HV]."""
+        """Inputs of the convolution [T, C], the output gate z, and b and a [T, HV]."""
         source = self.source
         if hasattr(source, "in_proj_qkvz"):
             parts = source.fix_query_key_value_ordering(source.in_proj_qkvz(x)[None], source.in_proj_ba(x)[None])
@@ -90,8 +90,8 @@ class GatedDeltaNet(Mixer):
 
 
 class Mamba2(Mixer):
-    """Granite 4, Nemotron-H and Bamba: v is the input times its step, keys and queries serve a group of heads, and
-    records are not corrected."""
+    """Granite 4, Nemotron-H and Bamba: v is the input times its step, groups of heads share keys and queries, and there
+    is no delta rule."""
 
     def mixed(self, x: torch.Tensor, context: RecurrentContext) -> torch.Tensor:
         source = self.source
@@ -132,8 +132,8 @@ MIXERS: dict[str, Callable[[nn.Module], Mixer]] = {
 
 
 def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
-    """Put mixers in the place of the recurrent modules of a private copy. Raises UnsupportedModelError for a recurrent
-    layer that has none of `MIXERS`, and for a convolution that a state cannot keep."""
+    """Replace the recurrent modules of a private copy by mixers. Raises UnsupportedModelError for a recurrent layer
+    that is not in `MIXERS`, and for a convolution that a state cannot hold."""
     found = set()
     for parent in list(decoder.modules()):
         for key, module in parent._modules.items():
@@ -159,12 +159,14 @@ def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
 
 
 def _context_as_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before transformers 5.24 a layer hands a short convolution no keyword of ours, but a cache."""
+    """Pass the context as the cache: before transformers 5.24, a layer passes a short convolution only a cache, not our
+    keyword."""
     return args, {**kwargs, **cache_argument(layer, kwargs.get("specdec_ctx"))}
 
 
 def require_attention_only(target: Any, what: str) -> None:
-    """Raise UnsupportedModelError for a target with recurrent layers; what: reads long texts outside an engine."""
+    """Raise UnsupportedModelError for a target with recurrent layers. what: the feature that reads long texts outside
+    an engine."""
     if target.recurrent:
         raise UnsupportedModelError(
             f"{target.name} has recurrent layers, and {what} reads texts without their states; it needs a target of "

@@ -1,7 +1,7 @@
-"""Recurrent layers outside an engine: of a probe, and of one whole text.
+"""Recurrent layers outside an engine: in a probe, and over one whole text.
 
-In a probe, what each layer asks is recorded, and answered row by row, along the rows of its own text. All of a text is
-in the block of its first FOLD positions, and no state comes before it. A whole text is of any length: its rows are in
+A probe records each layer's calls and computes them row by row, along the rows of the same text. Its texts fit the
+block of the first FOLD positions, so there is no earlier state. A whole text may have any length: its rows are in
 order, and its state is folded from block to block.
 """
 
@@ -19,14 +19,15 @@ from specdec.kvcache.recurrent_state import FOLD
 
 
 class TextPaths(NamedTuple):
-    """Paths of T rows: the rows of its text up to it, among all rows seen, in order [T, FOLD], and which exist."""
+    """Paths of T rows. The path of a row is the rows of its text up to it, as indices into all rows seen, in order [T,
+    FOLD], with a mask of those that exist."""
 
     cells: torch.Tensor
     exist: torch.Tensor
 
     @classmethod
     def of(cls, text: torch.Tensor, positions: torch.Tensor, seen: Sequence[torch.Tensor]) -> "TextPaths":
-        """text, positions [T]; seen: those of all rows seen, these included [L]."""
+        """Make the paths. text, positions: [T]; seen: text and positions of all rows seen, including these [L]."""
         seen_text, seen_positions = seen
         mine = (text[:, None] == seen_text) & (seen_positions <= positions[:, None])  # [T, L]
         assert int(mine.sum(1).max()) <= FOLD, "a text of a probe is one block"
@@ -35,14 +36,14 @@ class TextPaths(NamedTuple):
         return cls(order, torch.arange(FOLD, device=order.device) < mine.sum(1)[:, None])
 
     def gather(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows [L, ...] of the forwards seen -> [T, FOLD, ...], 0 where there are none."""
+        """Gather rows [L, ...] of the forwards seen -> [T, FOLD, ...], 0 for absent rows."""
         found = torch.cat([*rows])[self.cells]
         return found.masked_fill(~self.exist.view(*self.exist.shape, *[1] * (found.dim() - 2)), 0.0)
 
 
 @dataclass(slots=True)
 class RecurrentProbe:
-    """The calls of the recurrent layers of one forward, by layer."""
+    """Recurrent layers' calls in one forward, by layer."""
 
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, Recurrence] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class RecurrentProbe:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `RecurrentContext`; seen: of earlier forwards too, this the last."""
+        """See `RecurrentContext`. seen: probes of earlier forwards, then this one."""
         self.inputs[layer] = inputs
         path = paths.gather([probe.inputs[layer] for probe in seen])  # [T, FOLD, C]
         path = torch.cat([path.new_zeros((len(path), weight.shape[1], path.shape[2])), path], dim=1)
@@ -64,7 +65,7 @@ class RecurrentProbe:
         return convolved(path[torch.arange(len(path), device=path.device)[:, None], taps], weight, bias)
 
     def recur(self, seen: "Sequence[RecurrentProbe]", paths: TextPaths, layer: int, rows: Recurrence) -> torch.Tensor:
-        """See `RecurrentContext`. Blocks run in tiles: a GPU's library chooses products by how many there are."""
+        """See `RecurrentContext`. Blocks run in tiles, since a GPU's library chooses products by their number."""
         self.rows[layer] = rows.map(torch.Tensor.float)
         parts = zip(*(probe.rows[layer] for probe in seen), strict=True)
         found = [None if None in part else paths.gather(part) for part in parts]
@@ -81,14 +82,14 @@ class RecurrentProbe:
 
 
 def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`RecurrentContext.convolve` of the rows of one whole text."""
+    """`RecurrentContext.convolve` for the rows of one whole text."""
     taps = weight.shape[1]
     path = pad(inputs, (0, 0, taps - 1, 0)).unfold(0, taps, 1).transpose(1, 2)  # [T, K, C]
     return convolved(path, weight, bias)
 
 
 def recurred_text(rows: Recurrence) -> torch.Tensor:
-    """`RecurrentContext.recur` of the rows of one whole text."""
+    """`RecurrentContext.recur` for the rows of one whole text."""
     length, heads, v_dim = rows.v.shape
     state = rows.v.new_zeros((1, heads, rows.k.shape[2], v_dim), dtype=torch.float32)
     places = torch.arange(FOLD, device=rows.v.device)[None]

@@ -1,9 +1,9 @@
-"""A target that ranks share: its weights, put nowhere but on the rank that has them, and the proof of its layers.
+"""A target on several ranks: places each weight only on its rank, and checks the layers.
 
-Layer by layer, the slices of a rank go to its device; of a model on the first device, what rank 0 has in one piece is a
-view. Embeddings are whole on rank 0, the head is shared by rows. Weights that are re-pointed or updated afterwards
-raise at the next step. A context of a proof knows one device: `divide` gives one a rank for a forward, with its share
-of the heads and what these recorded before; `unite` takes what they recorded, heads in the order of ranks.
+Layer by layer, a rank's slices are copied to its device. If the model is on the first device, rank 0's slices in one
+piece are views. Rank 0 has the whole embeddings; the head is divided by rows. If weights are re-pointed or updated
+later, the next step raises. A probe's context knows one device: `divide` makes one context per rank for a forward, with
+the rank's share of the heads and of earlier records; `unite` merges their records, heads in the order of ranks.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from specdec.modules.private_copy import private_copy
 
 
 class SplitWeights:
-    """`Weights` that must stay as they were when ranks copied them."""
+    """`Weights` that must not change after ranks copied them."""
 
     def __init__(self, weights: Weights) -> None:
         self.name, self.counts_updates = weights.name, weights.counts_updates
@@ -36,8 +36,8 @@ class SplitWeights:
         self._generation, self._updates = weights.generation(), weights.updates()
 
     def generation(self) -> int:
-        """See `Weights`. Raises UnsupportedModelError once they are others than those that were copied, and for an
-        update in place where those are counted."""
+        """See `Weights`. Raises UnsupportedModelError if weights were replaced, or updated in place (if updates are
+        counted)."""
         generation = self._weights.generation()
         updated = self.counts_updates() and self._weights.updates() != self._updates
         if generation != self._generation or updated:
@@ -45,17 +45,17 @@ class SplitWeights:
         return generation
 
     def updates(self) -> object:
-        """See `Weights`. `generation` has raised if there were any that are counted."""
+        """See `Weights`. Counted updates make `generation` raise."""
         return self._updates if self.counts_updates() else object()
 
     def look_closely(self) -> None:
-        """See `Weights`. Raises what `generation` does."""
+        """See `Weights`. Raises like `generation`."""
         self._weights.look_closely()
         self.generation()
 
 
 def refuse_change(name: str) -> None:
-    """Raise UnsupportedModelError: weights of ranks are not what they were copied from."""
+    """Raise UnsupportedModelError, since weights changed after ranks copied them."""
     raise UnsupportedModelError(
         f"the weights of {name} changed after they were split over several devices, which have copies; make a new "
         "engine"
@@ -65,9 +65,9 @@ def refuse_change(name: str) -> None:
 def share_among(
     name: str, decoder: nn.Module, head: nn.Module, ops: Operations | None, ranks: Ranks
 ) -> tuple[SplitDecoder, nn.Module]:
-    """A text model and its head as ranks run them, of modules wherever they lie, which stay as they are.
+    """Divide a text model and its head among ranks. The given modules may be on any device and are not changed.
 
-    Raises ConfigError, UnsupportedModelError: it cannot be shared."""
+    Raises ConfigError or UnsupportedModelError if it cannot be divided."""
     if ops is None:
         raise unfused_error(name, "it was made without operations for fused layers", len(ranks))
     try:
@@ -82,19 +82,19 @@ def share_among(
 
 
 def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce") -> nn.Module:
-    """The head shared by rows; on rank 0 where it is more than a product, or its rows do not divide."""
+    """The head divided by rows; on rank 0 if it is more than a product or its rows do not divide."""
     if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
         return fuse_linear(place_module(head, put), ops)
     weight = weight_of(head)
-    there = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # tied to the embedding
+    there = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # may be tied
     return SplitHead([there, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
 
 
 def prepare_ranks(name: str, parts: DecoderParts, ranks: Ranks) -> None:
-    """Raise UnsupportedModelError unless ranks can share these; make room for what they exchange."""
+    """Raise UnsupportedModelError unless the parts can be divided; reserve room for exchanges."""
     require_shares(name, parts, len(ranks))
     needed = MAX_ROWS * most_exchanged(parts, len(ranks))
-    if ranks.room < needed:  # captures hold the addresses of what was reserved before
+    if ranks.room < needed:  # captures hold addresses of earlier reservations
         ranks.reserve(needed)
 
 
@@ -106,7 +106,7 @@ def unfused_error(name: str, reason: str | None, count: int) -> ConfigError:
 
 
 class PlacedOnce:
-    """Puts each tensor once: those that modules share stay one."""
+    """Places each tensor once, so that shared tensors stay shared."""
 
     def __init__(self, put: Callable[..., torch.Tensor]) -> None:
         self._put = put
@@ -120,7 +120,7 @@ class PlacedOnce:
 
 @torch.inference_mode(False)
 def place_module(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A private copy whose weights are what `put` makes of them."""
+    """A private copy with `put` applied to its weights."""
     twin = private_copy(module)
     for part in twin.modules():
         part._parameters = {
@@ -132,7 +132,7 @@ def place_module(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor])
 
 
 def on_ranks(run: Run, ranks: Ranks) -> Run:
-    """`run` of a split decoder, from and to where the proof is."""
+    """Wrap `run` of a split decoder to take and return tensors on the probe's device."""
 
     def divided(tokens: torch.Tensor, positions: torch.Tensor, context: Any) -> torch.Tensor:
         shares = context.divide(ranks.devices)
@@ -152,7 +152,7 @@ def difference_on_ranks(
     head: Callable[..., torch.Tensor],
     plain_head: Callable[..., torch.Tensor],
 ) -> str | None:
-    """The difference where ranks run a split decoder and its head, as the rest of a sentence."""
+    """The difference if ranks run a split decoder and its head, as the end of a sentence."""
     home, device = proof.states.device, ranks.devices[0]
     closeness = proof.closeness if home.type == device.type else replace(proof.closeness, exact=False)
     what = replace(proof, closeness=closeness).difference(on_ranks(run, ranks))

@@ -1,6 +1,6 @@
-"""A target that is whole on one device, shared by several: proved there as any other, then its layers are copied.
+"""Divides a target that is whole on one device: it is checked there like any other, then its layers are copied.
 
-The first device keeps the whole model. `Engine.from_pretrained` does without: see `shared_weights.py`.
+The first device keeps the whole model. `Engine.from_pretrained` avoids that: see `shared_weights.py`.
 """
 
 import copy
@@ -17,7 +17,8 @@ from specdec.models.target import TargetModel
 
 
 def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
-    """Returns the target with its layers shared by ranks. Raises ConfigError, UnsupportedModelError: it cannot be."""
+    """Returns the target with its layers divided among ranks. Raises ConfigError or UnsupportedModelError if that is
+    impossible."""
     if target.recurrent:
         require_one_device(target.name, ranks)
     whole, head = target.decoder, target.head

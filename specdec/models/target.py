@@ -1,8 +1,8 @@
-"""The target worker: a Hugging Face causal LM run over the paged KV cache.
+"""The target: a Hugging Face causal LM that runs over the paged KV cache.
 
-It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
-them under a plan. Invariant: the user's module is never changed. A private copy over the same weights runs, which any
-number of engines and threads may share.
+It finds the text decoder, the head and the final softcap of a model, and runs B * N packed rows through them under a
+plan. Invariant: the user's module is never changed. A private copy over the same weights runs; any number of engines
+and threads may share it.
 """
 
 import logging
@@ -49,16 +49,15 @@ class FinalStates(Enum):
 
 
 class TargetModel(DescribedModel):
-    """A causal LM and its geometry.
+    """A causal LM, probed and ready to run.
 
-    Raises UnsupportedModelError when the model cannot be run exactly over a paged cache: every layer is probed.
+    Raises UnsupportedModelError if the model cannot run exactly over a paged cache: every layer is probed.
 
-    ops: operations of fused layers; None: every module runs as Hugging Face wrote it. `unfused`: why fused layers do
-    not run here; None: they run.
-    deterministic: the bits of a row do not depend on the other rows of a forward, which is proved at construction.
-    Fused layers on kernels run as they are; all others run in tiles of a fixed number of rows (`in_tiles`).
-    ranks: devices that share its layers. The model is proved where it lies (such as in host memory), then the shares
-    are proved against it. Raises ConfigError if the layers cannot be shared.
+    ops: operations of fused layers; None: transformers' modules run. `unfused`: why fused layers do not run; None: they
+    run. deterministic: the bits of a row do not depend on the other rows of a forward; this is checked at construction.
+    Fused layers on kernels have this property; all others run in tiles of a fixed number of rows (`in_tiles`). ranks:
+    devices that share its layers. The model is probed where it is (such as in host memory), then the shares are
+    compared with it. Raises ConfigError if the layers cannot be divided.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class TargetModel(DescribedModel):
             self.unfused = None
         elif ops is not None:
             self.unfused = self._fuse(ops, proof)
-        # a state that has taken a part's tokens in cannot be read again
+        # a state into which a part has folded its tokens cannot be read again
         self.walk = None if self.recurrent else walker_of(self.decoder, proof)
         self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
         if deterministic:
@@ -102,14 +101,14 @@ class TargetModel(DescribedModel):
             self.weights = SplitWeights(self.weights)  # type: ignore[assignment]
 
     def as_deterministic(self) -> "TargetModel":
-        """Returns this model in deterministic form: itself if it is."""
+        """Returns this model in deterministic form (itself, if it is already)."""
         new = None if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
         return new or self
 
     def _copy_again(self) -> Weights:
-        """The user's modules changed after they were copied: copy and prove them again, and return the new weights.
+        """Copy and probe the user's modules again after they changed. Returns the new weights.
 
-        Raises UnsupportedModelError, and changes nothing, if they cannot be served or the K/V would not fit."""
+        If they cannot be served or the K/V would not fit, raises UnsupportedModelError and changes nothing."""
         if self.ranks is not None:
             refuse_change(self.name)
         logger.info("%s: modules, hooks or adapters have changed; it is copied and proved again", self.name)
@@ -139,7 +138,7 @@ class TargetModel(DescribedModel):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions below this can be computed; None: all can."""
+        """Positions below this can be computed; None: all."""
         return self.context_length.end
 
     @property
@@ -160,11 +159,11 @@ class TargetModel(DescribedModel):
         return weight.dtype
 
     def narrows_at(self, aux_layers: Sequence[int] = ()) -> int | None:
-        """The layer after whose K/V a forward over prompts may go on with fewer tokens: those whose final states are
-        read.
+        """The layer after which a forward over prompts may continue with fewer tokens: those whose final states are
+        needed.
 
-        It stores the last K/V, or is the last of `aux_layers` to be entered if that is later. None: `aux_layers` has
-        the output of the last layer, or layers are not fused.
+        It is the last layer that stores K/V, or the last of `aux_layers` if that is later. None: `aux_layers` includes
+        the last layer's output, or layers are not fused.
         """
         layer = max((self.last_storing_layer, *aux_layers))
         if layer >= len(self.layout.layers) or self.in_tiles or not isinstance(self.decoder, FusedDecoder):
@@ -183,11 +182,10 @@ class TargetModel(DescribedModel):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run tokens [B, N] under `plan` and write their K/V.
 
-        -> states after the final norm [B, N, H], and the states that enter `aux_layers` (num_layers: that leave the
-        last layer) side by side [B, N, A * H], or None.
-        last: the plan of `plan_last` for the pack of `plan`, with R runs. After the K/V of layer `narrows_at` only the
-        last token of each run goes on, and the final states are theirs, [1, R, H].
-        ends: no token goes on after those K/V; the final states are zeros [B, 1, H].
+        Returns states after the final norm [B, N, H], and the concatenated states that enter `aux_layers` (num_layers:
+        the last layer's output) [B, N, A * H], or None. last: the plan of `plan_last` for the pack of `plan`, with R
+        runs. After layer `narrows_at` only the last token of each run continues, and the final states are theirs, [1,
+        R, H]. ends: no token continues after that layer; the final states are zeros [B, 1, H].
         """
         self.weights.generation()
         context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
@@ -200,7 +198,7 @@ class TargetModel(DescribedModel):
 
     @property
     def can_pause(self) -> bool:
-        """Can a forward stop between two layers? Not in tiles, nor on several devices."""
+        """Can a forward pause between two layers? Not in tiles, nor on several devices."""
         return self.walk is not None and not self.in_tiles and self.ranks is None
 
     def begin(
@@ -213,7 +211,7 @@ class TargetModel(DescribedModel):
         *,
         ends: bool = False,
     ) -> PausedForward:
-        """The forward that `forward` runs, before its first layer. Requires `can_pause`."""
+        """Begin the forward of `forward`, paused before the first layer. Requires `can_pause`."""
         assert self.can_pause and self.walk is not None
         self.weights.generation()
         context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
@@ -226,11 +224,11 @@ class TargetModel(DescribedModel):
         return PausedForward(walk.advance, finish)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
+        """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped like the model's."""
         return rows_in_tiles(self._logits, hidden) if self.in_tiles else self._logits(hidden)
 
     def uncapped_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, float | None]:
-        """Logits before the softcap, and the cap, None where there is none; on a GPU, where rows need no tiles."""
+        """Logits before the softcap, and the cap or None. Only on a GPU, where rows need no tiles."""
         assert not self.in_tiles
         return self.logit_rule.scaled(self.head(hidden)), self.logit_rule.softcap
 
@@ -255,16 +253,16 @@ class TargetModel(DescribedModel):
         context: object,
         narrowing: Narrowing | EarlyExit | None = None,
     ) -> torch.Tensor:
-        """tokens, positions [B, N] -> states after the final norm [B, N, H]; with `narrowing` those of fewer rows."""
+        """tokens, positions [B, N] -> states after the final norm [B, N, H]; with `narrowing`, of fewer rows."""
         ids, places = self._entering(tokens, positions)
         narrowed = {} if narrowing is None else {"narrowing": narrowing}
         out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
         return self._leaving(out.last_hidden_state, len(tokens))
 
     def _entering(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens, positions [B, N] -> the same, packed [1, B * N], as the decoder reads them."""
+        """Pack tokens, positions [B, N] for the decoder: [1, B * N]."""
         tokens = self.placeholders.replaced_in(tokens)
-        if self.max_positions is not None:  # drafts and padding beyond the end: their output is not read
+        if self.max_positions is not None:  # for drafts and padding after the end, whose output is not read
             positions = positions.clamp(max=self.max_positions - 1)
         return tokens.reshape(1, -1), positions.reshape(1, -1)
 
@@ -275,9 +273,10 @@ class TargetModel(DescribedModel):
         return hidden.view(batch, -1, hidden.shape[-1])
 
     def _fuse(self, ops: Operations, proof: ProbeResult) -> str | None:
-        """Replace the decoder's layers and the head's product by fused ones -> the reason if that is not possible."""
+        """Replace the decoder's layers and the head's product by fused ones. Returns the reason if that is
+        impossible."""
         plain = decoder, head = self.decoder, self.head
-        held = held_storages(decoder)  # until the proof is done
+        held = held_storages(decoder)  # keep until the comparison is done
         level = logging.WARNING
         try:
             with refusing(self.name, "its fused layers do not run"), torch.inference_mode():
@@ -291,13 +290,13 @@ class TargetModel(DescribedModel):
             reason = str(error)
             level = logging.INFO if isinstance(error, Unfusable) else level
         if reason is not None:
-            self.decoder, self.head = plain  # their weights may stay merged: views of the same values
+            self.decoder, self.head = plain  # weights may stay merged: views with the same values
             logger.log(level, "%s runs unfused: %s", self.name, reason)
         del held
         return reason
 
     def _share(self, ops: Operations | None, proof: ProbeResult, ranks: Ranks) -> None:
-        """Put shares of the decoder and the head on ranks, and prove them. Raises as the class does."""
+        """Place shares of the decoder and the head on ranks, and check them. Raises like the class."""
         decoder, head = self.decoder, self.head
         with refusing(self.name, "its shared layers do not run"), torch.inference_mode():
             self.decoder, self.head = share_among(self.name, decoder, head, ops, ranks)
@@ -310,7 +309,7 @@ class TargetModel(DescribedModel):
 
     @torch.inference_mode()
     def _prove_bits(self) -> None:
-        """Raise UnsupportedModelError unless a row has the same bits whatever the other rows of a forward are."""
+        """Raise UnsupportedModelError unless the bits of a row are independent of the other rows of a forward."""
         if self.in_tiles and self.device.type != "cpu":
             raise UnsupportedModelError(
                 f"deterministic=True on {self.device} needs fused layers on Triton kernels; {self.name} runs without: "
@@ -329,7 +328,7 @@ class TargetModel(DescribedModel):
             )
 
     def _own_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, T] -> [B, T, V] of the model's own forward."""
+        """Logits of the model's own forward: tokens [B, T] -> [B, T, V]."""
         kind = type(self.model).__name__
         with refusing(self.name, f"{kind} does not run a forward of its own over text"):
             model: Any = private_copy(self.model, "eager")
@@ -339,8 +338,7 @@ class TargetModel(DescribedModel):
 
     @torch.inference_mode()
     def _probe(self) -> ProbeResult:
-        """Measure what each layer keeps, prove that the model can be served, and find how its logits follow from its
-        head."""
+        """Measure each layer's K/V, check that the model can be served, and find its logit rule."""
         kind = type(self.model).__name__
         texts = probe_texts(self.model.config, self.vocab_size).to(self.home)
         unpaged = f"{kind} does not run through the attention interface of transformers"
@@ -362,6 +360,6 @@ class TargetModel(DescribedModel):
                 )
         except UnsupportedModelError:
             raise
-        except SpecDecError as error:  # of our attention function, called without its context
+        except SpecDecError as error:  # from our attention function, if called without its context
             dropped = "(it drops the keyword arguments of a forward)"
             raise UnsupportedModelError(f"{self.name}: {unpaged} {dropped}") from error

@@ -1,5 +1,5 @@
-"""What transformers calls things: the auto class of a config, its type where transformers knows none, and the argument
-of a forward for the K/V of earlier tokens (`cache` from 5.24 on, `past_key_values` before)."""
+"""Names in transformers: the auto class of a config, a substitute for unknown model types, and a forward's cache
+argument (`cache` from 5.24 on, `past_key_values` before)."""
 
 import functools
 import inspect
@@ -10,21 +10,21 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 READ_AS = {"mimo": "qwen2"}
-"""Model types that transformers does not know, and the types whose layers they have: no code of their own is run."""
+"""Model types that transformers does not know, with the types that have the same layers. Their own code is not run."""
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' auto class for a config: that of causal models, or of a model that reads images and is not among
-    them, such as Step 3.7 and EXAONE 4.5."""
+    """transformers' auto class for a config: for causal models or, for image models that are not among these (Step 3.7,
+    EXAONE 4.5), for image-text models."""
     images = AutoModelForImageTextToText
     named = type(config) in images._model_mapping and type(config) not in AutoModelForCausalLM._model_mapping
     return images if named else AutoModelForCausalLM
 
 
 def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
-    """The config of a checkpoint at `path` whose config.json holds `stored`, in the class of another type.
+    """The config of a checkpoint at `path` with the config.json `stored`, in the class of another type.
 
-    None: it is read in its own.
+    None: it has its own class.
     """
     if stored.get("model_type") not in READ_AS:
         return None
@@ -35,12 +35,12 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
 
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
-    """Keyword arguments by which `module` is given a cache of transformers."""
+    """Keyword arguments that pass a transformers cache to `module`."""
     return {cache_name(module): cache}
 
 
 def cache_name(module: nn.Module) -> str:
-    """Name of that argument in the forward of its class."""
+    """Name of the cache argument in the forward of the module's class."""
     return _cache_name(type(module).forward)
 
 

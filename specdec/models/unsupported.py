@@ -1,5 +1,4 @@
-"""What a config, a placement or a stack of layers says that the runtime does not reproduce: refused before anything
-runs."""
+"""Refuses configs, placements and stacks of layers that the runtime does not reproduce, before anything runs."""
 
 from typing import Any
 
@@ -17,11 +16,11 @@ UNSUPPORTED_ATTRIBUTES = {
 
 
 DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
-"""Packages of the modules by which torch quantises activations."""
+"""Packages of torch's modules that quantise activations."""
 
 
 def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
-    """Raise UnsupportedModelError for what the text config of the model says."""
+    """Raise UnsupportedModelError for an unsupported setting in the model's text config."""
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} ({type(model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
@@ -50,7 +49,7 @@ def require_placed(name: str, model: PreTrainedModel) -> None:
 
 
 def find_decoder(name: str, model: PreTrainedModel, num_layers: int) -> nn.Module:
-    """The text stack of a model: `get_decoder()`, or what lies inside it in multimodal checkpoints. Raises
+    """The text decoder of a model: `get_decoder()`, or the decoder inside it in multimodal checkpoints. Raises
     UnsupportedModelError unless it is a stack of `num_layers` layers."""
     decoder: Any = model.get_decoder()
     while getattr(decoder, "layers", None) is None:

@@ -1,4 +1,4 @@
-"""Size of a model's weights in memory. Packed ones are buffers, so `parameters()` leaves them out."""
+"""Size of a model's weights in memory. Packed weights are buffers, which `parameters()` omits."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,9 @@ from specdec.layers.packed.packed_weight import PackedWeight
 
 
 class StoredWeights(NamedTuple):
-    """How a model's weights are stored.
+    """Storage of a model's weights.
 
-    numbers: how many weights. form: form of the packed ones, with the columns that share a scale; empty: there are
-    none.
+    numbers: number of weights. form: format of packed weights, with the columns per scale; empty: none are packed.
     """
 
     numbers: int
@@ -22,12 +21,12 @@ class StoredWeights(NamedTuple):
     form: str
 
     def words(self, dtype: torch.dtype) -> str:
-        """Their storage in words, `dtype` being that of those that are not packed."""
+        """Describe the storage in words. dtype: of weights that are not packed."""
         return f"{self.form}, the rest {_name(dtype)}" if self.form else _name(dtype)
 
 
 def stored_weights(*models: nn.Module) -> StoredWeights:
-    """Counts the weights of several models together: what two of them share is counted once."""
+    """Count the weights of several models together; shared weights count once."""
     parameters = {weight for model in models for weight in model.parameters()}
     modules = (module for model in models for module in model.modules())
     packed = {id(weight.words): weight for module in modules for weight in packed_of(module)}.values()

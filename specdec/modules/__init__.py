@@ -1,1 +1,1 @@
-"""A private copy of a module tree: how it is made, and how changes of the original are noticed."""
+"""A private copy of a module tree: how it is made, and how changes of the original are detected."""

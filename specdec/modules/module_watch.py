@@ -1,11 +1,11 @@
 """Detects changes of the user's module tree after the engine has copied it (`private_copy.py`).
 
-    changed()   cheap, before each forward      sub-modules replaced, hooks or attributes added and removed; of adapters
-                                                and others from outside torch and transformers, every attribute
+    changed()   cheap, before each forward      sub-modules replaced, hooks or attributes added or removed; every
+                                                attribute of modules from outside torch and transformers
     differs()   thorough, when the user asks    every attribute of every module, configs included
 
-Parameters and buffers are not compared: `layers/merge.py` watches those. A change inside a closure that a hook calls,
-or of a global variable, cannot be seen (`untraceable`).
+Parameters and buffers are not compared: `layers/merge.py` watches those. It cannot see changes inside a closure that a
+hook calls, or of global variables (`untraceable`).
 """
 
 import copy
@@ -21,23 +21,25 @@ from transformers import PreTrainedConfig
 from specdec.modules.private_copy import OFFLOADING
 
 RECORDING_HOOKS = "transformers.utils.output_capturing"
-"""Module of the hooks that a model keeps after it was asked for hidden states. They only record."""
+"""Module of hooks that a model keeps after a request for hidden states. They only record."""
 
 PLAIN_PACKAGES = ("torch", "transformers", "specdec")
-"""Their modules (specdec's: packed weights) do not change attributes by themselves; only `differs` compares those."""
+"""Modules of these packages (specdec's: packed weights) do not change their own attributes; only `differs` compares
+them."""
 
 NOT_COMPARED = frozenset(vars(nn.Module())) | {
     "_compiled_call_impl",
     "_attn_implementation_internal",
     "_output_capturing_hooks_installed",
 }
-"""Attributes that are compared in another way, that a private copy replaces, or that transformers makes notes in."""
+"""Attributes that are compared in another way, replaced by a private copy, or used by transformers for its own
+notes."""
 
 PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class ModuleWatch:
-    """Watches the modules under `parts` of a model, and those of the model that they lie in, from when it is made."""
+    """Watches the modules under `parts` of a model and their parent modules, from its creation on."""
 
     def __init__(self, model: nn.Module, *parts: nn.Module) -> None:
         watched = [*_modules_above(model, parts), *chain.from_iterable(part.modules() for part in parts)]
@@ -54,7 +56,7 @@ class ModuleWatch:
         self._noted_details = self._details()
 
     def changed(self) -> bool:
-        """Costs the host about 0.1 us a module, and 1 us for each from outside torch and transformers."""
+        """Costs the host about 0.1 us per module, and 1 us per module from outside torch and transformers."""
         if any(self._childless) or (self._children_now(), self._own_hooks()) != self._noted:
             return True
         if (count := self._count()) != self._noted_count:
@@ -63,11 +65,11 @@ class ModuleWatch:
             self._noted_count = count
         try:
             return bool(self._foreign_attributes() != self._noted_attributes)
-        except (KeyError, RuntimeError, ValueError):  # one has gone; two tensors or arrays have no single truth
+        except (KeyError, RuntimeError, ValueError):  # a module is gone, or tensors were compared
             return True
 
     def differs(self) -> bool:
-        """Costs the host about 20 us a module."""
+        """Costs the host about 20 us per module."""
         return self.changed() or self._details() != self._noted_details
 
     @property
@@ -79,14 +81,14 @@ class ModuleWatch:
         return list(chain.from_iterable(map(dict.values, self._children)))
 
     def _count(self) -> int:
-        """Attributes of all modules."""
+        """Number of attributes of all modules."""
         return sum(map(len, self._states))
 
     def _names(self) -> list[set[str]]:
         return [set(_compared_names(state)) for state in self._states]
 
     def _own_hooks(self) -> list[Any]:
-        if not any(self._hooks):  # as in nearly every model, and several times cheaper to tell
+        if not any(self._hooks):  # the usual case, and several times cheaper to check
             return []
         present = chain.from_iterable(hooks.items() for hooks in self._hooks if hooks)
         return [item for item in present if getattr(item[1], "__module__", None) != RECORDING_HOOKS]
@@ -100,7 +102,7 @@ class ModuleWatch:
 
 
 def _modules_above(model: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of `model` that one of `parts` lies in, itself included."""
+    """The modules of `model` that contain one of `parts`, including the parts themselves."""
     names = [name for name, module in model.named_modules() if any(module is part for part in parts)]
     above = {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
     return [model.get_submodule(name) for name in sorted(above)]
@@ -130,7 +132,7 @@ def _described(value: Any, known: dict[int, Any]) -> Any:
     if not isinstance(value, Mapping | list | tuple | set | frozenset | PreTrainedConfig):
         return id(value), value
     if id(value) not in known:
-        known[id(value)] = "a circle"  # until it is described
+        known[id(value)] = "a circle"  # until its description is complete
         known[id(value)] = _described_container(value, known)
     return known[id(value)]
 

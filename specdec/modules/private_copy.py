@@ -1,11 +1,11 @@
-"""An engine's own copy of a module tree: the same parameters and buffers, its own modules and configs.
+"""An engine's private copy of a module tree: shared parameters and buffers, but separate modules and configs.
 
     user's model     modules ---- configs (sdpa, eager, ...)          never touched
                         | parameters and buffers: the same dicts, so an in-place update of the user's weights is seen
     private copy     modules ---- configs ("specdec")                 attention, norms and fused layers put in place
     once
 
-Nothing of the user's, and nothing process-wide, is ever swapped: any number of engines and threads can share a model.
+Neither the user's objects nor any global state are changed, so any number of engines and threads can share a model.
 """
 
 import copy
@@ -34,38 +34,40 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 OFFLOADING = ("_hf_hook", "_old_forward", "forward")
-"""Attributes that accelerate sets on an offloaded module. They are bound to the original; a copy is never moved."""
+"""Attributes that accelerate sets on an offloaded module. They are bound to the original; a copy is never offloaded."""
 
 GROWING_ROPE = ("dynamic", "longrope")
-"""RoPE types that write new frequencies to their buffer in a long forward. Within the lengths that are served
-(`models/context_length.py`) the original frequencies hold; a long forward of the user's must not change them here."""
+"""RoPE types that write new frequencies to their buffer in a long forward. At the lengths served
+(`models/context_length.py`) the original frequencies are right; a user's own long forward must not change them here."""
 
 
 DECOMPOSED_NORMS = (Gemma4RMSNorm, Gemma4UnifiedRMSNorm)
-"""transformers writes these out (float, pow, mean, pow, mul, mul, cast), seven times a layer."""
+"""Norms that transformers computes with seven operators (float, pow, mean, pow, mul, mul, cast)."""
 
 
 LOOPED_EXPERTS = (Step3p7Experts,)
-"""transformers runs these by a loop over the chosen experts, whose number the host reads: no graph holds it."""
+"""Experts that transformers runs in a loop over the chosen ones. The host reads their number, so a graph cannot capture
+it."""
 
 
 @use_experts_implementation
 class _Grouped(nn.Module):
-    """Gets the attributes that the installed transformers gives to experts which it groups itself."""
+    """Receives the attributes that the installed transformers sets on experts that it groups itself."""
 
     def __init__(self, config: None) -> None:
         super().__init__()
 
 
 OF_GROUPED = {name: value for name, value in vars(_Grouped(None)).items() if name not in {*vars(nn.Module()), "config"}}
-"""Attributes of experts that the grouped products read: how their weights lie, and what else their forward does."""
+"""Attributes of experts that the grouped products read: the layout of their weights, and other steps of their
+forward."""
 
 
 def grouped_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Their `forward` as transformers runs the experts of other families, by grouped products (on `meta`, which has
-    those of bfloat16 alone, by batched ones)."""
+    """Their `forward` with grouped products, as transformers runs the experts of other families (on `meta`, which
+    groups only bfloat16, with batched products)."""
     run = batched_mm_experts_forward if hidden_states.is_meta else grouped_mm_experts_forward
     out: torch.Tensor = run(self, hidden_states, top_k_index, top_k_weights)
     return out
@@ -82,13 +84,13 @@ def fused_rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 OWN_FORWARDS = (fused_rms_norm, grouped_experts)
-"""Functions that compute in a copy what the class's own forward does."""
+"""Replacements for the forward of these classes in a copy."""
 
 
 def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Module:
     """A copy of the tree of `module` in evaluation mode, with our attention: parameters and buffers are shared.
 
-    Shared sub-modules stay shared, and modules that held one config hold one copy of it.
+    Shared sub-modules stay shared, and modules that shared a config share its copy.
     """
     modules: dict[int, nn.Module] = {}
     configs: dict[int, Any] = {}

@@ -1,8 +1,8 @@
-"""Whether this thread holds a lock over weights. If so, a finalizer must not begin anything that needs one.
+"""Tells whether this thread holds a weights lock. If so, a finalizer must not begin anything that needs one.
 
 The garbage collector may run anywhere, also within `Weights.generation`, and may close an abandoned stream of another
-engine there. That engine's next turn then releases what the stream held: releasing looks at the weights, so in this
-thread it would wait for a lock that this thread, or one that waits for it, holds.
+engine there. That engine's next turn then releases the stream's memory, which needs a weights lock. In this thread it
+would wait for a lock held by this thread, or by a thread that waits for this one.
 """
 
 import threading
@@ -19,7 +19,7 @@ _HELD = _Held()
 
 @contextmanager
 def holds_weights_lock() -> Iterator[None]:
-    """Around what takes a lock over weights, or as a decorator of it."""
+    """Context manager or decorator for code that takes a weights lock."""
     _HELD.depth += 1
     try:
         yield
@@ -28,5 +28,5 @@ def holds_weights_lock() -> Iterator[None]:
 
 
 def weights_lock_held() -> bool:
-    """Does this thread hold one?"""
+    """Does this thread hold a weights lock?"""
     return _HELD.depth > 0

@@ -1,7 +1,7 @@
-"""Checks of the arguments of an engine besides prompts, made before any work; an unknown keyword of a public method
-raises an error that says where it belongs or which one was meant, instead of a TypeError.
+"""Checks an engine's arguments, except prompts, before any work. An unknown keyword of a public method raises an error
+that says where it belongs or which keyword was meant, instead of a TypeError.
 
-It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
+It knows settings and the shape of parts, no model. Every refusal is one sentence that says what to do.
 """
 
 import difflib
@@ -31,7 +31,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
 
 
 def draft_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | None:
-    """How one request speculates in an engine that does so by `spec`; None: not at all."""
+    """The draft settings of one request in an engine with settings `spec`; None: it does not speculate."""
     asked = params.speculation
     if not isinstance(asked, SpecConfig):
         return spec if asked is None else None
@@ -50,13 +50,13 @@ def draft_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | N
 
 
 def require_one_sample(params: Any, what: str) -> None:
-    """Raise ConfigError for a request of several samples where there can be only one."""
+    """Raise ConfigError if a request asks for several samples and only one is possible."""
     if isinstance(params, SamplingParams) and params.n > 1:
         raise ConfigError(f"n={params.n}: {what} is of one sample; submit_many gives a handle for each, generate all")
 
 
 def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
-    """Refuse names and loaded modules, which are for `from_pretrained`: an Engine takes parts fitted to each other."""
+    """Refuse names and loaded modules: `Engine(...)` takes parts fitted to each other, `from_pretrained` makes them."""
     for name, part, wanted, fits in (
         ("target", target, "a TargetModel", hasattr(target, "layout")),
         ("drafter", drafter, "a fitted Drafter", drafter is None or callable(getattr(drafter, "bind", None))),
@@ -76,8 +76,8 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
-    """The settings `spec` with a depth that fits the drafter: its default where `spec` leaves the depth open, at most
-    its maximum where `spec` gives a bound. spec None: the user gave no settings."""
+    """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
+    most the drafter's maximum if `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
     if isinstance(spec, OpenDepth):
         steps = getattr(drafter, "default_steps", None) or spec.num_steps
@@ -89,7 +89,7 @@ def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
 
 
 def require_depth(spec: SpecConfig, drafter: Any) -> None:
-    """Raise ConfigError for more levels than the drafter has."""
+    """Raise ConfigError if `spec` asks for more levels than the drafter has."""
     most = getattr(drafter, "max_steps", None)
     if most is not None and spec.num_steps > most:
         raise ConfigError(
@@ -99,7 +99,7 @@ def require_depth(spec: SpecConfig, drafter: Any) -> None:
 
 
 def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
-    """Log from which position on a drafter is not asked: it cannot compute its own positions there."""
+    """Log the position from which the drafter does not draft, because it cannot compute its positions there."""
     last = getattr(drafter, "max_positions", None)
     if last is not None and last < max_model_len:
         logger.warning(
@@ -121,7 +121,7 @@ def require_reads_finished(finished_tokens: int, drafter: Any) -> None:
 
 
 def require_choice(spec: SpecConfig, drafter: Any) -> None:
-    """Raise ConfigError where a lookup would never draft in a model's place."""
+    """Raise ConfigError if a model and a lookup are given but drafts are fixed: the lookup would never draft."""
     if not spec.adaptive and getattr(drafter, "has_lookup", False):
         raise ConfigError(
             f"adaptive=False, and each round of {drafter.name} has the draft that is expected to bring most; give "
@@ -130,7 +130,7 @@ def require_choice(spec: SpecConfig, drafter: Any) -> None:
 
 
 def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
-    """Parts are fused, or not, where they are made. `True` needs all of them fused, `False` none of them."""
+    """Check that parts were made as `fused` says: True requires all of them fused, False none."""
     for part in (target, drafter):
         reason = getattr(part, "unfused", None)
         if fused is True and reason is not None:
@@ -140,7 +140,7 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
 
 
 def require_kv_dtype(target: Any, config: EngineConfig) -> None:
-    """Raise ConfigError for `kv_dtype` where a layer keeps what is not rounded."""
+    """Raise ConfigError if `kv_dtype` is set and the target has recurrent layers, whose records are not rounded."""
     if target.recurrent and config.kv_dtype is not None:
         raise ConfigError(
             f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
@@ -149,7 +149,7 @@ def require_kv_dtype(target: Any, config: EngineConfig) -> None:
 
 
 def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> None:
-    """Raise ConfigError where the settings ask for what a target with recurrent layers cannot have yet."""
+    """Raise ConfigError for settings that a target with recurrent layers does not support yet."""
     if not target.recurrent:
         return
     require_kv_dtype(target, config)
@@ -161,7 +161,8 @@ def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> No
 
 
 def caches_states(target: Any, drafter: Any) -> bool:
-    """Can prefixes be cached? Not where tokens before a copy of a recurrent layer's state would be read again."""
+    """Can prefixes be cached? Not if the drafter rereads the end of a prefix and the target has recurrent layers:
+    copies of their states exist only at the end."""
     if not target.recurrent or drafter is None or not drafter.reread:
         return True
     logger.warning(
@@ -192,17 +193,16 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 SAMPLING = {field.name: "params=SamplingParams({})" for field in fields(SamplingParams)}
 ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
 ENGINE |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
-"""Settings, and where they go; transformers knows a dtype as well."""
+"""Each setting and where it belongs; transformers knows a dtype as well."""
 CLOSE = 0.8
-"""Minimum similarity, 0 to 1, at which a keyword counts as a misspelt setting if transformers could know it as its
-own."""
+"""Minimum similarity, 0 to 1, at which a keyword that could be meant for transformers counts as a misspelt setting."""
 NEAR = 0.55
 """Minimum similarity, 0 to 1, at which an error suggests a setting for an unknown keyword."""
 
 
 def known_keywords(function: AnyFunction) -> AnyFunction:
-    """Decorates a method: an unknown keyword raises ConfigError. A method that passes its keywords on to a chat
-    template refuses only sampling parameters."""
+    """Decorate a method so that an unknown keyword raises ConfigError. If the method passes keywords on to a chat
+    template, only sampling parameters are refused."""
     parameters = inspect.signature(function).parameters
     passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     known = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)][1:]
@@ -219,7 +219,7 @@ def known_keywords(function: AnyFunction) -> AnyFunction:
 
 def require_loading_arguments(options: Iterable[str], known: Collection[str]) -> None:
     """Raise ConfigError if an argument meant for transformers is a setting of ours, or is spelt almost like a setting
-    or like one of `known`, the arguments of `from_pretrained`. All others are left to transformers."""
+    or like one of `known`, the arguments of `from_pretrained`. Other arguments are left to transformers."""
     for name in options:
         if name in ENGINE | SAMPLING or difflib.get_close_matches(name, [*known, *ENGINE], cutoff=CLOSE):
             raise _unknown(f"Engine.from_pretrained takes no {name}", name, known)

@@ -1,10 +1,10 @@
-"""Watches whether MTP modules run under the conventions that they were trained under, on the first tokens of real work.
+"""Checks, on the first answers of an engine, that MTP modules run under the conventions of their training.
 
-Conventions come from a table of families or a file next to the modules, since no tensor states them. A wrong entry has
-one symptom, a low acceptance. Once WATCHED tokens are committed, the target reads their texts once more, densely, and
-the modules draft each of these tokens under all conventions. If another convention is clearly better, a warning says
-so. The work is done one forward every PAUSE steps; if the engine runs out of requests first, its last step does the
-rest. It never touches a request.
+No tensor states the conventions; they come from a table of families or a file next to the modules. A wrong entry has
+one symptom: low acceptance. After WATCHED committed tokens, the target reads their texts again in dense forwards, and
+the modules draft each of these tokens under every convention. If another convention is clearly better, a warning says
+so. One forward runs every PAUSE steps; if the engine runs out of requests first, its last step runs the rest. It never
+changes a request.
 """
 
 import json
@@ -34,17 +34,17 @@ from specdec.runtime.request import Request, RequestState
 logger = logging.getLogger("specdec")
 
 WATCHED = 512
-"""Committed tokens of answers, of all requests together. Modules need not have learnt what prompts say."""
+"""Committed tokens of answers, over all requests. Prompts do not count: modules were trained on answers."""
 PAUSE = 8
-"""Steps between two forwards of the judgement: a step that includes one can take twice as long."""
+"""Steps between two of these forwards, since a forward can double the time of its step."""
 MIN_ANSWER = 8
-"""Tokens of an answer that is worth the reading of its prompt."""
+"""Minimum length of an answer: shorter ones are not worth reading their prompt."""
 MAX_CONTEXT = 256
-"""Tokens of a prompt that are read, its last ones."""
+"""How many of a prompt's last tokens are read."""
 
 
 class AnsweredText(NamedTuple):
-    """Tokens of a prompt and its answer, which begins with number `first`."""
+    """Tokens of a prompt and its answer. The answer begins at index `first`."""
 
     tokens: list[int]
     first: int
@@ -61,21 +61,22 @@ class AnsweredText(NamedTuple):
 
 
 class ConventionWatch:
-    """The answers of an engine until they have WATCHED tokens; nothing after that, and for other drafters."""
+    """Collects answers until they have WATCHED tokens, then judges them. Does nothing for other drafters."""
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         model = None if drafter is None else model_of(drafter)
         self.target = target
-        # a dense read has no states of recurrent layers, and runs on one device
+        # dense forwards support neither recurrent layers nor several devices
         dense = not target.recurrent and target.ranks is None
         self.drafter = model if isinstance(model, NativeMtpDrafter) and dense else None
         self._ended: list[AnsweredText] = []
-        self._parts: Iterator[None] | None = None  # of the judgement that has begun
+        self._parts: Iterator[None] | None = None  # the judgement in progress
         self._waited = 0
-        """Steps since its last part."""
+        """Steps since the last forward of the judgement."""
 
     def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Count what is committed after a step; once it is enough, judge a part of it, or all if no request runs."""
+        """Count committed tokens after a step. If there are enough, run one forward of the judgement, or all if no
+        request runs."""
         if self.drafter is None:
             return
         if self._parts is None:
@@ -93,24 +94,25 @@ class ConventionWatch:
             for _ in self._parts:
                 if running:
                     return
-        except Exception as error:  # such as no memory beside the pools: a warning less
+        except Exception as error:  # such as out of memory: then no warning is given
             logger.info("the conventions of the MTP modules were not measured: %s", error)
         self.drafter, self._ended, self._parts = None, [], None
 
 
 def counted(request: Request) -> int:
-    """Tokens of its answer; 0 if it is too short. Nothing is copied: this runs for each request in every step."""
+    """Tokens of the request's answer; 0 if it is too short. Copies nothing, since it runs for every request in every
+    step."""
     return request.num_output if request.num_output >= MIN_ANSWER else 0
 
 
 def long_enough(requests: Sequence[Request]) -> list[AnsweredText]:
-    """Their texts, but for those with short answers."""
+    """Texts of the requests, except those with short answers."""
     return [AnsweredText.from_request(request) for request in requests if counted(request)]
 
 
 @torch.inference_mode()
 def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[AnsweredText]) -> Iterator[None]:
-    """Warn if other conventions agree clearly better with these texts; yields after each of its forwards."""
+    """Warn if other conventions agree clearly better with these texts. Yields after each forward."""
     tried = all_conventions(drafter)
     found: list[list[torch.Tensor]] = [[] for _ in tried]
     for text in texts:

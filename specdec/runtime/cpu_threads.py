@@ -1,11 +1,11 @@
-"""How many threads of a CPU a forward uses: as many as it has work for.
+"""How many CPU threads a forward uses: as many as its work is worth.
 
     weights up to 64 MB, up to 64 tokens      one thread, whatever torch is set to
     more weights, or more tokens              one for every 64 MB, up to torch's own number
 
-Threads wait for each other at every product. On a machine that is busy with other work such a wait can take a slice of
-the scheduler's time, milliseconds where the product takes microseconds. The number depends on sizes alone, never on a
-timing, so it is the same in every run.
+Threads wait for each other at every matrix product. On a busy machine this wait can last a scheduler slice:
+milliseconds for a product of microseconds. The number depends on sizes only, never on timing, so it is the same in
+every run.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from specdec.models.weight_storage import stored_weights
 BYTES_OF_A_THREAD = 64 << 20
 
 WEIGHTS_BOUND = 64
-"""Tokens of a forward up to which its time is that of reading its weights."""
+"""Up to this many tokens, a forward takes as long as reading its weights."""
 
 
 class CpuThreads:
@@ -27,13 +27,13 @@ class CpuThreads:
 
     def __init__(self, model: nn.Module, device: torch.device, *, deterministic: bool = False) -> None:
         self._bytes = stored_weights(model).bytes if device.type == "cpu" else 0
-        self._by_tokens = not deterministic  # the threads that divide a product may decide its bits
+        self._by_tokens = not deterministic  # bits may depend on how threads divide a product
         self._most = 1
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Within, forwards have the threads of a small one until `fit` says more; afterwards this thread's number is
-        what it was."""
+        """Within the block, forwards get the threads of a small one until `fit` sets more. Afterwards the thread's
+        earlier number is restored."""
         self._most = torch.get_num_threads()
         self.fit(1)
         try:

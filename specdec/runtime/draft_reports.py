@@ -1,7 +1,7 @@
-"""Results of drafts as they are reported: in words, the same sentence in the log, the benchmarks, the command line and
-the examples; as counts under the names of other engines, whose clients and benchmarks read them (vLLM's, llama.cpp's).
+"""Reports of how drafts did. In words: one sentence for the log, benchmarks, command line and examples. As counts:
+under the names of vLLM and llama.cpp, for their clients and benchmarks.
 
-A round without drafts is no step in these counts. Where a tree is drafted, its depth counts, not its nodes.
+These counts skip rounds without drafts. A tree counts by its depth, not by its nodes.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ from specdec.runtime.request import RequestStats
 UNKNOWN = "no round had a choice"
 
 BUSY = 0.9
-"""Share of a core that a process has while it computes on a CPU, at least, if others leave it alone."""
+"""A process that computes undisturbed on a CPU has at least this share of a core."""
 
 
 def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
-    """The acceptance length of rounds with drafts; how many rounds these were, if more than a tenth had no drafts; or
-    that no drafts were made. off: why rounds have no drafts now (`Engine.drafts_off`), included if most rounds had
-    none."""
+    """State the acceptance length, and the number of rounds with drafts if more than a tenth had none; or that no
+    drafts were made. off: why rounds have no drafts now (`Engine.drafts_off`), included if most rounds had none."""
     if not stats.drafted_rounds:
         return f"no drafts were made: {off or UNKNOWN}"
     found = f"acceptance length {stats.acceptance_length:.2f}"
@@ -29,7 +28,7 @@ def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
 
 
 def depths_in_words(accepted: Sequence[float], drafted: Sequence[int]) -> str:
-    """For each depth, the share of rounds that accepted the draft there. drafted: rounds with a draft that deep, by
+    """State, for each depth, the share of rounds that accepted the draft there. drafted: rounds with a draft at each
     depth."""
     if len(set(drafted)) <= 1:
         return ", ".join(f"{share:.2f}" for share in accepted)
@@ -38,10 +37,10 @@ def depths_in_words(accepted: Sequence[float], drafted: Sequence[int]) -> str:
 
 
 def why_slower(speed_up: float, stats: RequestStats, *, off: str = "", processor_share: float | None = None) -> str:
-    """Why drafts were slower than plain decoding; empty where they were not.
+    """Why drafts were slower than plain decoding; empty if they were not.
 
-    stats: of the rounds with drafts. off: why these have none now (`Engine.drafts_off`). processor_share: seconds of a
-    core for each second of the comparison, on a CPU.
+    stats: figures of the run with drafts. off: why rounds have no drafts now (`Engine.drafts_off`). processor_share: on
+    a CPU, core seconds per second of the comparison.
     """
     if speed_up >= 1 or not stats.rounds:
         return ""
@@ -81,7 +80,7 @@ def vllm_figures(stats: RequestStats, max_drafts: int) -> dict[str, Any]:
 
 
 def llama_timings(stats: RequestStats) -> dict[str, Any]:
-    """`timings` of llama.cpp's server. The prompt's time is that until the first token, without the queue."""
+    """`timings` of llama.cpp's server. The prompt's time ends with the first token and excludes the queue."""
     prompt, predicted = stats.first_token_seconds - stats.queue_seconds, stats.decode_seconds
     read = stats.prompt_tokens - stats.cached_tokens
     return {

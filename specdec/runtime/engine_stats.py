@@ -1,6 +1,6 @@
-"""How an engine is doing: sums over the requests that ended, its rounds, its pools, and one warning.
+"""Statistics of an engine: sums over ended requests, its rounds, its pools, and one warning.
 
-Nothing is decided by it.
+No decision depends on them.
 """
 
 import logging
@@ -24,15 +24,15 @@ LOOK_AFTER = 1000
 """Rounds of speculating requests between two checks of the acceptance of their drafts."""
 
 ENOUGH_DRAFTS = 16
-"""Drafts (one a request and round) that a check needs."""
+"""Drafts (one per request and round) that a check needs."""
 
 PATIENCE = 8000
 """Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts a round
 once for each request, so with many requests it passes within a few rounds of the engine."""
 
 FEW_ACCEPTED = 0.02
-"""A pair counts as broken if a smaller share of its drafts has a right first token. A random draft is right once in the
-size of the vocabulary. Prompt lookup in a text without repetitions is below this bound too."""
+"""A pair counts as broken if fewer of its drafts have a right first token. A random draft is right once in the size of
+the vocabulary. Prompt lookup in a text without repetitions is below this bound too."""
 
 
 class PoolUse(NamedTuple):
@@ -105,17 +105,17 @@ class EngineStats(RequestStats):
 
     @property
     def batch_milliseconds(self) -> float:
-        """A round's time on the device, on average."""
+        """Mean time of a round on the device."""
         return 1e3 * self.batch_seconds / self.batches if self.batches else 0.0
 
     @property
     def requests_per_batch(self) -> float:
-        """How many requests a round served, on average; of those that have ended."""
+        """Mean number of requests per round; only ended requests count."""
         return self.rounds / self.batches if self.batches else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompts' tokens whose K/V came out of the prefix cache."""
+        """Share of prompt tokens whose K/V came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -129,7 +129,7 @@ class EngineStats(RequestStats):
         return self.first_token_seconds / self.finished if self.finished else 0.0
 
     def count(self, request: Request) -> None:
-        """Count a request that has ended, by itself or because it was aborted."""
+        """Count a request that has finished or was aborted."""
         if request.finish_reason in ("abort", "error"):
             self.aborted += 1
         else:
@@ -140,7 +140,7 @@ class EngineStats(RequestStats):
 def stats_now(
     totals: EngineStats, scheduler: Scheduler, round: Round, captures: CaptureUse, drafts: DraftUse
 ) -> EngineStats:
-    """A copy of these totals, with the state of this moment."""
+    """A copy of these totals, with the engine's present state."""
     allocator = scheduler.table.allocator
     return replace(
         totals,
@@ -195,5 +195,5 @@ class DraftWatch:
                 TOO_SELDOM if seldom else BROKEN,
             )
         self._batches = self._rounds = self._drafted = self._begun = (
-            0  # the next ones by themselves: a good start hides nothing
+            0  # judge the next drafts separately: a good start hides nothing
         )

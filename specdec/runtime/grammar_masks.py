@@ -16,9 +16,9 @@ from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
 
 def prepare_masks(requests: Sequence[Request]) -> list[Request]:
-    """Compute the next masks and forced tokens of requests with a grammar -> the requests that have one.
+    """Compute the next masks and forced tokens of the requests with a grammar. Returns these requests.
 
-    A request whose grammar raises ends here, and only that one.
+    If a grammar raises, only its own request ends.
     """
     guided = [request for request in requests if request.grammar_state is not None]
     if not guided:
@@ -38,7 +38,7 @@ def prepare_masks(requests: Sequence[Request]) -> list[Request]:
 
 
 def forced_counts(requests: Sequence[Request]) -> IntArray:
-    """How many next tokens of each request its grammar forces, [B]."""
+    """Number of next tokens that each request's grammar forces, [B]."""
     return np.array([len(request.forced) for request in requests], dtype=np.int64)
 
 
@@ -49,7 +49,7 @@ def load_forced(round: Round, requests: Sequence[Request], counts: IntArray) -> 
 
 
 class GrammarSteps:
-    """Host work within a round in which some of the first rows have a state in a grammar.
+    """Host work within a round in which some rows have a grammar.
 
     device    | draft | verify          | accept
     host              trees, their masks ^
@@ -63,7 +63,7 @@ class GrammarSteps:
             write_masks(self._masks.view(self._batch, 1), roots)  # a drafter may use the masks after the roots
 
     def between(self, number: int, out: torch.Tensor) -> None:
-        """Program 0, the draft, was launched and returned the trees; or program 1, verify, was."""
+        """Called after program `number` was launched: 0, draft, which returned the trees, or 1, verify."""
         if number == 0:
             self._trees, self._done = copy_to_host(out), event_now(out.device)
             return
@@ -72,12 +72,12 @@ class GrammarSteps:
         tokens, parents = self._trees.tolist()
         held = [(i, state) for i, state in enumerate(self._states) if state is not None]
         found = tree_masks([(state, tokens[i], parents[i]) for i, state in held])
-        allowed = self._masks.view(self._batch, found.shape[1])  # a drafter may propose less than it was asked for
+        allowed = self._masks.view(self._batch, found.shape[1])  # a drafter may propose fewer nodes than requested
         write_masks(allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 
 
 def root_masks(states: Sequence[GrammarState | None]) -> RowMasks | None:
-    """Tokens that may come next, [M, 1, words], of the M requests that have a state in a grammar; None: none has."""
+    """Masks [M, 1, words] of the next tokens of the M requests with a grammar; None: no request has one."""
     held = [(i, state) for i, state in enumerate(states) if state is not None]
     if not held:
         return None

@@ -4,8 +4,8 @@
     for delta in handle     the same, stepping the engine while nothing is new
     output()                the whole output, stepping the engine until the request has ended
 
-It knows a request's tokens and nothing of slots. Invariant: every token is in one delta, whichever thread reads it, and
-the last delta carries the output. A read costs time for the new tokens alone, so a long output is read in linear time.
+It knows a request's tokens and no slots. Invariant: every token is in exactly one delta, whichever thread reads it, and
+the last delta carries the output. A read costs time only for new tokens, so reading a long output takes linear time.
 """
 
 import copy
@@ -21,10 +21,11 @@ from specdec.sampling.log_probs import TokenLogprob
 class Handle:
     """One submitted request; `Engine.submit` makes it. Dropping the handle does not abort the request.
 
-    An error in a step is raised to the caller that ran the step; the request goes on with the next step, as if that one
-    had not begun. The request ends with the reason "error" if its own tokenizer or grammar raised, or if an error names
-    its row: `read`, iterating and `output` then raise RequestFailedError, here and nowhere else. If steps raised again
-    and this was their newest request, they raise RoundFailedError. Closing the engine ends it with "abort".
+    An error in a step is raised to the caller that ran the step; the request continues with the next step as if that
+    one had not begun. The request ends with the reason "error" if its own tokenizer or grammar raised, or if an error
+    names its row: then only this handle's `read`, iteration and `output` raise RequestFailedError. They raise
+    RoundFailedError if steps failed repeatedly and this was the newest request. Closing the engine ends it with
+    "abort".
     """
 
     def __init__(self, request: Request, advance: Callable[[Request], None], abort: Callable[[int], None]) -> None:
@@ -33,36 +34,36 @@ class Handle:
         self._abort = abort
         self._lock = threading.Lock()
         self._sent = 0  # tokens handed out
-        self._read_all = False  # the last delta too
+        self._read_all = False  # the last delta was read too
 
     @property
     def id(self) -> int:
-        """Number of the request, for `Engine.abort`; ids of an engine go up in order of arrival."""
+        """Number of the request, for `Engine.abort`. Ids of an engine rise in order of arrival."""
         return self._request.number
 
     @property
     def finished(self) -> bool:
-        """The request has ended. There may still be something to read."""
+        """The request has ended. It may still have unread tokens."""
         return self._request.finished
 
     @property
     def finish_reason(self) -> str:
-        """One of "stop", "length", "abort" and "error"; empty while it goes on."""
+        """One of "stop", "length", "abort" and "error"; empty until it ends."""
         return self._request.finish_reason
 
     @property
     def error(self) -> SpecDecError | None:
-        """Why it ended, where it failed or its engine was closed; None otherwise, and while it goes on."""
+        """The error that ended it, if it failed or its engine was closed; else None."""
         return self._request.error
 
     @property
     def dead_grammar(self) -> str | None:
-        """Which grammar ended it, since no token may come next; None: none did."""
+        """The grammar that ended it because it allowed no next token; None: none did."""
         return self._request.params.grammar if self._request.grammar_ended_it else None
 
     @property
     def num_output(self) -> int:
-        """Tokens so far, read or not."""
+        """Output tokens so far, read or not."""
         return self._request.num_output
 
     @property
@@ -72,7 +73,7 @@ class Handle:
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts that it accepts in a round; 0: it does not speculate."""
+        """Most drafts that it can accept in a round; 0: it does not speculate."""
         return self._request.max_drafts
 
     @property
@@ -89,18 +90,18 @@ class Handle:
                 request.require_whole()
             if self._read_all or not (request.finished or request.num_output > self._sent):
                 return None
-            reader = copy.copy(request.detokenizer)  # a read that is interrupted has read nothing
+            reader = copy.copy(request.detokenizer)  # an interrupted read must change nothing
             try:
                 delta = request.read(self._sent, reader)
             except SpecDecError:
-                self._abort(self.id)  # its text cannot be read any further
+                self._abort(self.id)  # its text cannot be decoded any further
                 raise
             request.detokenizer = reader
             self._sent, self._read_all = self._sent + len(delta.token_ids), delta.output is not None
             return delta
 
     def report_to(self, news: "deque[int]") -> None:
-        """Append its id to `news` now, and whenever it gains tokens or ends."""
+        """Append the request's id to `news` now, and whenever it gains tokens or ends."""
         self._request.news = news
         news.append(self.id)
 
@@ -115,7 +116,7 @@ class Handle:
         return delta
 
     def output(self) -> GenerationOutput:
-        """The whole output, once it has ended; `read` still hands out every token."""
+        """Step until the request has ended and return the whole output. `read` still returns every token."""
         while not self._request.finished:
             self._advance(self._request)
         if self._request.finish_reason == "error":
@@ -123,5 +124,5 @@ class Handle:
         return self._request.output()
 
     def abort(self) -> None:
-        """End it as it is: see `Engine.abort`."""
+        """End the request with the tokens it has: see `Engine.abort`."""
         self._abort(self.id)

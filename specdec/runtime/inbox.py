@@ -1,10 +1,10 @@
-"""Requests of one engine from submission to end, and ids to abort, until a turn processes them.
+"""The inbox of an engine: submitted requests and ids to abort, until a turn processes them; and its live requests.
 
     submit    arrived  -- the next turn -->  live, in the scheduler  -- settled to its end -->  counted
-    abort     aborted  -- the next turn -->  ended as it is, its row and slots freed, counted
+    abort     aborted  -- the next turn -->  ended with the tokens it has, row and slots freed, counted
 
-Any thread may submit and abort, the garbage collector within a turn too, and none waits for a turn. `process`,
-`remove_ended`, `restart` and `close` run in a turn. Each may be interrupted anywhere; the next turn does it again.
+Any thread may submit and abort, even the garbage collector within a turn, and none of them waits for a turn. `process`,
+`remove_ended`, `restart` and `close` run in a turn. Each may be interrupted anywhere; the next turn repeats it.
 """
 
 import itertools
@@ -22,10 +22,10 @@ CUT = "this engine was closed before the request had ended; make a new one and a
 
 
 class Inbox:
-    """Requests that arrived, live and are to be aborted; see above.
+    """Arrived requests, live requests, and requests to abort; see above.
 
-    live: those that the scheduler has, by number, oldest first; a restart needs no other list.
-    attempt_turn: processes the inbox in a turn of this thread, unless a thread has one or waits for one -> was it done?
+    live: requests in the scheduler, by number, oldest first; a restart needs no other list. attempt_turn: processes the
+    inbox in a turn, unless a thread has a turn or waits for one. Returns whether it did.
     """
 
     def __init__(self, steps: Steps, attempt_turn: Callable[[], bool]) -> None:
@@ -39,7 +39,7 @@ class Inbox:
 
     @property
     def is_idle(self) -> bool:
-        """No request is live, and none is to be processed."""
+        """No request is live and the inbox is empty."""
         return not (self.live or self._arrived or self._aborted)
 
     def require_open(self) -> None:
@@ -58,19 +58,19 @@ class Inbox:
         self.drain()
 
     def abort_later(self, number: int) -> None:
-        """Leave the abort to the next turn, which may have to restart the others first."""
+        """Leave the abort to the next turn, which may have to restart the other requests first."""
         self._aborted.append(number)
 
     def abort_unended(self, requests: Sequence[Request]) -> None:
-        """Abort those that have not ended, or whose release a fault prevented."""
+        """Abort the requests that have not ended, or that a fault kept from being released."""
         self._aborted.extend(r.number for r in requests if not r.finished or r.number in self.live)
         self.drain()
 
     def drain(self) -> None:
-        """Process the inbox now, unless another thread has a turn or waits for one: then that turn processes it.
+        """Process the inbox now. If another thread has a turn or waits for one, leave it to that turn.
 
-        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. While
-        the lock over weights is held, the inbox is left to the next turn, since a release looks at the weights.
+        Never waits for a turn, so it may be called from anywhere, even by the garbage collector within a turn. While
+        the lock over weights is held, the inbox is left to the next turn, since releasing a request reads the weights.
         """
         while (self._arrived or self._aborted) and not weights_lock_held():
             if not self._attempt_turn():
@@ -82,7 +82,7 @@ class Inbox:
             request = self._arrived[0]
             if self.closed:
                 request.end("abort", SpecDecError(CLOSED))
-            elif request.number not in self.live:  # or a turn was interrupted right here
+            elif request.number not in self.live:  # false if a turn was interrupted right here
                 self.live[request.number] = request
                 self._steps.scheduler.submit(request)
             self._arrived.popleft()
@@ -96,12 +96,13 @@ class Inbox:
             self._aborted.popleft()
 
     def remove_ended(self, number: int) -> None:
-        """Count a request that has ended, and hold it no longer."""
+        """Count a request that has ended, and drop it."""
         request = self.live.pop(number)
         self._steps.launches.totals.count(request)
 
     def restart(self) -> None:
-        """After a fault, restart every live request from its settled tokens; nothing else of the turn is kept."""
+        """After a fault, restart every live request from its settled tokens. All other results of the turn are
+        dropped."""
         for number, request in list(self.live.items()):
             if request.finished:
                 self.remove_ended(number)

@@ -1,4 +1,4 @@
-"""A round or a group of prompt chunks on the device, until its result is on the host and settled."""
+"""A launched step: a round or a group of prompt chunks, from its launch until its result is settled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,11 @@ from specdec.sampling.log_probs import TokenScores
 class LaunchedStep:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
-    row_epochs: `row_epoch` of each request at the launch; the result of a request that has lost its row since is
-    ignored. drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a
-    round. packed: the result, on its way to the host; `shape` and `stages` say how to read it. drafts [B]: deepest
-    draft that each request could accept. forced [B]: tokens of each request that its grammar forced. scores: requested
-    log-probabilities of prompt tokens. done: the CUDA event of the copy to the host; None: there is nothing to wait
-    for.
+    row_epochs: `row_epoch` of each request at the launch; if a request has lost its row since, its result is ignored.
+    drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a round.
+    packed: the result, being copied to the host; `shape` and `stages` say how to read it. drafts [B]: deepest draft
+    that each request could accept. forced [B]: number of tokens that each request's grammar forced. scores: requested
+    log-probabilities of prompt tokens. done: the CUDA event of the copy; None: there is nothing to wait for.
     """
 
     requests: Sequence[Request]
@@ -46,11 +45,11 @@ class LaunchedStep:
         return [i for i, (request, epoch) in seats if request.row_epoch == epoch]
 
     def gaining(self) -> list[Request]:
-        """Present requests that are sure to get a token."""
+        """Present requests that are certain to get a token."""
         return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
 
     def result(self) -> RoundResult:
-        """Result of all requests of a round, or of those that draw after prompt chunks. Waits for the device."""
+        """The result for all requests of a round, or for those that draw after prompt chunks. Waits for the device."""
         drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
         asked = [request.params.logprobs for request in drawn]
         return unpack_round_result(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
@@ -77,7 +76,7 @@ def launched_now(
     forced: IntArray | None = None,
     scores: tuple[ChunkScoring, torch.Tensor] | None = None,
 ) -> LaunchedStep:
-    """Begin to copy the result of what was just launched to the host. drafts, forced: None where there are none."""
+    """Start copying the result of the latest launch to the host. drafts, forced: None if there are none."""
     epochs, none = [request.row_epoch for request in requests], np.zeros(shape.batch, dtype=np.int64)
     drafts, forced = none if drafts is None else drafts, none if forced is None else forced
     on_host, done = copy_to_host(packed), event_now(packed.device)
@@ -86,7 +85,8 @@ def launched_now(
 
 
 def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, before anything overwrites them: complete once an `event_now` recorded later is reached."""
+    """Start a copy of `numbers` to the host. It is complete once a later `event_now` is reached; later launches cannot
+    overwrite it."""
     if numbers.device.type != "cuda":
         return numbers.clone()
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -94,7 +94,7 @@ def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def event_now(device: torch.device) -> torch.cuda.Event | None:
-    """Reached when everything launched so far has run; None: it has."""
+    """An event that is reached when everything launched so far has run; None: it has run already."""
     if device.type != "cuda":
         return None
     done = torch.cuda.Event()

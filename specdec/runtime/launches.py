@@ -1,9 +1,9 @@
-"""Rounds and prompt chunks that are launched and not settled, oldest first, and how they settle.
+"""Unsettled launches (rounds and prompt chunks), oldest first, and how they settle.
 
     device    | round 1 | round 2 | chunks | round 3 |
     host      launch 2, settle 1, launch chunks, settle 2, launch 3, settle chunks, ...
 
-The device works in order, so slots that are freed while a round runs are written by others only after it. A request
+The device runs launches in order, so slots that are freed while a round runs are overwritten only after it. A request
 that finished or was preempted may still have a row in the round already launched; its part of that result is discarded.
 """
 
@@ -20,9 +20,9 @@ from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
-"""Called with each settled round: its shape, requests and result, the output tokens that the requests gained together
-(0 in a round without drafts), and its seconds. These run from the end of the previous round if the device ran the two
-without a pause, else from the round's own beginning."""
+"""Called with each settled round: its shape, requests and result, the output tokens that all requests gained together
+(0 in a round without drafts), and its seconds. Seconds count from the end of the previous round if the device ran both
+without a pause, else from the round's start."""
 
 
 class Launches:
@@ -41,37 +41,37 @@ class Launches:
         self._captured = captured
         self._lag = 1 if captured else 0
         self._watch = DraftWatch()
-        self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
+        self._ended: int | None = None  # device clock at the end of the newest settled round; None: chunks followed
 
     @property
     def num_rounds(self) -> int:
         return sum(launched.drawing is None for launched in self.unsettled)
 
     def clear(self) -> None:
-        """Drop all of them; nothing of them is settled."""
+        """Drop all launches without settling them."""
         self.unsettled.clear()
         self._ended = None
 
     def drop_lost(self) -> None:
-        """Drop the oldest launches that no request owns any more."""
+        """Drop the oldest launches whose requests have all lost their rows."""
         self.settle_all(left=len(self.unsettled))
 
     def tokens_due(self) -> Counter[int]:
-        """Tokens that requests are sure to get from unsettled launches, by the number of the request."""
+        """Tokens that each request is certain to get from unsettled launches, by request number."""
         return Counter(request.number for launched in self.unsettled for request in launched.gaining())
 
     def settle(self, *, busy: bool) -> list[Request]:
-        """Settle launched work, except for the newest launch where rounds are captured -> the requests that ended.
+        """Settle launches; if rounds are captured, all but the newest. Returns the requests that ended.
 
-        busy: the device has a round to run meanwhile, or this step or the next launches prompt chunks. If not, and a
-        launch brings a token, everything is settled: otherwise the device would idle while the token waits for the next
-        step.
+        busy: the device has a round to run meanwhile, or this step or the next launches prompt chunks. If not busy and
+        a launch brings a token, everything is settled: otherwise the device would idle while the token waits for the
+        next step.
         """
         gaining = not busy and any(launched.gaining() for launched in self.unsettled)
         return self.settle_all(0 if gaining else self._lag)
 
     def settle_all(self, left: int = 0) -> list[Request]:
-        """Settle launched work, oldest first, except for the last `left` launches -> the requests that ended."""
+        """Settle launches, oldest first, except the last `left`. Returns the requests that ended."""
         finished: list[Request] = []
         while self.unsettled and (len(self.unsettled) > left or not self.unsettled[0].present()):
             launched = self.unsettled.popleft()
@@ -86,14 +86,14 @@ class Launches:
         return finished
 
     def settle_before_parts(self) -> list[Request]:
-        """Settle the round before the parts of a prompt forward that were just launched, while the device runs them,
-        so that every step brings a token."""
+        """While the device runs the parts of a prompt forward that were just launched, settle the round before them, so
+        that every step brings a token."""
         finished = self.settle_all()
         self._ended = None
         return finished
 
     def release_finished(self, requests: Sequence[Request]) -> list[Request]:
-        """Free the rows and slots of those that have ended -> these requests."""
+        """Free the rows and slots of the requests that have ended. Returns these requests."""
         finished = [request for request in requests if request.settled.finish_reason]
         if finished:
             keep_outputs(self._round, finished)
@@ -116,10 +116,10 @@ class Launches:
         self._count(requests, result, by_lookup=shape.by_lookup)
 
     def _count(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
-        """Count a settled round and its accepted drafts, if they are the drafter's and not a lookup's next to it."""
+        """Count a settled round, and its accepted drafts unless the lookup next to a model drafted them."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
-        if self._captured:  # the host is hidden then
+        if self._captured:  # then the host's time is hidden
             self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if not by_lookup:
             drafted = (result.drafts > 0) & (result.forced == 0)

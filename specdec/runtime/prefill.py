@@ -2,10 +2,10 @@
 
     begin     takes the scheduler's chunks; divides the forward if decoding requests would wait too long for it
     advance   runs the parts that fit this step
-    launch    after the last part: draws, scores, and the commit, whose lengths the host knows already
+    launch    after the last part: draws, scores and commits; the host already knows the lengths
 
-It settles nothing: `Launches` does. A forward that has run in part is kept from step to step, and dropped when its rows
-are lost or weights have moved.
+`Launches` settles the result. A forward that has run in part is kept from step to step; it is dropped if its rows are
+lost or weights have moved.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ from specdec.sampling.sampling_table import SamplerUses
 
 
 class Prefill:
-    """Reads the prompts of one engine. `reading`: a forward of which some parts have run; None: there is none.
+    """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none.
 
-    chunks: captured forwards; None where nothing is captured.
+    chunks: captured forwards; None if nothing is captured.
     """
 
     def __init__(self, scheduler: Scheduler, round: Round, chunks: ChunkGraphs | None, threads: CpuThreads) -> None:
@@ -46,15 +46,15 @@ class Prefill:
         self._threads = threads
 
     def drop_lost(self) -> None:
-        """Drop a forward whose rows are lost or whose weights have moved: its chunks are read again."""
+        """Drop the forward in progress if its rows are lost or weights have moved. Its chunks will be read again."""
         if self.reading is not None and not self.reading.is_valid(self._round.weights.generation()):
             self.reading = None
 
     def advance(self, *, streams: bool) -> PromptReading | None:
-        """Run as much of the forward over prompt chunks as this step has time for, all of it if no request decodes.
+        """Run as much of the forward over prompt chunks as this step has time for; all of it if no request decodes.
 
-        streams: other requests decode. -> the chunks in progress, to be launched if all parts have run; None: there are
-        none.
+        streams: other requests decode. Returns the chunks in progress, for `launch` if all parts have run; None: there
+        are none.
         """
         if self.reading is None:
             requests, chunk_len = self._scheduler.next_prefill()
@@ -76,8 +76,8 @@ class Prefill:
         return reading
 
     def launch(self, reading: PromptReading) -> LaunchedStep:
-        """Launch the draws and the commit after all parts have run: a request whose prompt ends with these chunks draws
-        its first token."""
+        """Launch the draws and the commit after all parts have run. Requests whose prompts end with these chunks draw
+        their first token."""
         requests, chunk_len, done, round = reading.requests, reading.chunk_len, reading.done, self._round
         rows, read_len = table_rows(requests), done + chunk_len
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
@@ -100,7 +100,7 @@ class Prefill:
         return launched
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
-        """Run the target over prompt chunks, captured where they are short; states: see `Chunk`."""
+        """Run the target over prompt chunks; short ones are captured. states: see `Chunk`."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
             runs = upload(np.stack([rows, chunk_len]), self._round.device)
@@ -108,7 +108,8 @@ class Prefill:
         return chunk
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
-        """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would wait too long."""
+        """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
+        long."""
         rows, epochs = table_rows(requests), [request.row_epoch for request in requests]
         done = self._scheduler.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)

@@ -1,15 +1,15 @@
-"""Policy of the prefix cache: common prefixes are computed once. The scheduler calls it.
+"""Policy of the prefix cache: each common prefix is computed once. The scheduler calls it.
 
     admission     a request adopts the cached pages of its prompt, or waits while a running one computes more of it
-    every chunk   is kept once it is committed, so that a request that waits for it can go on
-    the end       and a preemption keep all committed K/V
+    every chunk   is cached when it is committed, so that a request waiting for it can continue
+    the end       and a preemption cache all committed K/V
 
-The `cache_salt` is a part of the key: requests with different salts share no page and do not wait for each other, as if
-their first tokens were different.
+The `cache_salt` is part of the key: requests with different salts share no page and do not wait for each other, as if
+their first tokens differed.
 
 A key has only tokens that the host knows. Cached K/V belong to the weights that made them: each step compares the
-weights' versions before it uses the cache. Once they differ, the cache is emptied, and rows that were filled before are
-not kept. This file knows no pool and no tensor.
+weights' versions before it uses the cache. If they differ, the cache is emptied, and K/V of rows filled before are not
+cached. This file knows no pool and no tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,11 @@ from specdec.runtime.prompts_in_progress import PromptReader, PromptsInProgress,
 from specdec.runtime.request import Request, RequestState
 
 WORTH_WAITING = 16
-"""Fewest tokens that a request waits for: computing fewer again adds hardly anything to a step."""
+"""A request waits only for a prefix of at least this many tokens: recomputing fewer adds hardly anything to a step."""
 
 STATE_EVERY = 1024
-"""Tokens from one copy of recurrent layers' states to the next, at least, while a prompt is read; its end has one."""
+"""Minimum distance in tokens between copies of recurrent states while a prompt is read. The end of the prompt gets a
+copy too."""
 
 
 class Prefixes:
@@ -34,7 +35,7 @@ class Prefixes:
 
     cache: the K/V cache, with the stores of all models; None turns prefix caching off. weights_version: returns another
     value once weights have changed, so that cached K/V are no longer valid. unread: for each row, how many of its
-    newest tokens may not have the drafter's K/V yet, so those are not kept; None: every token has them.
+    newest tokens may lack the drafter's K/V; these are not cached. None: every token has them.
     """
 
     def __init__(
@@ -45,17 +46,17 @@ class Prefixes:
         self._unread = unread
         self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
-            pairs = len(cache.stores) > 1  # a drafter's may follow from the next
+            pairs = len(cache.stores) > 1  # a drafter's K/V may depend on the next token
             self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
             self._in_progress = PromptsInProgress(self._cache)
 
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
-        """Is a running request of a lower rank computing a prefix of this request's prompt, which it could then adopt?
+        """Is a running request of lower rank computing a prefix that this request could then adopt?
 
-        Only running requests of lower rank count, so no two requests wait for each other. The answer is kept until a
-        prompt begins or ends, and costs no comparison meanwhile.
+        Only running requests of lower rank count, so no two requests wait for each other. The answer is remembered
+        until a prompt begins or ends.
         """
         if self._cache is None:
             return False
@@ -69,8 +70,8 @@ class Prefixes:
         if len(key) < WORTH_WAITING:
             return False
         cached: int | None = None
-        scored = request.max_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
-        for common, readers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
+        scored = request.max_cached < request.prefill_target - 1  # it needs scores that only its own samples compute
+        for common, readers in self._in_progress.sharing(key, salt_of(request)):  # the longest prefix first
             if cached is None:
                 cached = len(self._cache.match_prefix(key, salt_of(request))) * self._cache.page_size
                 cached = min(cached, request.max_cached)
@@ -83,13 +84,13 @@ class Prefixes:
                     continue
                 worth = common >= cached + WORTH_WAITING or reader.request.number == request.awaited
                 if worth and self._is_computing(reader.request, common):
-                    request.awaited = reader.request.number  # up to the last token of it
+                    request.awaited = reader.request.number  # until the prefix is complete
                     request.awaited_len, request.awaited_version = common, self._in_progress.version
                     return True
         return False
 
     def cached_pages(self, request: Request) -> IntArray:
-        """The pages that a waiting request would begin with, if it got a row now. Changes nothing."""
+        """The cached pages that a waiting request would adopt if it got a row now. Changes nothing."""
         if self._cache is None:
             return NO_PAGES
         self._clear_if_weights_changed()
@@ -124,23 +125,24 @@ class Prefixes:
                 self._cache.cache_state(request.row, self._whole_key(request), salt_of(request), every=every)
 
     def release_rows(self, requests: Sequence[Request]) -> None:
-        """Keep the committed K/V of requests that are about to lose their rows, and stop other requests' waiting."""
+        """Cache the committed K/V of requests that are about to lose their rows. Requests that waited for them stop
+        waiting."""
         self.keep_committed(requests)
         if self._cache is not None:
             for request in requests:
                 self._in_progress.discard(request)
 
     def restart(self) -> None:
-        """Restart without rows. The pools, which were made anew, have forgotten the cached pages."""
+        """Restart without rows. The pools were reset, so all cached pages are gone."""
         if self._cache is not None:
             self._in_progress.clear()
 
     def clear(self) -> None:
-        """Share none of the K/V made so far any more, cached or still in rows."""
+        """Stop sharing all K/V made so far, both in the cache and in rows."""
         if self._cache is not None:
             self._cache.clear()
             self._era += 1
-            self._in_progress.clear()  # their K/V will not be kept
+            self._in_progress.clear()  # their K/V will not be cached
 
     def _clear_if_weights_changed(self) -> None:
         """Clear the cache if the weights changed. Within a step `weights_version` returns one object, which is quick to
@@ -159,24 +161,24 @@ class Prefixes:
             assert numbers >= self._in_progress.numbers, "a request without a row counts as computing its prompt"
 
     def _is_computing(self, request: Request, length: int) -> bool:
-        """Are the first `length` tokens of a running request's prompt not all committed?"""
+        """Does a running request still have to commit some of the first `length` tokens of its prompt?"""
         assert self._cache is not None
         reading = request.state is RequestState.PREFILL
         return reading and int(self._cache.table.committed_len.host[request.row]) < length
 
     def _adoptable(self, request: Request) -> IntArray:
-        """Key of the tokens whose K/V it may adopt: see `Request.max_cached`."""
+        """Key of the tokens whose K/V the request may adopt: see `Request.max_cached`."""
         return self._key(request)[: request.max_cached]
 
     def _whole_key(self, request: Request) -> IntArray:
-        """Key of the request's tokens whose K/V every model has made."""
+        """Key of the request's tokens whose K/V target and drafter have both made."""
         assert self._cache is not None
         if self._unread is None or not (unread := int(self._unread[request.row])):
             return self._key(request)
         return self._key(request)[: max(int(self._cache.table.committed_len.host[request.row]) - unread, 0)]
 
     def _key(self, request: Request) -> IntArray:
-        """Key of all the request's tokens, made longer when there are more."""
+        """Key of all the request's tokens; extended as tokens are added."""
         assert self._cache is not None
         num_slots = request.settled.num_tokens - self._cache.pairs
         known = 0 if request.key is None else len(request.key)
@@ -187,5 +189,5 @@ class Prefixes:
 
 
 def salt_of(request: Request) -> bytes:
-    """The request's `cache_salt` as bytes, a part of its key in the prefix cache; empty without one."""
+    """The request's `cache_salt` as bytes, which is part of its cache key; empty if it has none."""
     return b"" if request.params.cache_salt is None else request.params.cache_salt.encode("utf-8", "surrogatepass")

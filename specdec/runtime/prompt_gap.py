@@ -1,9 +1,9 @@
-"""How many prompt tokens a step reads, so that decoding requests wait for them at most for a bounded time.
+"""How many prompt tokens a step reads. It bounds the time that decoding requests wait for prompts.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
-    prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
+    prompts   seconds = forward + token * T + pair * X           T tokens that see X earlier tokens in all
 
-So one long prompt lengthens each step by half a round at most, and a queue of prompts is read in large steps, for
+So one long prompt lengthens each step by at most half a round, while a queue of prompts is read in large steps, for
 throughput. Rounds are timed whenever they run. Prompts are timed when the engine is made (GPU), or whenever they run,
 host work included (CPU). This file knows no request and reads no clock.
 """
@@ -22,19 +22,19 @@ from specdec.runtime.rounds.captured_prompts import LONG
 from specdec.runtime.rounds.prompt_parts import PartShare
 
 GAP_SHARE = 0.5
-"""Share of a round's time that the prompts of a step may take for each request that waits for its first token, or
-for its next after a preemption. With one such request a stream gets its tokens at two thirds of its speed."""
+"""Time that a step may spend on prompts, as a share of a round's time, for each request that waits for its first token
+(or for its next after a preemption). With one such request, streams run at two thirds of their speed."""
 
 PROMISED_GAP = 0.25
-"""Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. It is half
-the time in which a dozen words are read; an H200 prefills 8,192 tokens of a 10B model in it."""
+"""Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. A reader
+needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in it."""
 
 PART_SHARE = 0.4
-"""GAP_SHARE for the parts of a divided forward. It is smaller, since the other work of a step must fit into half a
-round, too."""
+"""GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round
+too."""
 
 MAX_STEPS = 8
-"""Steps that a forward may be divided among, by its expected time: prompts that arrive meanwhile wait for its end."""
+"""Most steps among which a forward is divided, by its expected time: prompts that arrive meanwhile wait for its end."""
 
 MIN_CAP = 512
 """Lower bound on the cap of a step, in prompt tokens: with fewer, a GPU spends its time on reading weights."""
@@ -46,15 +46,15 @@ COST_DECAY = 0.97
 """Weight of earlier forwards in the fitted cost of prompts, after one more."""
 
 MAX_SURPRISE = 2.0
-"""Upper bound on the time that a forward counts for, in multiples of the expected time: a longer one was interrupted.
-A device that has really become slower is known after a few forwards."""
+"""A forward counts for at most this many times its expected time, since a longer one was interrupted. If the device has
+really become slower, a few forwards show it."""
 
 Numbers = npt.NDArray[np.float64]
 UNITS = np.array([1.0, 1e3, 1e6])  # scale of the three unknowns: per forward, token, pair
 
 
 class PromptLoad(NamedTuple):
-    """Work of a forward over prompts. pairs: pairs of a token and an earlier one, as if there were no windows."""
+    """Work of a forward over prompts. pairs: number of (token, earlier token) pairs, counted without windows."""
 
     tokens: int
     pairs: float
@@ -66,9 +66,9 @@ class PromptLoad(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Parts of a forward over few prompt tokens, which several steps share.
+    """How forwards over few prompt tokens are divided among steps.
 
-    max_tokens: a forward over more is not divided. min_tokens: fewer take as long as this many.
+    max_tokens: forwards over more tokens are not divided. min_tokens: fewer tokens take as long as this many.
     """
 
     shares: Sequence[PartShare]
@@ -79,8 +79,8 @@ class Division(NamedTuple):
 class PromptCost:
     """Seconds of a forward over prompts, as three non-negative numbers: least squares of the relative error.
 
-    They are fitted to forwards that were timed apart (`time`), else to all forwards of requests (`learn`), old ones
-    with less weight.
+    They are fitted to forwards that were timed alone (`time`), or, if there are none, to all forwards of requests
+    (`learn`), with less weight for old ones.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class PromptCost:
             self._whole[load.tokens] = seconds
 
     def learn(self, load: PromptLoad, seconds: float) -> None:
-        """Fit a forward over prompts of requests; ignored if forwards were timed apart."""
+        """Fit a forward over prompts of requests. Ignored if forwards were timed alone."""
         if self._whole or load.tokens == 0 or seconds <= 0:
             return
         if self.is_known:
@@ -117,7 +117,7 @@ class PromptCost:
         return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
     def parts_of(self, load: PromptLoad) -> tuple[float, float]:
-        """Expected seconds of a forward over this load: without attention over prefixes, and of that attention."""
+        """Expected seconds of a forward over this load: (everything but attention over prefixes, that attention)."""
         whole = self.seconds(load)
         forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
         return forward, whole - forward
@@ -125,7 +125,7 @@ class PromptCost:
     def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
         """How many prompt tokens can be read in this time: at most `chunk` of each request, after `prefix` tokens each.
 
-        A forward over few tokens takes as long as one over a single token, which the fitted line does not show. So the
+        A forward over few tokens takes as long as one over a single token, but the fitted line does not show it. So the
         result is at least the largest timed forward that fits.
         """
         forward, token, pair = (self._fitted() / UNITS).tolist()
@@ -150,7 +150,7 @@ class PromptCost:
 
 
 class PromptGap:
-    """Measured seconds of the rounds and prompts of one engine, and the prompt tokens of a step that follow from them.
+    """Measured times of one engine's rounds and prompts, and the prompt tokens per step that follow from them.
 
     round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one timed when the engine
     was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only such a forward runs
@@ -169,8 +169,8 @@ class PromptGap:
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def capped(self, room: PromptRoom) -> PromptRoom:
-        """Cap this room to the tokens that can be read within PROMISED_GAP less the longest round: one of few sizes,
-        and at least MIN_CAP."""
+        """Cap this room to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at least
+        MIN_CAP, and rounded to few sizes."""
         if room.fixed:
             return room
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk)
@@ -180,8 +180,8 @@ class PromptGap:
     def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
         """How many prompt tokens a step may read while other requests decode.
 
-        num_waiting: requests that wait for their first token, with a row or without. prefix: the longest part that has
-        been read of one of the step's prompts.
+        num_waiting: requests that wait for their first token, with or without a row. prefix: the most tokens already
+        read of any prompt in the step.
         """
         if room.fixed or self.round == 0.0 or not self.cost.is_known:
             return room.busy
@@ -210,7 +210,7 @@ class PromptGap:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
 
     def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
-        """Most tokens of a divided forward: each part fits a step, and all parts together fit MAX_STEPS."""
+        """Most tokens of a divided forward whose parts each fit a step and together fit MAX_STEPS."""
         budget = self._budget(PART_SHARE, num_waiting)
         tokens = division.max_tokens
         while tokens > division.min_tokens:
@@ -242,8 +242,8 @@ class PromptGap:
 
 
 def _captured_size(tokens: int) -> int:
-    """Rounds down to a power of two, from LONG on to a quarter of one more: few shapes are captured, and padding takes
-    as long as tokens."""
+    """Round down to a power of two, or from LONG on to a quarter step between two. Few shapes are captured, but padding
+    takes as long as tokens."""
     step = 1 << max(0, tokens.bit_length() - (3 if tokens >= LONG else 1))
     return tokens // step * step
 
@@ -254,10 +254,10 @@ def _counts(load: PromptLoad) -> Numbers:
 
 
 def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
-    """Non-negative least squares of three unknowns: the best solution over all subsets of them. Unknowns that the
-    equations do not determine, as when all loads were alike, stay near `before`.
+    """Non-negative least squares of three unknowns: the best solution over all subsets. Unknowns that the equations do
+    not determine (for example if all loads were alike) stay near `before`.
 
-    Not np.linalg: it sets numpy's error state while it runs, and an interrupt in between may leave it set."""
+    It avoids np.linalg, which sets numpy's error state while it runs: an interrupt could leave it set."""
     square, right = equations[:, :3], equations[:, 3]
     damping = np.diag(1e-6 * square.diagonal() + 1e-12 * np.trace(square))
     square, right = square + damping, right + damping @ before

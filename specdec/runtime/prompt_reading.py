@@ -1,11 +1,10 @@
-"""A forward over prompt chunks that several steps share: each step runs its round and some layers of the forward.
+"""A forward over prompt chunks that is divided among steps: each step runs a round and some layers of the forward.
 
     step        round | parts 0, 1    round | part 2    round | part 3, first token
     committed                                                     all its tokens, at once
 
-No token of the forward is committed before its last part is launched. The forward is dropped, and its chunks are read
-again, when one of its requests loses its row (its slots may belong to another request by then), or when weights have
-moved.
+No token of the forward is committed before its last part is launched. If one of its requests loses its row (its slots
+may then belong to another request), or if weights have moved, the forward is dropped and its chunks are read again.
 """
 
 import time
@@ -24,7 +23,7 @@ from specdec.runtime.rounds.round import Round
 
 @dataclass(slots=True)
 class PromptReading:
-    """The next `chunk_len` [B] tokens of these requests, after `done` [B] earlier ones.
+    """The forward over the next `chunk_len` [B] tokens of these requests, after `done` [B] earlier ones.
 
     earlier: device nanoseconds of the parts run in earlier steps; None: there were none. seconds: host time so far.
     """
@@ -60,7 +59,7 @@ class PromptReading:
     def advance(self, gap: PromptGap, budget: float | None, *, waits: bool) -> None:
         """Run the next part, and further ones that are expected to end within `budget` seconds (None: all of them).
 
-        waits: each part is over when its call returns, so that the host's clock measures it.
+        waits: each call returns when its part has run, so the host's clock measures it.
         """
         begin, spent = time.perf_counter(), 0.0
         while not self.is_through:

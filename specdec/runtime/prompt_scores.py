@@ -3,9 +3,9 @@
     tokens   0 ................ known ................ prompt_len
              | scores are here  | still to be computed |
 
-The samples of one prompt share one object, and the first to compute a token's score fills it in for all of them. The
-first token has no score: nothing stands before it. It knows numbers on the host, no tensor, chunk or request.
-Invariant: `known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
+All samples of a prompt share one object: the first sample to compute a token's score fills it in for all. The first
+token has no score, since no token precedes it. It knows numbers on the host, no tensor, chunk or request. Invariant:
+`known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from specdec.sampling.log_probs import TokenScores
 class PromptLogProbs:
     """Log-probabilities of one prompt's tokens.
 
-    alternatives: how many of the likeliest tokens are reported at each place, as far as the vocabulary goes.
+    alternatives: how many of the likeliest tokens are reported at each place, at most the vocabulary.
     """
 
     def __init__(self, prompt_len: int, alternatives: int) -> None:
@@ -32,15 +32,16 @@ class PromptLogProbs:
         return self.known >= self.prompt_len
 
     def fill(self, first: int, scores: TokenScores) -> None:
-        """Add the scores of the tokens from position `first` on, which is at most `known`; known scores stay."""
+        """Add the scores of the tokens from position `first` (at most `known`) on. Known scores are not replaced."""
         assert first <= self.known, f"{first=} {self.known=}"
         new = scores.after(self.known - first)
         if len(new.chosen):
             self._parts.append(new)
-            self.known += len(new.chosen)  # last: another thread may read meanwhile
+            self.known += len(new.chosen)  # set last: another thread may be reading
 
     def entries(self) -> list[tuple[float, dict[int, float]] | None]:
-        """[prompt_len] of (log-probability, the likeliest tokens with theirs, best first); None where there is none."""
+        """For each prompt token: (its log-probability, the likeliest tokens with theirs, best first), or None if
+        unknown."""
         entries: list[tuple[float, dict[int, float]] | None] = [None]
         for chosen, values, ids in list(self._parts):
             tops = zip(ids[:, : self.alternatives].tolist(), values[:, : self.alternatives].tolist(), strict=True)
@@ -52,8 +53,8 @@ class PromptLogProbs:
 def scoring_of(prompts: Sequence[PromptLogProbs | None], done: IntArray, chunk_len: IntArray) -> ChunkScoring | None:
     """Tokens to score in chunks of `chunk_len` [B] tokens after `done` [B] committed ones; None: there are none.
 
-    A token is scored by the chunk before it, by the first of its prompt's samples that gets there: what is known, or is
-    part of an output that a preempted request reads again, is not computed.
+    The chunk that holds a token's predecessor scores it, in the first sample that reaches it. Known scores are not
+    computed again, nor are those of output tokens that a preempted request rereads.
     """
     spans: list[ScoredSpan] = []
     alternatives = 0

@@ -1,22 +1,21 @@
 """How the prompt tokens of a step are divided among requests.
 
-    in a step    the first by rank: half of the room at least | short prompts that pass it | the others, by rank
+    in a step    the first by rank: at least half of the room | short prompts that pass it | the others, by rank
 
 Prompts are read by rank, with one exception: a prompt with at most half as many unread tokens as the first one passes
 it. So a short prompt does not wait for a long one. The first prompt keeps half of the room, so it always advances. A
-prompt that passes it therefore waits for at most twice its own tokens, and for prompts shorter than itself. This file
-knows no pages: a prompt without pages for its share gets less. `prompt_gap` decides the room while other requests
-decode.
+prompt that passes it waits for at most twice its own tokens, and for prompts shorter than itself. This file knows no
+pages: if pages are short, a prompt gets less than its share. `prompt_gap` decides the room while other requests decode.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 IDLE_STEPS = 4
-"""Prompts that would take at most this many steps are read in one while no request decodes."""
+"""While no request decodes, prompts that would take at most this many steps are read in one."""
 
 MAX_ROOM = 8192
-"""Upper bound on the prompt tokens of a step: with more, activations take memory and throughput does not rise."""
+"""Upper bound on the prompt tokens of a step. More tokens take memory for activations and do not raise throughput."""
 
 STATE_CHUNK = 2048
 """Upper bound on the default chunk of a target with recurrent layers: prefixes are shared up to the end of a chunk."""
@@ -41,8 +40,8 @@ class PromptRoom(NamedTuple):
     ) -> "PromptRoom":
         """Bounds from the user's settings; None: the default of the device. recurrent: the target has such layers.
 
-        A GPU reads thousands of tokens in the time of a few rounds, and each in less time if a forward has more of
-        them. On a CPU every token takes time, so a step reads about as many as a round of twenty requests verifies.
+        A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward.
+        On a CPU every token takes time, so a step reads about as many tokens as a round of twenty requests verifies.
         """
         chunk = STATE_CHUNK if recurrent else MAX_ROOM
         usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, chunk, least=64)
@@ -51,7 +50,7 @@ class PromptRoom(NamedTuple):
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
-        """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts together."""
+        """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""
         return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 
@@ -67,7 +66,7 @@ class UnreadPrompt(NamedTuple):
 
 
 def shares(prompts: Sequence[UnreadPrompt], room: int, chunk: int) -> list[int]:
-    """Tokens of each prompt in this step, at most `chunk` of one and `room` of all. prompts: by rank."""
+    """Tokens of each prompt in this step: at most `chunk` per prompt and `room` in all. prompts: by rank."""
     given = [0] * len(prompts)
     if not prompts:
         return given
@@ -76,7 +75,7 @@ def shares(prompts: Sequence[UnreadPrompt], room: int, chunk: int) -> list[int]:
     passing = [
         i for i, each in enumerate(prompts) if each.level == first.level and 2 * each.remaining <= first.remaining
     ]
-    passing.sort(key=lambda i: prompts[i].remaining)  # equals stay by rank
+    passing.sort(key=lambda i: prompts[i].remaining)  # equal ones stay in rank order
     left = room
     for order, others in ((passing, kept), (range(len(prompts)), 0)):
         for i in order:

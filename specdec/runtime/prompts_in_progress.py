@@ -1,9 +1,9 @@
-"""Prompts whose K/V running requests are computing right now, found by their common prefix with another prompt.
+"""Finds running requests that are computing K/V of a prefix that another prompt shares.
 
-A radix tree over the keys of the prefix cache: a node is a run of whole pages, and lists the requests whose prompts
-pass through it. A lookup costs the length of one prompt, however many requests are running; comparing with each of them
-made admission quadratic. It knows neither slots nor the scheduler. Invariant: a request is in every node along its key
-and in no other, and a node without requests does not exist.
+It is a radix tree over keys of the prefix cache. A node is a run of whole pages and lists the requests whose prompts
+pass through it. A lookup costs the length of one prompt, however many requests are running; comparing all pairs would
+make admission quadratic. It knows neither slots nor the scheduler. Invariant: a request is in every node along its key
+and in no other, and every node has a request.
 """
 
 from bisect import bisect_left, insort
@@ -25,7 +25,8 @@ _by_rank = itemgetter(0)
 
 
 class PromptReader(NamedTuple):
-    """A running request whose prompt is being computed. key [n] (cut to whole pages in the tree) and salt name it."""
+    """A running request whose prompt is being computed. key [n] (cut to whole pages in the tree) and salt identify the
+    prompt."""
 
     rank: Rank
     request: Request
@@ -48,7 +49,7 @@ class _Node:
 class PromptsInProgress:
     """The prompts in progress of one engine. cache: compares keys.
 
-    version: changes with every prompt that is added or discarded; an answer is valid as long as it stays the same.
+    version: changes when a prompt is added or discarded. An answer is valid while the version stays the same.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -62,7 +63,7 @@ class PromptsInProgress:
         self._root: dict[bytes, _Node] = {}
 
     def get(self, number: int) -> PromptReader | None:
-        """The request of that number, if its prompt is in progress."""
+        """The request with this number, if its prompt is in progress."""
         return self._readers.get(number)
 
     @property
@@ -70,7 +71,7 @@ class PromptsInProgress:
         return set(self._readers)
 
     def add(self, reader: PromptReader) -> None:
-        """Its row has begun to compute its prompt."""
+        """Add a request that begins to compute its prompt."""
         self.discard(reader.request)
         self.version += 1
         reader = reader._replace(key=reader.key[: len(reader.key) // self._cache.page_size * self._cache.page_size])
@@ -88,7 +89,7 @@ class PromptsInProgress:
             name = self._cache.first_page(key)
 
     def discard(self, request: Request) -> None:
-        """Its prompt is complete, or it lost its row. Unknown requests are no error."""
+        """Remove a request whose prompt is complete or that lost its row. An unknown request is no error."""
         reader = self._readers.pop(request.number, None)
         if reader is None:
             return
@@ -100,7 +101,7 @@ class PromptsInProgress:
             while node.readers[place] is not reader:
                 place += 1
             del node.readers[place]
-            if not node.readers:  # nor does any node below it have one
+            if not node.readers:  # then no node below it has one either
                 del children[name]
                 return
             key, children = key[len(node.key) :], node.children
@@ -135,7 +136,7 @@ class PromptsInProgress:
             assert parted.tolist() == self._readers[number].key.tolist(), f"request {number} is not along its key"
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Split off the first `length` slots as a node, the parent of the rest."""
+        """Split off the first `length` slots as a new node, the parent of the rest."""
         upper = _Node(node.key[:length], list(node.readers))
         node.key = node.key[length:]
         upper.children[self._cache.first_page(node.key)] = node

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and its output and figures for the user."""
+"""A request and its state in the engine, with the output and figures that the user gets."""
 
 import copy
 import logging
@@ -76,12 +76,13 @@ class RequestStats:
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
     def copy(self) -> "RequestStats":
-        """These figures alone, as lists are replaced and never changed. Every round makes one for every request, so not
-        by `replace`, which takes long."""
+        """Copy these figures; lists are replaced, never changed, so they are shared. `dataclasses.replace` is too slow
+        for a copy per request and round."""
         return RequestStats(*_FIGURES(self))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
-        """Count a round that emitted these tokens; the first `accepted` of them were drafts, `num_drafts` deep."""
+        """Count a round with drafts `num_drafts` deep: its emitted tokens, of which the first `accepted` were
+        drafts."""
         assert accepted <= num_drafts, f"{accepted=} of {num_drafts=}"
         self.rounds += 1
         self.round_tokens += emitted
@@ -95,7 +96,7 @@ class RequestStats:
 
     @classmethod
     def total(cls, requests: Iterable["RequestStats"]) -> "RequestStats":
-        """The sum of these figures."""
+        """Sum these figures."""
         found = cls()
         for one in requests:
             found.add(one)
@@ -111,7 +112,7 @@ class RequestStats:
 
 
 def _counted(counts: list[int], depth: int, most: int) -> list[int]:
-    """Counts with one more down to `depth`, of at least `most` depths."""
+    """Copy `counts`, padded to at least `most` depths, and add 1 to each depth up to `depth`."""
     counts = counts + [0] * (most - len(counts))
     return [count + 1 for count in counts[:depth]] + counts[depth:]
 
@@ -172,10 +173,10 @@ class RequestState(Enum):
 
 
 class RequestProgress(NamedTuple):
-    """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
+    """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
-    grammar, None: it has none.
+    num_tokens: prompt and output. reader: decodes the output so far, for stop strings. place: state in its grammar;
+    None: it has no grammar.
     """
 
     num_tokens: int
@@ -187,9 +188,9 @@ class RequestProgress(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. Prompt and output are its tokens; all but the last have K/V while it decodes.
+    """One request. `tokens` are prompt and output; while it decodes, all but the last have K/V.
 
-    Lists may run ahead of `settled` when a step was interrupted; only the settled part counts.
+    After an interrupted step, lists may be longer than `settled`; only the settled part counts.
     """
 
     prompt: list[int]
@@ -197,26 +198,26 @@ class Request:
     seed: int
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
-    draft: SpecConfig | None = None  # how it speculates; None: not at all
+    draft: SpecConfig | None = None  # its draft settings; None: it does not speculate
     begins: InitVar[GrammarState | None] = None  # its first place in its grammar
     scores: PromptLogProbs | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
-    number: int = -1  # given by the engine in order of arrival
+    number: int = -1  # assigned by the engine in order of arrival
     priority: int = 0  # lower is served first
     passed: int = 0  # later requests that were admitted while it waited
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
-    failed_at: int = field(default=-1, init=False)  # its committed tokens when a step last raised an error
+    failed_at: int = field(default=-1, init=False)  # number of its committed tokens when a step last raised an error
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # key of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request whose prefix it waits for
     awaited_len: int = field(default=0, init=False)  # length of that prefix
-    awaited_version: int = field(default=-1, init=False)  # `InProgress.version` at which that was found
+    awaited_version: int = field(default=-1, init=False)  # `InProgress.version` of that answer
     longest: int = field(init=False)  # its length if only max_new_tokens ends it
-    max_drafts: int = field(init=False)  # drafts that it accepts in a round, at most
+    max_drafts: int = field(init=False)  # most drafts that it can accept in a round
     whole_draft: DraftShape = field(init=False)  # its draft before it is shortened near the end
-    stops: StopStrings = field(init=False)  # read every round, so made once
-    error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
+    stops: StopStrings = field(init=False)  # made once, since every round reads them
+    error: SpecDecError | None = field(default=None, init=False)  # the error that ended it, if one did
     news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
     settled: RequestProgress = field(init=False)
     _tokens: list[int] = field(init=False)
@@ -234,7 +235,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        """One of "stop", "length", "abort" and "error"; empty while it goes on."""
+        """One of "stop", "length", "abort" and "error"; empty until it ends."""
         return self.settled.finish_reason
 
     @property
@@ -269,7 +270,7 @@ class Request:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Log-probability of each prompt token, as far as they are known; None: the request does not ask for them."""
+        """Log-probability of each prompt token, None where unknown; None: the request does not ask for them."""
         if self.scores is None:
             return None
         scored = zip(self.prompt, self.scores.entries(), strict=True)
@@ -281,11 +282,11 @@ class Request:
 
     @property
     def has_fixed_draft(self) -> bool:
-        """Is its draft the one that it asks for, even where another would pay?"""
+        """Did the request fix its draft, even if another one would pay more?"""
         return self.draft is not None and not self.draft.adaptive
 
     def draft_size(self, remaining: int) -> DraftShape:
-        """A draft that is enough where `remaining` tokens may still come, the bonus token among them."""
+        """A draft large enough for a request that may still get `remaining` tokens, the bonus token included."""
         if self.draft is None or remaining > self.max_drafts:
             return self.whole_draft
         num_steps, num_nodes = self.draft.shortened(remaining - 1)
@@ -293,18 +294,18 @@ class Request:
 
     @property
     def grammar_state(self) -> GrammarState | None:
-        """Its state in the grammar and rules, after the newest token; None: every token is allowed."""
+        """State of its grammar and token rules after the newest token; None: every token is allowed."""
         state = self.settled.grammar_state
         return None if state is None or state.free else state
 
     @property
     def grammar_ended_it(self) -> bool:
-        """Was it ended because its grammar allows no token? An aborted one keeps its place in the grammar."""
+        """Did it end because its grammar allows no next token? An aborted request keeps its place in the grammar."""
         return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.grammar_state is None
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """Next tokens that its grammar forces, at most one fewer than it may still get."""
+        """Next tokens that its grammar forces, at most one fewer than the tokens it may still get."""
         state, remaining = self.grammar_state, self.remaining
         return () if state is None or remaining < 2 else state.forced[: remaining - 1]
 
@@ -315,14 +316,14 @@ class Request:
 
     @property
     def max_cached(self) -> int:
-        """Upper bound on the tokens whose K/V it may adopt from the prefix cache. The last token's state must be
-        computed, and so must the states that its prompt's scores need."""
+        """Upper bound on the tokens whose K/V it may adopt from the prefix cache: it must compute the last token's
+        state, and the states for its prompt's scores."""
         if self.scores is None or self.scores.complete:
             return self.prefill_target - 1
         return self.scores.known - 1
 
     def seat(self, row: int) -> None:
-        """Give it this row; its prompt is read next."""
+        """Give it this row. Next, its prompt is read."""
         self.row, self.state = row, RequestState.PREFILL
         if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
             self.stats.queue_seconds = time.perf_counter() - self.handed_in
@@ -336,10 +337,10 @@ class Request:
         num_drafts: int | None = None,
         num_forced: int = 0,
     ) -> None:
-        """Take emitted tokens until a stop condition; the last one given is no draft.
+        """Append emitted tokens until a stop condition. The last of `emitted` is not a draft.
 
-        stats: its figures so far (a copy, changed here); num_drafts: depth of the drafts that it could accept, None for
-        the token after a prompt; num_forced: number of first tokens that came from the grammar, not from drafts.
+        stats: its figures so far (a copy, changed here); num_drafts: depth of the drafts that it could accept; None for
+        the token after a prompt. num_forced: how many first tokens the grammar forced.
         """
         before = self.settled
         start, state = before.num_tokens, before.grammar_state
@@ -347,12 +348,12 @@ class Request:
         stops = self.stops
         reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
         kept, longest = start - prompt_len, self.longest
-        del tokens[start:], drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        del tokens[start:], drafted[kept:], self._logprobs[kept:]  # left over from an interrupted step
         finish_reason, taken, called = "", 0, "grammar"
-        if start >= longest:  # its prompt was to be scored, and no more
+        if start >= longest:  # only its prompt was to be scored
             finish_reason, emitted = "length", ()
         try:
-            if state is not None and state.fault is not None:  # in the masks that these tokens were drawn with
+            if state is not None and state.fault is not None:  # raised while these tokens' masks were computed
                 raise state.fault
             for token in emitted:
                 called = "grammar"
@@ -389,18 +390,18 @@ class Request:
                 stats.forced_tokens += min(taken, num_forced)
                 stats.forced_rounds += 1
             else:
-                cut = taken < len(emitted)  # its output ends within the accepted drafts: nothing judged those below
+                cut = taken < len(emitted)  # its output ends within the accepted drafts, so later ones do not count
                 stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
         self.settled = RequestProgress(start + taken, finish_reason, stats, reader, state)
         self._tell()
 
     def fail(self, called: str, error: BaseException) -> None:
-        """End it after an error in its own "grammar" or "tokenizer", which `called` names."""
+        """End it after an error in its "grammar" or "tokenizer" (`called`)."""
         logger.warning("request %d ends here: its %s raised an error", self.number, called, exc_info=error)
         self.end("error", _failed(called, error))
 
     def end(self, finish_reason: str, error: SpecDecError | None = None) -> None:
-        """End it as it is, if it has not ended."""
+        """End it with the tokens it has, unless it has ended."""
         if not self.finished:
             self.error = error
             self.settled = self.settled._replace(finish_reason=finish_reason)
@@ -416,7 +417,7 @@ class Request:
             raise self.error.with_traceback(None)
 
     def read(self, start: int, reader: Detokenizer) -> StreamDelta:
-        """Its settled output from token `start` on, with the text that `reader` has not handed out yet."""
+        """Its settled output from token `start` on, with the text that `reader` has not returned yet."""
         settled, first = self.settled, len(self.prompt)
         end, finished = settled.num_tokens, bool(settled.finish_reason)
         new = slice(first + start, end)
@@ -435,7 +436,7 @@ class Request:
         )
 
     def output(self, reader: Detokenizer | None = None) -> GenerationOutput:
-        """All of it. Raises RequestFailedError when the tokenizer raises."""
+        """The whole output. Raises RequestFailedError if the tokenizer raises."""
         try:
             text = (reader or self.detokenizer).final_text(self.output_ids, self.stops)
         except BaseException as error:
@@ -460,11 +461,11 @@ def table_rows(requests: Sequence[Request]) -> IntArray:
 
 
 def restricted(requests: Sequence[Request]) -> list[Request]:
-    """The requests that have a `grammar_state`: only some tokens may come next."""
+    """The requests with a `grammar_state`: only some tokens are allowed next."""
     guided = [request for request in requests if request.settled.grammar_state is not None]
     return [request for request in guided if request.grammar_state is not None]
 
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:
-    """Without the error itself, whose frames hold tensors."""
+    """Make the error without the original exception, whose frames hold tensors."""
     return RequestFailedError(f"the {called} raised an error in this request: {error_summary(error)}")

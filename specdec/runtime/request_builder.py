@@ -1,7 +1,7 @@
-"""Prompts and parameters become requests, every one of them checked before any runs.
+"""Makes requests from prompts and parameters. All are checked before any of them runs.
 
 It knows the limits of an engine (vocabulary, lengths, drafts, tokenizer), not its state. A request that cannot be
-served is refused here, in one sentence, and never in the middle of a text.
+served is refused here in one sentence, never in the middle of a text.
 """
 
 import secrets
@@ -22,7 +22,7 @@ from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 
 class RequestBuilder:
-    """Makes the requests of one engine. spec: how it speculates, None: not at all."""
+    """Makes the requests of one engine. spec: the engine's draft settings; None: it does not speculate."""
 
     def __init__(
         self, target: TargetModel, tokenizer: Any | None, spec: SpecConfig | None, scheduler: Scheduler
@@ -69,12 +69,12 @@ class RequestBuilder:
 
     @property
     def tokenizer(self) -> Any:
-        """Raises ConfigError where there is none."""
+        """The tokenizer. Raises ConfigError if there is none."""
         if self._tokenizer is None:
             raise ConfigError("text prompts need a tokenizer; pass tokenizer=..., or give token ids")
         return self._tokenizer
 
     def _require_tokens(self, what: str, tokens: Sequence[int]) -> None:
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):  # without a step of Python for each
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):  # faster than a Python loop
             outside = next(token for token in tokens if not 0 <= token < self._vocab_size)
             raise ConfigError(f"{what} token id {outside}, outside the vocabulary of {self._vocab_size}")

@@ -4,10 +4,11 @@
                  ^                                       |                          |
                  '-- preempted, or a step was interrupted: all slots freed, tokens kept'
 
-A request's rank is its priority number, then its arrival. Requests are admitted, and their prompts read, by rank, the
-lowest first. When a page is needed and none is free, the running request of the highest rank is preempted, so the first
-by rank always advances. A request that would not fit the empty pools is refused at `submit`, so preemption always ends.
-A waiting request gains one priority level each time PATIENCE later requests were admitted before it.
+A request's rank is its priority number, then its arrival. Requests are admitted and prompts are read in order of rank,
+the lowest first. If a page is needed and none is free, the running request with the highest rank is preempted. So the
+request with the lowest rank always advances. A request that would not fit the empty pools is refused at `submit`, so
+preemption always ends. A waiting request gains one priority level each time PATIENCE later requests were admitted
+before it.
 """
 
 from bisect import bisect, insort
@@ -26,11 +27,11 @@ from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 PATIENCE = 64
-"""Admissions past a waiting request for which it rises by a level of priority."""
+"""A waiting request gains one priority level for this many later requests that were admitted before it."""
 
 
 class Scheduler:
-    """Decides which requests run. Each decoding request must own `lookahead` slots after its committed ones.
+    """Decides which requests run. Every decoding request must own `lookahead` slots after its committed ones.
 
     longest: upper bound on `max_model_len`, in tokens; None: no bound.
     """
@@ -53,7 +54,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
         self.rounds_held = False  # while True, no request decodes
-        self.max_running = table.max_requests  # rows given out at a time; fewer after steps have raised errors
+        self.max_running = table.max_requests  # most rows in use at a time; lowered after steps raised errors
 
     @property
     def idle(self) -> bool:
@@ -61,28 +62,28 @@ class Scheduler:
 
     @property
     def admits_slowly(self) -> bool:
-        """Do fewer requests have rows than could? See `StepFaults`."""
+        """Is the number of rows in use lowered after an error? See `StepFaults`."""
         return self.max_running < self.table.max_requests
 
     @property
     def reads_prompts(self) -> bool:
-        """Has a request with a row prompt tokens to be read?"""
+        """Does a request with a row have unread prompt tokens?"""
         return any(request.state is RequestState.PREFILL for request in self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their first token, or after a preemption for the next."""
+        """Number of requests that wait for their first token, or for their next token after a preemption."""
         return len(_in_state(self.running, RequestState.PREFILL)) + len(self.waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
+        """Queue a request. Raises CapacityError, with the numbers, if it can never run."""
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
         insort(self.waiting, request, key=rank)
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Begin again with these requests, whatever state everything is in: all wait, nothing is held.
+        """Start again from any state: these requests wait, and no slot is held.
 
-        Tokens are kept and their K/V made again, as after a preemption.
+        Tokens are kept; their K/V are recomputed, as after a preemption.
         """
         self.table.reset()
         self.prefixes.restart()
@@ -100,7 +101,7 @@ class Scheduler:
             advice = [f"shorten the prompt by {over}"] * (over < prompt_len)
             advice += [f"ask for at most {max_new_tokens - over} new tokens"] * (over < max_new_tokens)
             said = f"{asked} makes {prompt_len + max_new_tokens} tokens, more than {limit}"
-            if over >= max_new_tokens:  # whatever was asked for, or left to the engine
+            if over >= max_new_tokens:  # no value of max_new_tokens would fit
                 said = f"{prompt} leaves no room for an answer" if least else prompt
                 said += f", with {limit}"
                 advice = [f"shorten the prompt by {prompt_len + least - self.max_model_len}"]
@@ -122,7 +123,8 @@ class Scheduler:
                 )
 
     def admit_requests(self) -> list[Request]:
-        """Give rows to waiting requests while there are pages for their prompts and for the next round of running ones.
+        """Give rows to waiting requests while there are pages for their prompts and for the next round of running
+        requests.
 
         Returns the admitted requests.
         """
@@ -132,7 +134,7 @@ class Scheduler:
         due = self._pages_to_come(self.running)
         there = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
-        counted: dict[int, int] = {}  # passes that a request's rank includes already, by its number
+        counted: dict[int, int] = {}  # admissions already counted in a request's `passed`, by number
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
@@ -146,7 +148,7 @@ class Scheduler:
                 continue
             due = due + self._pages_to_begin(request)
             if self.running and (due > there).any():
-                break  # before anything is adopted: it would be given up again, every step
+                break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
             self.prefixes.adopt_prefix(request, rank(request))
             request.seat(request.row)
@@ -157,17 +159,17 @@ class Scheduler:
             self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
             for request in self.waiting:
                 request.passed += _num_later(numbers, request) - counted.get(request.number, 0)
-            self.waiting.sort(key=rank)  # one that was passed may have risen
+            self.waiting.sort(key=rank)  # passed requests may have gained a level
         return admitted
 
     def next_prefill(self) -> tuple[list[Request], IntArray]:
-        """Requests with K/V still to make and the length of each one's next chunk; slots are allocated.
+        """Requests with unread prompt tokens, and the length of each one's next chunk. Slots are allocated.
 
-        `prompt_shares` decides the requests and the lengths; a chunk shrinks to the pages that can be found for it.
+        `prompt_shares` decides the requests and lengths; a chunk shrinks to the available pages.
         """
         table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []
-        pages = table.allocator.available_pages  # not yet promised to a chunk
+        pages = table.allocator.available_pages  # not yet assigned to a chunk
         for request, wanted in self._prompt_shares():
             if request.state is not RequestState.PREFILL:
                 continue
@@ -186,10 +188,10 @@ class Scheduler:
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def next_decode(self) -> list[Request]:
-        """Requests to verify next, each owning the lookahead after its committed slots.
+        """Requests of the next round. Each owns its lookahead after its committed slots.
 
-        Where grammars force tokens, each request also gets extra slots for the longest run of forced tokens, if there
-        are free pages. A request without them makes the round narrower for all.
+        If grammars force tokens, each request also gets extra slots for the longest run of forced tokens, while there
+        are free pages. A request that gets none makes the round narrower for all.
         """
         if self.rounds_held:
             return []
@@ -204,7 +206,7 @@ class Scheduler:
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
-            for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
+            for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # row by row
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
                     self.table.ensure_slots(row, wanted)
         return decoding
@@ -224,12 +226,13 @@ class Scheduler:
             request.row_epoch += 1
 
     def _decoding(self) -> list[Request]:
-        """Requests that may have another round; one that ends with its first token waits for that to be settled."""
+        """Requests that can take part in another round. One that ends with its first token waits until that token is
+        settled."""
         decodes = RequestState.DECODE
         return [each for each in self.running if each.state is decodes and each.params.max_new_tokens > 1]
 
     def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Allocate slots for the chunks whose requests still run, and return these chunks."""
+        """Allocate slots for the chunks of requests that still run. Returns these chunks."""
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         if chosen:
             rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
@@ -237,7 +240,7 @@ class Scheduler:
         return chosen
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
-        """The rows [B] of requests that decode, and the slots [B] that each must own for a round."""
+        """Rows [B] of decoding requests, and the slots [B] that each must own for a round."""
         rows = table_rows(decoding)
         return rows, self.table.committed_len.host[rows] + self.table.lookahead
 
@@ -253,7 +256,7 @@ class Scheduler:
         return due
 
     def _pages_to_begin(self, request: Request) -> IntArray:
-        """Pages [groups] that a waiting request will take up to its first round, including cached pages that no row
+        """Pages [groups] that a waiting request will take up to its first round. Includes cached pages that no row
         holds."""
         allocator = self.table.allocator
         pages = self.prefixes.cached_pages(request)
@@ -271,7 +274,8 @@ class Scheduler:
         return pages
 
     def _prompt_shares(self) -> list[tuple[Request, int]]:
-        """Requests that read prompt tokens in this step, if there are pages, and the number of tokens, by rank."""
+        """Requests that read prompt tokens in this step, by rank, with their number of tokens if there are enough
+        pages."""
         reading = _in_state(self.running, RequestState.PREFILL)
         if not reading:
             return []
@@ -286,7 +290,7 @@ class Scheduler:
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:
-        """Evict the slack before the windows; if that frees nothing, preempt the last request by rank."""
+        """Evict the slack pages before windows. If that frees nothing, preempt the request with the highest rank."""
         if self.table.evict_unseen(self.table.active_rows, slack_pages=0):
             return
         victim = self.running[-1]
@@ -301,7 +305,7 @@ def _num_later(numbers: Sequence[int], request: Request) -> int:
 
 
 def rank(request: Request) -> tuple[int, int]:
-    """(priority level, number): lower ranks are served first. The rank of a running request does not change."""
+    """(priority level, number). Lower ranks are served first. The rank of a running request does not change."""
     return request.priority - request.passed // PATIENCE, request.number
 
 
@@ -310,9 +314,9 @@ def _in_state(requests: Sequence[Request], state: RequestState) -> list[Request]
 
 
 def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> list[int]:
-    """Most slots that one request owns at a time in each group, in whole pages.
+    """Upper bound on the slots that one request owns at a time in each group, in whole pages.
 
-    The last verify starts with one token to go or more: committed <= prompt + new - 2, then the lookahead.
+    The last verify starts with at least one token to go: committed <= prompt + new - 2, plus the lookahead.
     """
     page_size, num_nodes = table.allocator.page_size, table.lookahead
     longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes

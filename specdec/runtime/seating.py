@@ -1,6 +1,6 @@
-"""Loads a request's own state into its row, and keeps its text for drafts of others when it ends.
+"""Loads a request's state into its row, and keeps its output for later drafts when it ends.
 
-Everything here is written on the host, and sent with the next upload.
+All writes are on the host; the next upload sends them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from specdec.runtime.rounds.round import Round
 
 
 def load_requests(round: Round, requests: Sequence[Request]) -> None:
-    """These requests have been given their rows: their tokens and parameters go there with the next upload."""
+    """Write the tokens and parameters of these requests to their new rows."""
     rows = table_rows(requests)
     length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
     tokens = chain.from_iterable(request.tokens for request in requests)
@@ -34,7 +34,7 @@ def load_requests(round: Round, requests: Sequence[Request]) -> None:
 
 
 def keep_outputs(round: Round, finished: Sequence[Request]) -> None:
-    """Keep the outputs of requests that have come to their end, for drafts of other requests."""
+    """Keep the outputs of finished requests as a source of drafts for other requests."""
     if round.finished is None:
         return
     for request in finished:

@@ -1,9 +1,9 @@
-"""The host's part after a step: repeat the device's commit, append tokens, look for stops.
+"""Settles a step on the host: repeats the device's commit, appends tokens, checks stop conditions.
 
-The device has committed a round already. Here the host's table and tokens repeat it with the same numbers, and then
-each request takes its tokens in one assignment. The commit of prompt chunks is known when they are launched, so the
-host makes it then. After a fault every request is either settled or unchanged; the table may be half done, and the
-engine makes it again from the requests (`Scheduler.restart`).
+The device has already committed the round. The host's table repeats the commit with the same numbers, then each request
+takes its tokens in one assignment. The commit of prompt chunks is known at their launch, so the host makes it then.
+After a fault every request is either settled or unchanged. The table may be half updated; the engine rebuilds it from
+the requests (`Scheduler.restart`).
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from specdec.runtime.rounds.round import Round
 def commit_chunks_on_host(
     table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray
 ) -> None:
-    """Commit the next `chunk_len` [B] prompt tokens on the host, once their chunks are launched.
+    """Commit the next `chunk_len` [B] prompt tokens on the host after their chunks are launched.
 
-    A request whose prompt is complete may then be in a round, launched after the chunks.
+    A request whose prompt is complete may then join a round that is launched after the chunks.
     """
     rows = table_rows(requests)
     table.commit_chunk_on_host(rows, chunk_len)
-    prefixes.keep_committed(requests)  # with all of it in SWA: another prompt may part from it anywhere
+    prefixes.keep_committed(requests)  # before SWA eviction: another prompt may diverge anywhere
     table.evict_unseen(rows)
     for request in requests:
         if table.committed_len.host[request.row] == request.prefill_target:
@@ -37,8 +37,8 @@ def commit_chunks_on_host(
 
 
 def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> None:
-    """Give the requests numbered `present`, which still have their rows, the scores of their prompt chunks, and the
-    first output token after the last chunk of their prompt."""
+    """For the requests at indices `present`, which still have their rows: add the scores of their prompt chunks, and
+    the first output token if the chunk ended the prompt."""
     result = step.result()
     for number in present:
         step.requests[number].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)

@@ -1,4 +1,4 @@
-"""Sizes of the pools: as the user set them, else enough for a full batch within a share of the free memory."""
+"""Sizes of the pools: set by the user, or enough for a full batch within a share of the free memory."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,16 +20,16 @@ from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
-"""Share of the memory that is free once the weights are loaded."""
+"""Share of the memory that is free after the weights are loaded."""
 WINDOW_SPARE = 512
-"""Slots per request in a windowed group, at most a chunk, in addition to those that it holds while it decodes. They are
-for prompt chunks in flight; cached prefixes use those that no chunk needs."""
+"""Extra slots per request in a windowed group, at most a chunk, beyond those that it holds while it decodes. Prompt
+chunks in flight use them; cached prefixes use the rest."""
 FALLBACK_MODEL_LEN = 4096
-"""For a model that states no limit."""
+"""Maximum length for a model that states no limit."""
 
 
 class DraftNeeds(NamedTuple):
-    """Requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
+    """KV requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
     committed tokens that it has not read yet."""
 
     layout: KVLayout | None = None
@@ -46,7 +46,8 @@ class DraftNeeds(NamedTuple):
 
     @property
     def beyond_windows(self) -> int:
-        """Committed keys to keep in every windowed group beyond its window, also for tokens that are read again."""
+        """Committed keys to keep in every windowed group beyond its window, including those for tokens that are
+        reread."""
         return max(self.extra_keys, self.reread)
 
     def max_lag_in(self, groups: ByGroup[Retention]) -> ByGroup[int]:
@@ -57,12 +58,11 @@ class DraftNeeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
-    """Slots and bytes of K/V that an engine's requests need if memory is no limit. Lists are by group.
+    """Slots and bytes of K/V that an engine's requests need if memory is unlimited. Lists are by group.
 
-    layouts: those of the target and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one
-    token in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch with
-    prompts being read (cached prefixes use those of a windowed group meanwhile). state_bytes: recurrent states of one
-    request.
+    layouts: of the target, and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one token
+    in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch while prompts
+    are read (cached prefixes use the windowed ones in between). state_bytes: recurrent states of one request.
     """
 
     layouts: list[KVLayout]
@@ -77,7 +77,7 @@ class CacheNeeds:
 
     @property
     def batch_bytes(self) -> list[int]:
-        """Bytes of a full batch and of page 0, which holds nothing."""
+        """Bytes of a full batch, and of page 0, which holds no tokens."""
         return [
             (slots // self.page_size + 1) * self.page_size * size
             for slots, size in zip(self.slots, self.slot_bytes, strict=True)
@@ -85,12 +85,12 @@ class CacheNeeds:
 
     @property
     def all_state_bytes(self) -> int:
-        """Bytes of the states of a full batch and of padding, and of the copies for cached prefixes."""
+        """Bytes of recurrent states: of a full batch, of padding, and of copies for cached prefixes."""
         return num_state_slots(self.batch) * self.state_bytes
 
     @property
     def request_bytes(self) -> list[int]:
-        """Bytes of one request of the batch, with its share of the prompts being read."""
+        """Bytes of one request of the batch, including its share of the slots for prompt chunks."""
         return [slots * size // self.batch for slots, size in zip(self.slots, self.slot_bytes, strict=True)]
 
 
@@ -121,9 +121,9 @@ def cache_needs(
         if kept.window is None:
             continue
         keys = window_slots_held(kept.window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
-        # what it holds and the slack; besides, chunks in flight
+        # keys that it holds and the slack; chunks in flight are added below
         each = min(whole_pages(keys + page_size, page_size), full_each)
-        together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
+        together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; prefixes use the rest
         in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
@@ -132,8 +132,8 @@ def cache_needs(
 
 
 def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
-    """Slots of each group within a budget of bytes: those that are needed, or that the user set. Windowed groups take
-    at most half of the budget, the primary group the rest."""
+    """Slots of each group within a budget of bytes: as many as needed, or as the user set. Windowed groups take at most
+    half of the budget, the primary group the rest."""
     slots, slot_bytes = list(needs.slots), needs.slot_bytes
     most = budget // max(2 * sum(slot_bytes[1:]), 1)
     slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
@@ -150,13 +150,14 @@ def whole_pages(slots: int, page_size: int) -> int:
 
 
 def lookahead_nodes(spec: SpecConfig, *, drafts: bool, captured: bool) -> int:
-    """Slots of a request for tokens that are not committed yet: those of one round, or of two if rounds are captured,
-    since the next is launched before the previous one is settled."""
+    """Slots of a request for uncommitted tokens: those of one round, or of two if rounds are captured, since the next
+    round is then launched before the previous one is settled."""
     return (2 if captured else 1) * (spec.num_nodes if drafts else 1)
 
 
 def longest_sequence(config: EngineConfig, length: ContextLength, name: str) -> int:
-    """Tokens of the longest sequence that is asked for, or that a model of this `name` allows. Raises ConfigError."""
+    """Tokens of the longest sequence: as requested, or as the model (called `name` in errors) allows. Raises
+    ConfigError."""
     if config.max_model_len is not None:
         length.require(config.max_model_len, name)
     return config.max_model_len or length.default or FALLBACK_MODEL_LEN
@@ -170,7 +171,7 @@ def make_cache(
     num_nodes: int,
     operations: KVOperations,
 ) -> tuple[KVCache, int]:
-    """Slots and request table for one engine, without stores yet, and the longest sequence they serve (tokens).
+    """Make the slots and request table of one engine, without stores yet. Also returns the longest sequence in tokens.
 
     num_nodes: verify width, the root included.
     """
@@ -189,7 +190,7 @@ def make_cache(
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
-        budget //= len(target.devices)  # which are one
+        budget //= len(target.devices)  # on a CPU they are one
     slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)

@@ -1,7 +1,7 @@
-"""Times an engine's captured rounds, and its forwards over prompts, when it is made, on a GPU.
+"""Times an engine's captured rounds and its forwards over prompts on a GPU, when the engine is made.
 
-The rows belong to no request: their slots are the padding ones, and the caller empties the state afterwards. The
-device's own clock is read, so the host does not count.
+The rows belong to no request: their slots are null slots, and the caller resets the state afterwards. Times are read
+from the device's clock, so host time does not count.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,21 @@ from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
 
 REPEATS = 8
-"""Rounds of a shape that run; the later half of them is timed."""
+"""Rounds to run per shape; only the second half is timed."""
 
 MAX_FEW_TOKENS = 256
-"""Prompt tokens that are read in a step while others decode: all sizes up to it are timed and captured."""
+"""Most prompt tokens of a step while others decode: all sizes up to it are timed and captured."""
 
 MAX_PREFIX = 16384
-"""Tokens of the longest prefix after which a prompt is timed; fewer where `max_model_len` is less."""
+"""Longest prefix in tokens after which a prompt is timed; `max_model_len` may shorten it."""
 
 
 def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
-    """Median seconds of a round of each of these captured shapes, which are bucketed. done: is told how many are.
+    """Median seconds of a round of each of these captured, bucketed shapes. done: called with the number of finished
+    shapes.
 
-    Each round begins with random tokens, since equal tokens would choose equal experts: rows of short texts may well
-    draw the same token.
+    Each round begins with random tokens: equal tokens would choose equal experts, and rows of short texts may draw the
+    same token.
     """
     round = graphs.round
     table, generator = round.cache.table, torch.Generator().manual_seed(0)
@@ -59,11 +60,11 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
 def time_prompts(
     round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], max_tokens: int
 ) -> None:
-    """Time forwards over prompts for `gap`, and keep the fastest of three runs of each size: few tokens; a quarter,
-    half and all of `max_tokens`; few tokens after a long prefix. read: reads rows [R] of these lengths [R], and makes
-    the final states that it is told.
+    """Time forwards over prompts for `gap`: few tokens; a quarter, half and all of `max_tokens`; few tokens after a
+    long prefix. The fastest of three runs counts. read: reads rows [R] of these lengths [R] and makes the requested
+    final states.
 
-    The timed runs also capture the forwards over few tokens, so no request waits for a capture later.
+    These runs also capture the forwards over few tokens, so no request waits for a capture later.
     """
     table = round.cache.table
     longest = table.slots.host.shape[1] - 1
@@ -73,7 +74,7 @@ def time_prompts(
         rows = np.full_like(length, table.padding_row)
         table.committed_len[table.padding_row] = prefix
         round.cache.pad_states(prefix)
-        round.flush()  # what is replayed reads the device's side as it is
+        round.flush()  # replays read the device's copy
         seconds = []
         for _ in range(4):
             round.clock.start("prefill")
@@ -95,7 +96,7 @@ def time_prompts(
     for count in sorted({max(1, max_tokens // 4), max(2, max_tokens // 2), max(3, max_tokens)}):
         spent(count, 0, within)
     runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
-    for states in {within, ending}:  # many short prompts have kernels of their own, which are compiled here
+    for states in {within, ending}:  # compiles the kernels for many short prompts
         read(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), states)
     if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
         for count in sorted({few[len(few) // 2], few[-1]}):

@@ -1,12 +1,12 @@
-"""Which request ends when a step raises an error, so that one request stops no others.
+"""Chooses the request that ends when a step raises an error, so that one bad request does not stop the others.
 
     the error names a row      the request of that row ends, at once; the step does not raise
-    another error, once        no request ends: all restart from their tokens
-    again, with no progress    the newest request that was in both failed steps ends
+    another error, first time  no request ends: all restart from their tokens
+    again without progress     the newest request that was in both failed steps ends
 
-From then on requests get rows one by one: the next is admitted when the running ones have got further than at the
-error. If the newest was not the cause, the step raises again when the cause is admitted, and that request ends. Nothing
-is computed twice for the others.
+From then on requests get rows one at a time: the next is admitted when all running requests are further than at the
+error. If the newest request was not the cause, the step raises again when the cause is admitted, and then that request
+ends. Nothing is computed twice for the others.
 
 This file chooses and ends requests; the engine removes them when it restarts. A `KeyboardInterrupt` is no error.
 """
@@ -29,7 +29,7 @@ class StepFaults:
         self._scheduler = scheduler
 
     def end_named(self, error: Exception) -> Request | None:
-        """End the request whose row the error names -> that request; None: it names none."""
+        """End the request whose row the error names, and return it; None: the error names no row."""
         row = row_named_by(error)
         for request in self._scheduler.running if row is not None else ():
             if request.row == row and not request.finished:
@@ -38,12 +38,12 @@ class StepFaults:
                 )
                 said = f"a step raised an error in this request alone: {error_summary(error)}"
                 own = copy.copy(error) if isinstance(error, SpecDecError) else RequestFailedError(said)
-                request.end("error", own)  # without the frames of the step
+                request.end("error", own)  # a new error, without the frames of the step
                 return request
         return None
 
     def end_newest(self, error: Exception, live: Iterable[Request]) -> Request | None:
-        """Note an error that names no row; at the second one without progress, end the newest request -> that one."""
+        """Note an error that names no row. At the second one without progress, end the newest request and return it."""
         in_step = [request for request in self._scheduler.running or live if not request.finished]
         again = [request for request in in_step if self._reached(request) <= request.failed_at]
         for request in in_step:
@@ -58,12 +58,12 @@ class StepFaults:
         return newest
 
     def step_ended(self) -> None:
-        """After a step without an error: admit one more request once all running ones are further than at their last
+        """After a step without an error, allow one more row if all running requests are further than at their last
         error."""
         scheduler = self._scheduler
         if scheduler.admits_slowly and all(self._reached(each) > each.failed_at for each in scheduler.running):
             scheduler.max_running += 1
 
     def _reached(self, request: Request) -> int:
-        """Committed tokens of the request, those of its prompt included."""
+        """Committed tokens of the request, prompt included."""
         return 0 if request.row < 0 else int(self._scheduler.table.committed_len.host[request.row])

@@ -4,10 +4,10 @@ NOTICE: every token of every request passes through this file. Do not add here: 
 drafter or a backend; state or device work of one feature (`rounds/`, `grammar_masks.py`, `prompt_scores.py`); a policy
 (`scheduler.py`, `prompt_gap.py`, `draft_policy/`); a wait for the device outside of settling.
 
-A request that decodes waits for at most one group of chunks between two rounds. With captured rounds the device always
-has work: the next round is launched before the previous one is settled (`launches.py`), and needs no length that the
-host does not know yet. Without them a step settles everything that it launches. A request whose prompt is complete has
-a row in the next round, whether its first token is known here or not.
+Between two rounds, a decoding request waits for at most one group of chunks. With captured rounds the device always has
+work: the next round is launched before the previous one is settled (`launches.py`), and needs no length that the host
+does not know yet. Without captures, a step settles everything that it launches. A request whose prompt is complete
+joins the next round, even if the host does not know its first token yet.
 """
 
 import time
@@ -39,9 +39,10 @@ from specdec.runtime.seating import load_requests
 
 
 class Steps:
-    """The steps of one engine: `launches` not settled yet, `prefill` for its prompt side.
+    """Runs the steps of one engine. `launches` holds unsettled work; `prefill` reads prompts.
 
-    graphs, chunks: None where nothing is captured. `choice`: which draft a round has; None: always the engine's own.
+    graphs, chunks: None if nothing is captured. `choice`: chooses each round's draft; None: always the engine's own
+    draft.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Steps:
         self.round = round
         self.spec = spec
         self.graphs = graphs
-        self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 where rounds are captured
+        self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
         self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)
@@ -75,7 +76,7 @@ class Steps:
         self.scheduler.restart(requests)
 
     def drop_lost(self) -> None:
-        """Drop launched work whose rows are lost or whose weights have moved, since no step may follow soon."""
+        """Drop launched work whose rows are lost or whose weights have moved. The next step may be far away."""
         self.prefill.drop_lost()
         self.launches.drop_lost()
 
@@ -85,17 +86,17 @@ class Steps:
                 captures.clear()
 
     def stats(self) -> EngineStats:
-        """A copy of the sums, with the state of this moment."""
+        """A copy of the sums, with the engine's present state."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
         drafts = NO_CHOICE if self.choice is None else self.choice.use()
         return stats_now(self.launches.totals, self.scheduler, self.round, captures, drafts)
 
     def run(self) -> list[Request]:
-        """Run one step -> the requests that ended in it. Those that end in the round make room for prompts."""
+        """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
         with self.round.on_device(), self.round.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
-                finished += self.launches.settle_all()  # a grammar's mask needs every earlier token
+                finished += self.launches.settle_all()  # a grammar's mask depends on every earlier token
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
@@ -109,7 +110,7 @@ class Steps:
             return finished + self._read_prompts(streams=bool(decoding))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        """Launch a round of the requests that may still get a token from it, then settle what is due."""
+        """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
         due = self.launches.tokens_due()
         remaining = [request.remaining - due.get(request.number, 0) for request in requests]
         going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
@@ -118,7 +119,8 @@ class Steps:
         return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
-        """Read this step's prompt chunks, and launch them once they are through. streams: other requests decode."""
+        """Read this step's prompt chunks, and launch their draws when all parts have run. streams: other requests
+        decode."""
         self.drop_lost()
         reading = self.prefill.advance(streams=streams)
         if reading is None:
@@ -137,7 +139,7 @@ class Steps:
         rows, params = table_rows(requests), [request.params for request in requests]
         ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, remaining)
-        masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
+        masked = len(restricted(requests)) > 0  # token rules may end before the request does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
@@ -165,7 +167,7 @@ class Steps:
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
-        """Let the drafter read unread tokens of these rows, if it must before a round of this shape."""
+        """Let the drafter read these rows' unread tokens if a round of this shape requires it."""
         begin, unread = time.perf_counter(), self.round.unread
         if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
             if self.graphs is None:
@@ -175,11 +177,11 @@ class Steps:
         self._catch_up_seconds = 0.0 if self.graphs is not None else time.perf_counter() - begin
 
     def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
-        """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
-        and those of the draft ladder."""
+        """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
+        those of the draft ladder."""
         rows, whole, eager = table_rows(requests), whole_draft(self.spec), self.graphs is None
         sizes = [each.draft_size(left) if eager else whole for each, left in zip(requests, remaining, strict=True)]
-        drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: without drafts, or past the drafter's positions
+        drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: no drafts, or after the drafter's last position
         drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
         params = [request.params for request in requests]
         shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
@@ -188,7 +190,7 @@ class Steps:
         return self._with_chosen_draft(self.choice, shape, requests, remaining, drafts)
 
     def _unsettled_nodes(self) -> int:
-        """Tokens by which a row may be longer than the host knows."""
+        """Upper bound on the tokens of a row that the host does not know yet."""
         return self.launches.num_rounds * (1 if self.round.worker is None else self.spec.num_nodes)
 
     def _with_chosen_draft(
@@ -199,7 +201,7 @@ class Steps:
         remaining: Sequence[int],
         drafts: Sequence[DraftShape],
     ) -> RoundShape:
-        """This shape with the draft that `choice` selects. Large captured rounds have one draft only."""
+        """This shape with the draft that `choice` selects. Large captured rounds have only one draft."""
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape

@@ -1,20 +1,19 @@
-"""One thread at a time, in the order of arrival; no exception, wherever it strikes, leaves a turn taken or the modes of
-a thread changed.
+"""Turns: one thread at a time, in order of arrival. Whatever exception is raised, and wherever, the turn is given back
+and the thread's torch modes are restored.
 
-A turn is a new lock, held by a `with` statement. There is nothing else to give back:
+A turn is a new lock held by a `with` statement, so leaving the block gives everything back:
 
     with mine:                       held from before the turn begins until after it has ended
         _newest = mine               mine is in the queue: the next thread waits for it
-        with the one before: pass    those that arrived earlier had their turns, or gave up
-        _present = mine              where `_present` is not locked, no thread has a turn
+        with the one before: pass    earlier threads had their turns, or gave up
+        _present = mine              if `_present` is not locked, no thread has a turn
 
-CPython (3.11 to 3.13) runs no signal handler between the acquisition of a lock of its own and the block that releases
-it; a lock that wraps another in Python has instructions there (docs/decisions/0011).
+CPython (3.11 to 3.13) runs no signal handler between acquiring a built-in lock and entering the block that releases it.
+A lock class written in Python would have instructions there (docs/decisions/0011).
 
-Torch's inference and grad mode are the same after a turn as before it. A signal handler that raises within
-`torch.inference_mode()`'s own instructions leaves a guard half open, which lives as long as the traceback and restores
-old modes when it dies. So guards that a turn has left half open are let go when it ends, and then its own guard puts
-back what was there before.
+Torch's inference and grad modes are the same after a turn as before it. If a signal handler raises within the
+instructions of `torch.inference_mode()`, a guard stays half open: it lives as long as the traceback and restores old
+modes when it dies. So a turn drops such guards when it ends, and then its own guard restores the modes.
 """
 
 import threading
@@ -33,9 +32,9 @@ class Turns:
     """The turns of one engine."""
 
     def __init__(self) -> None:
-        self._guard = threading.RLock()  # for a few instructions, which a signal handler or finalizer may interrupt
+        self._guard = threading.RLock()  # held for a few instructions, in which a signal handler or finalizer may run
         self._newest = self._present = threading.Lock()
-        self._threads: dict[threading.Lock, int] = {}  # whose turns are under way, or waited for
+        self._threads: dict[threading.Lock, int] = {}  # threads that have a turn or wait for one
 
     @property
     def awaited(self) -> bool:
@@ -44,8 +43,8 @@ class Turns:
     def run(self, work: Callable[[], T]) -> T:
         """Wait for a turn and do this work in it.
 
-        Raises SpecDecError within a turn of the same thread, or while that thread waits for one, as a signal handler
-        may: neither would end.
+        Raises SpecDecError if this thread already has a turn or waits for one (a signal handler may call this): it
+        would wait forever.
         """
         here, mine = threading.get_ident(), threading.Lock()
         if here in list(self._threads.values()):
@@ -60,15 +59,16 @@ class Turns:
                     before, self._newest = self._newest, mine
                 with before:
                     pass
-                while not self._take(mine):  # free at once, unless a thread gave up waiting, or `attempt` has it
+                while not self._take(mine):  # free at once, unless a thread gave up waiting or `attempt` holds it
                     with self._present:
                         pass
                 return work()
             finally:
-                del self._threads[mine]  # no call, so nothing strikes here
+                del self._threads[mine]  # no call, so no exception can be raised here
 
     def attempt(self, work: Callable[[], object]) -> bool:
-        """Do this work in a turn, unless a thread has one or waits for one. Never waits for a turn. -> was it done?"""
+        """Do this work in a turn, unless a thread has one or waits for one. Never waits. Returns whether it was
+        done."""
         if self._newest.locked():
             return False
         here, mine = threading.get_ident(), threading.Lock()
@@ -91,22 +91,22 @@ class Turns:
 
 
 def with_modes_restored(work: Callable[[], T]) -> T:
-    """Do this work, and leave the modes of this thread as they were."""
+    """Do this work and restore the modes of this thread afterwards."""
     grad = torch.is_grad_enabled()
     saved = torch.inference_mode(torch.is_inference_mode_enabled())
     try:
         saved.__enter__()
-        torch.set_grad_enabled(grad)  # which entering has changed
+        torch.set_grad_enabled(grad)  # entering changed it
         return work()
     except BaseException as error:
         _close_half_open(error)
         raise
     finally:
-        del saved  # no call, so nothing strikes here: its guard restores the modes when it dies
+        del saved  # no call, so no exception can be raised here; the dying guard restores the modes
 
 
 def _close_half_open(error: BaseException) -> None:
-    """Let go of what the frames of `__enter__` and `__exit__` hold that this exception has ended."""
+    """Clear the frames of `__enter__` and `__exit__` that this exception ended, so that their guards die."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name in ("__enter__", "__exit__"):
             frame.clear()

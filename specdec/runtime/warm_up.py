@@ -1,9 +1,9 @@
-"""Work of an engine on a GPU before its first request: capture rounds, and time rounds and prompts.
+"""Warm-up of an engine on a GPU before its first request: captures rounds, and times rounds and prompts.
 
-    rounds     greedy, at the narrowest tables, of every batch size: full drafts, and all others of the ladder
+    rounds     greedy, with the narrowest tables, for every batch size and every draft of the ladder
     wider      the largest round runs once at each wider table, so that no request waits for a compiler later
-    prompts    short ones, which are captured, and long ones: their times decide the prompt tokens of a step
-    parts      of short forwards, which steps run one by one
+    prompts    short ones are captured, long ones only timed: the times decide the prompt tokens of a step
+    parts      the parts of short forwards, which steps run one by one
 
 Other shapes are captured when they first occur.
 """
@@ -23,7 +23,7 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def warm_up(steps: Steps) -> None:
-    """Capture and time rounds and prompts, with no row seated. Does nothing where rounds are not captured."""
+    """Capture and time rounds and prompts, with no row seated. Does nothing if rounds are not captured."""
     graphs, round = steps.graphs, steps.round
     if graphs is None:
         return
@@ -36,17 +36,17 @@ def warm_up(steps: Steps) -> None:
     ]
     with steps.round.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
         for done, shape in enumerate(shapes, start=1):
-            for _ in range(2):  # as it is, then captured
+            for _ in range(2):  # eagerly, then captured
                 _run(steps, graphs, shape)
             update(done)
         for width in prefix_buckets(steps.table.slots.host.shape[1] - 1)[1:]:
             for shape in shapes[: len(drafts)]:
                 _run(steps, graphs, shape._replace(longest=width))
         if round.unread is not None:
-            for shape in shapes[:: len(drafts)]:  # one of each batch size
+            for shape in shapes[:: len(drafts)]:  # one shape per batch size
                 for _ in range(2):
                     graphs.catch_up(shape)
-    if round.cache.sanitizer is None:  # which knows of no rows without slots
+    if round.cache.sanitizer is None:  # the sanitizer does not know rows without slots
         with steps.round.on_device():
             if steps.choice is not None:
                 with progress_bar("timing rounds", len(shapes)) as update:
@@ -55,7 +55,7 @@ def warm_up(steps: Steps) -> None:
                 steps.choice.times.update(zip(sizes, map(RoundTimes, seconds), strict=True))
             _time_prompts(steps, graphs, shapes[0])
         steps.restart([])
-    graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
+    graphs.store.uncaptured["rounds"] = 0  # warm-up runs do not count
 
 
 def _run(steps: Steps, graphs: RoundGraphs, shape: RoundShape) -> None:
@@ -76,7 +76,7 @@ def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> Non
 
 
 def _capture_parts(steps: Steps) -> None:
-    """Run each forward that steps divide once, which captures it, so that none is captured while requests wait."""
+    """Run each divided forward once. This captures it, so that no request waits for a capture later."""
     division, chunks = steps.scheduler.prompt_gap.division, steps.prefill.chunks
     if division is None or chunks is None:
         return

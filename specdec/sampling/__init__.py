@@ -1,1 +1,1 @@
-"""Which token: parameters, noise, penalties, masks, the torch reference and the kernels."""
+"""Sampling: parameters, noise, penalties, masks, the torch reference and the kernels."""

@@ -1,13 +1,13 @@
-"""The exact choice of tokens from a row's candidates, or from the row itself, in one program.
+"""Chooses the exact tokens from a row's candidates, or from the row itself, in one program.
 
     key      the bits of |score|: scores are at most 0, so a smaller key is a better score, and equal keys equal scores
     top-k    the k-th smallest key, by halving the range of keys; both ends hop to keys that exist
-    top-p    the largest key whose better entries weigh less than p of the whole, found in the same way; of equal
-             entries at the border, how many still do, and up to which id
-    best     of what is kept, by `noise_bound` first; float64 noise only where it can change which is best
+    top-p    the largest key whose better entries weigh less than p of the whole, found in the same way; if entries
+             tie at this key, the number of them that stay, and the last id that stays
+    best     the best kept entry, by `noise_bound` first; float64 noise is computed only if it can change the result
 
-A list has no order, so nothing depends on one: counts and masses are integers (a mass is e^score in units of 2^-40),
-the rest is maxima and minima.
+A list has no order, so no result depends on one: counts and masses are integers (a mass is e^score in units of 2^-40),
+and all other reductions are maxima and minima.
 """
 
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
@@ -63,7 +63,7 @@ def _score_list(
     least: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Scores take the place of the list's logits; a token that cannot be drawn loses its id."""
+    """Replace the list's logits by scores; a token that cannot be drawn loses its id."""
     for i_tile in range(tl.cdiv(num_entries, TILE)):
         o_entry = i_tile * TILE + tl.arange(0, TILE)
         m_entry = o_entry < num_entries
@@ -79,7 +79,8 @@ def _score_list(
 def _mass_better(
     source: tl.tuple, key: tl.tensor, LISTED: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The mass of all entries with smaller keys; by column of the tiles their largest key, and the smallest other."""
+    """The mass of all entries with smaller keys; and by column of the tiles, their largest key and the smallest other
+    key."""
     b_mass = tl.zeros([TILE], tl.int64)
     b_below, b_above = tl.full([TILE], -1, tl.int32), tl.full([TILE], LARGEST, tl.int32)
     for i_tile in range(tl.cdiv(source[0], TILE)):
@@ -126,9 +127,9 @@ def _nucleus(
     LISTED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(key, id): the nucleus of what weighs `whole`, keys up to last_key, has better keys, and of this the ids up to
-    id."""
-    lo, hi = 0, last_key + 1  # better entries than lo weigh less than top_p; better than hi, not so
+    """(key, id) of the nucleus of the entries with keys up to last_key, which weigh `whole`: it has all smaller keys,
+    and the ids up to `id` at this key."""
+    lo, hi = 0, last_key + 1  # entries better than lo weigh less than top_p; those better than hi weigh more
     while hi - lo > 1:
         key = lo + (hi - lo) // 2
         mass, b_below, b_above = _mass_better(source, key, LISTED, TILE)
@@ -145,7 +146,7 @@ def _nucleus(
         b_mass = tl.maximum(b_mass, tl.where(b_key == border, mass_of(b_s), 0))
     ties, mass = tl.sum(b_ties), tl.max(b_mass)
     before = up_to - ties * mass
-    few, many = 1, ties + 1  # of the equal ones `few` stay, at least one; `many` do not
+    few, many = 1, ties + 1  # of the tied entries `few` may stay, at least one; `many` may not
     while many - few > 1:
         middle = few + (many - few) // 2
         if _share(before + (middle - 1) * mass, whole) < top_p:
@@ -154,7 +155,7 @@ def _nucleus(
             many = middle
     last_id = LARGEST
     if few < ties:
-        first, last_id = -1, LARGEST - 1  # up to first are fewer than `few`
+        first, last_id = -1, LARGEST - 1  # fewer than `few` have ids up to first
         while last_id - first > 1:
             token = first + (last_id - first) // 2
             b_ties = tl.zeros([TILE], tl.int32)
@@ -179,7 +180,8 @@ def _keep_best(
     sampled: tl.tensor,
     SLOTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The best of (b_best, what b_value offers), the lower id among equals: exact, though b_value is only near."""
+    """The best of b_best and the entries of b_value, the lower id among equals. Exact, although b_value is
+    approximate."""
     o_slot = tl.arange(0, SLOTS)
     slack = tl.where(sampled, NOISE_ERROR, 0.0)
     bound, worst = tl.max(b_value), tl.min(b_best)
@@ -196,7 +198,7 @@ def _keep_best(
         b_best, b_best_id = tl.where(m_slot, value, b_best), tl.where(m_slot, token, b_best_id)
         b_value = tl.where(b_id == token, -INF, b_value)
         bound, worst = tl.max(b_value), tl.min(b_best)
-        # without noise the next of equal values cannot be better either
+        # without noise, a later entry of equal value cannot win either
         open_end = (bound > -INF) & (bound >= worst - slack) & (sampled | better)
     return b_best, b_best_id
 
@@ -259,7 +261,7 @@ def choose_kernel(
     p_list_id += i_row * capacity
     p_list_x += i_row * capacity
 
-    # is there anything to do here, with which entries, and what do they weigh?
+    # is there anything to do here, with which entries, and what is their mass?
     whole = tl.zeros([], tl.int64)  # unknown
     if GIVEN:
         row = (p_list_x, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)  # never read
@@ -327,7 +329,7 @@ def choose_kernel(
         if LISTED and not GIVEN:
             tl.store(p_count + i_row, SETTLED)
 
-        # what the filters keep
+        # the entries that the filters keep
         last_key, last_id = WORST_KEY, LARGEST
         if uses_k:
             last_key = _kth_key(source, top_k, LISTED, TILE)
@@ -340,7 +342,7 @@ def choose_kernel(
         if sampled:
             min_score = min_score_of(tl.load(p_real + MIN_P * num_requests + i_request))
 
-        # the best K of it
+        # the best K of them
         stream = noise_stream(tl.load(p_whole + SEED * num_requests + i_request), tl.load(p_positions + i_row))
         b_best = tl.where(o_slot < K, -INF, INF)
         b_best_id = tl.full([SLOTS], LARGEST, tl.int32)
@@ -354,7 +356,7 @@ def choose_kernel(
             b_best, b_best_id = _keep_best(b_value, b_s, b_id, b_best, b_best_id, stream, sampled, SLOTS)
         b_best = tl.where(o_slot < K, b_best, -INF)
 
-        if SCORES:  # the logarithm of the sum over all that is kept
+        if SCORES:  # the logarithm of the sum over all kept entries
             best = tl.max(b_best)
             log_sum = best
             summed = uses_k | uses_p
@@ -375,7 +377,7 @@ def choose_kernel(
                 b_tile_sum = tl.load(p_sum + o_tile, mask=m_tile, other=0.0)
                 log_sum += tl.log(tl.sum(b_tile_sum * tl.exp(b_tile - best)))
 
-        # fewer than K can be drawn: the lowest ids of the others make up for them, so that all K are distinct
+        # if fewer than K can be drawn, the lowest other ids fill the rest, so that all K are distinct
         m_missing = (b_best_id == LARGEST) & (o_slot < K)
         missing, token = tl.sum(m_missing.to(tl.int32)), 0
         while missing > 0:

@@ -1,17 +1,17 @@
-"""Candidates of each row, tokens that can be chosen: kernels read the vocabulary, and list them for `choose_kernel`.
+"""Lists the candidates of each row, the tokens that can be chosen: kernels read the logits for `choose_kernel`.
 
     scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary; with top-n-sigma
-                                           also their number, sum and sum of squares
-    floor_kernel      grid (rows)          the row's best logit, the least that top-n-sigma keeps, and a floor that the
-                                           candidates must reach
+                                           also the number, sum and sum of squares of the finite logits
+    floor_kernel      grid (rows)          the row's best logit, the least logit that top-n-sigma keeps, and a
+                                           floor that candidates must reach
     collect_kernel    grid (Z, rows)       candidates of tiles z, z + Z, ... appended to the row's list
 
-    greedy            nothing is listed: the first of the tile that has the row's best first
+    greedy            nothing is listed: the token is the best one of the first tile that has the row's best logit
     noise, no filter  the tile's tokens within the error of `noise_bound` of its best
     top-k, top-p      the tokens that reach the floor: at most the k-th best logit, since k groups have a best that
                       reaches it. A vocabulary that fits the list is listed whole
 
-A list cannot be enough when more tokens reach the floor than it holds, or when the nucleus goes below the floor; then
+A list is insufficient if more tokens reach the floor than it holds, or if the nucleus goes below the floor; then
 `choose_kernel` reads the row itself. No token depends on how rows are cut, or on other rows.
 """
 
@@ -44,11 +44,11 @@ LARGEST_FLOAT = tl.constexpr(3e38)
 N_SIGMA = index_of("top_n_sigma")
 
 COLLECTORS = 2048
-"""Upper bound on programs of `collect_kernel`: those of greedy rows end at once, yet each costs a launch slot."""
+"""Upper bound on programs of `collect_kernel`: programs of greedy rows end at once, but each costs a launch slot."""
 
 
 class VocabSplit(NamedTuple):
-    """Cut of a row into tiles and groups, and its list of at most `capacity` tokens; changes no result."""
+    """How a row is cut into tiles and groups, and the capacity of its list in tokens; changes no result."""
 
     tile: int = 4096
     group: int = 64
@@ -60,10 +60,10 @@ DEFAULT_CUT = VocabSplit()
 
 
 class Shortlist(NamedTuple):
-    """Findings of earlier kernels in R rows of logits; `choose_kernel` reads them.
+    """Results of the first kernels for R rows of logits; `choose_kernel` reads them.
 
-    `list_id`, `list_x`: tokens that may win, and their logits. Where `floor` is finite only tokens whose logit reaches
-    it were listed, so a row that turns out to need others is searched again in full. None: not computed.
+    `list_id`, `list_x`: tokens that may win, and their logits. If `floor` is finite, only tokens whose logit reaches it
+    were listed, so a row that needs others is searched again in full. None: not computed.
     """
 
     tile_max: torch.Tensor | None  # [R, tiles] float32
@@ -79,13 +79,13 @@ class Shortlist(NamedTuple):
 
     @classmethod
     def given(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Shortlist":
-        """Rows of which these tokens and logits are all that there is."""
+        """Rows that consist of these tokens and logits only."""
         return cls(None, None, None, None, None, None, list_id, list_x, None, None)
 
 
 @triton.jit
 def _floor_of(b_x: tl.tensor, needed: tl.tensor) -> tl.tensor:
-    """A number that at least `needed` finite entries reach and, ties aside, few more; -inf if fewer are finite."""
+    """A number that at least `needed` finite entries reach and, except for ties, few more; -inf if fewer are finite."""
     m_finite = b_x > -INF
     count = tl.sum(m_finite.to(tl.int32))
     lo, hi = tl.min(tl.where(m_finite, b_x, INF)), tl.max(b_x)
@@ -138,8 +138,8 @@ def scan_kernel(
         p_seen += i_request * s_seen
         p_path += i_row * path_len
     p_row = p_logits + i_row * s_row
-    # a softcap that rounds to 16 bits keeps the order, so of a group its best is enough: the cap takes longer than the
-    # memory; in float32 the cap of a larger logit may come out a little smaller
+    # a softcap that rounds to 16 bits is monotonic, so only the best of a group is capped: capping takes longer than
+    # reading; in float32 a larger logit may come out a little smaller
     CAP_LAST: tl.constexpr = softcap is not None and p_seen is None and p_logits.dtype.element_ty != tl.float32
     row = (p_row, p_penalty, p_seen, p_path, vocab_size, None if CAP_LAST else softcap, cap_inverse, path_len)
     b_group = tl.max(tl.reshape(load_logits(row, o_token), [TILE // GROUP, GROUP]), axis=1)
@@ -165,7 +165,7 @@ def scan_kernel(
 def least_of(
     row_max: tl.tensor, n_sigma: tl.tensor, count: tl.tensor, total: tl.tensor, squares: tl.tensor
 ) -> tl.tensor:
-    """max x - n sigma in float32, from float64 sums: another order of them rounds to the same."""
+    """max x - n sigma in float32, from float64 sums: summed in another order, they round to the same."""
     variance = tl.maximum((squares - total * total / count) / count, 0.0)
     return (row_max.to(tl.float64) - n_sigma.to(tl.float64) * tl.sqrt(variance)).to(tl.float32)
 
@@ -289,7 +289,7 @@ def collect_kernel(
                     tl.atomic_add(p_mass + i_row, tl.sum(b_mass), sem="relaxed")
                 m_list = m_list & (b_x >= tl.load(p_floor + i_row))
             else:
-                # near the score; the list's consumer takes the exact one
+                # approximates the score; the list's consumer computes it exactly
                 inverse = tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), LARGEST_FLOAT)
                 b_z = (b_x - row_max) * inverse
                 if temperature > 0:
@@ -334,7 +334,8 @@ def collect(
     *,
     scores: bool,
 ) -> Shortlist:
-    """The candidates for the k best of each row, and with scores for their log-probabilities: see `KernelSampler`."""
+    """The candidates for the k best tokens of each row and, if `scores`, for their log-probabilities: see
+    `KernelSampler`."""
     batch, num_nodes, vocab_size = logits.shape
     rows, device = batch * num_nodes, logits.device
     num_tiles = triton.cdiv(vocab_size, cut.tile)

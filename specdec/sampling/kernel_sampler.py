@@ -1,9 +1,9 @@
-r"""The tokens of `ReferenceSampler` by kernels, with no sort of the vocabulary and no float32 copy of it.
+r"""Draws the tokens of `ReferenceSampler` with kernels that neither sort the logits nor copy them to float32.
 
 `sample` draws the token of each node; `best_tokens` gives the K best of log P + g with their log-probabilities (the
-children of a tree's node). Every parameter is read by row on the device, so that one captured round serves any mix of
-them. `collect_candidates` lists the tokens that can be chosen, and `choose_candidate` chooses: once from the list, and
-once more from the row itself, for rows whose list cannot be enough.
+children of a tree's node). Parameters are read by row on the device, so one captured round serves any mix of
+parameters. `collect_candidates` lists the tokens that can be chosen, and `choose_candidate` chooses: once from the
+list, and again from the row itself if its list is insufficient.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.token_bitmaps import mark_seen
 
 MAX_BEST = 64
-"""Most tokens that `best_tokens` returns a row."""
+"""Upper bound on the tokens per row that `best_tokens` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSampler(ReferenceSampler):
-    """Draws the tokens that `ReferenceSampler` draws, in a few launches; noise is made where it is added."""
+    """Draws the tokens that `ReferenceSampler` draws, in a few launches; kernels compute the noise as they add it."""
 
     def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
         return self
@@ -37,7 +37,7 @@ class KernelSampler(ReferenceSampler):
     def draw(
         self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
-        if self.uses.edits:  # more than the kernels do as they read
+        if self.uses.edits:  # edits that the kernels cannot do while they read
             return sample(self.edited(logits, past, softcap), positions, self.params)
         seen = _seen(past, logits.shape) if self.uses.penalty else None
         return sample(logits, positions, self.params, softcap, seen)
@@ -47,7 +47,7 @@ class KernelSampler(ReferenceSampler):
 
 
 def _seen(past: EditInputs, shape: torch.Size) -> SeenTokens:
-    """Tokens that logits [B, N, V] have seen: a bit for each token of the histories, and the tokens on each node's own
+    """Tokens before each node of logits [B, N, V]: a bit for each token of the histories, and the tokens on each node's
     path."""
     batch, num_nodes, vocab_size = shape
     bits = past.seen
@@ -60,7 +60,8 @@ def _seen(past: EditInputs, shape: torch.Size) -> SeenTokens:
 
 
 def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """tokens [B, N] of a tree, ancestors [B, N, N] (a node is its own) -> each node's path [B, N, N], -1 elsewhere."""
+    """tokens [B, N] of a tree, ancestors [B, N, N] (a node is its own) -> the tokens on each node's path [B, N, N], -1
+    elsewhere."""
     return torch.where(ancestors, tokens[:, None, :], -1)
 
 
@@ -75,7 +76,7 @@ def sample(
 ) -> torch.Tensor:
     """The token drawn at each node: logits [B, N, V] of any floating dtype, positions [B, N] int64 -> [B, N] int64.
 
-    softcap: one that the logits have not had yet. seen: what the repetition penalty is for; None: nothing.
+    softcap: applied first, if the logits are uncapped. seen: tokens that the repetition penalty applies to; None: none.
     """
     return _choose(logits, positions, params, softcap, seen, 1, cut, scores=False).tokens[..., 0]
 
@@ -88,8 +89,8 @@ def best_tokens(
     *,
     cut: VocabSplit = DEFAULT_CUT,
 ) -> TopTokens:
-    """The k best tokens of log P + g at each node and their log-probabilities, which are those of the sum over all
-    tokens; greedy: of the logits. Where the filters leave fewer, the lowest ids that they remove follow, with -inf."""
+    """The k best tokens of log P + g at each node and their log-probabilities, normalised over all tokens; greedy: the
+    best tokens of the logits. If the filters leave fewer, the lowest removed ids follow, with -inf."""
     return _choose(logits, positions, params, None, None, k, cut, scores=True)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, under the logits before any sampling parameter, on the device and as reported."""
+"""Log-probabilities of tokens under the unmodified logits, on the device and as reported."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Scores of T tokens in a row: chosen [T] float32 log-probabilities, those of the K likeliest tokens of each place
-    [T, K] float32, best first, and their ids [T, K] int32."""
+    """Scores of T tokens in a row: log-probabilities of the chosen tokens [T] float32 and of the K likeliest tokens at
+    each place [T, K] float32, best first, and the ids of the latter [T, K] int32."""
 
     chosen: npt.NDArray[np.float32]
     values: npt.NDArray[np.float32]
@@ -32,16 +32,16 @@ class TokenScores(NamedTuple):
 
 
 ALIGN = 64
-"""Numbers: rows that begin at multiples of it are summed in one order, wherever they stand in a batch."""
+"""In elements: a row that begins at a multiple of it is summed in the same order at any place of a batch."""
 
 
 PIECE = 128
-"""Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
+"""Rows whose log-probabilities are computed at a time: each needs 24 bytes per token of the vocabulary."""
 
 
 class TopTokens(NamedTuple):
-    """The K best tokens of each place, [..., K] int64, best first and the lowest id first among equals, and their
-    log-probabilities [..., K] float32."""
+    """The K best tokens of each place, [..., K] int64, and their log-probabilities [..., K] float32. Best first; equals
+    by id."""
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -55,8 +55,9 @@ class TopTokens(NamedTuple):
 
 
 def top_tokens(log_p: torch.Tensor, count: int) -> TopTokens:
-    """The `count` highest of log_p [..., V] float32, at most 0 each. The first of them are the same for every count."""
-    # of numbers that are at most 0, the bits without a sign rise as the numbers fall
+    """The `count` highest of log_p [..., V] float32, each at most 0. A larger count only appends to a smaller one's
+    result."""
+    # for numbers of at most 0, the bits without the sign rise as the numbers fall
     falling = log_p.abs().contiguous().view(torch.int32).long() << 32
     token = torch.arange(log_p.shape[-1], device=log_p.device)
     tokens = (falling + token).topk(count, dim=-1, largest=False).indices
@@ -64,8 +65,8 @@ def top_tokens(log_p: torch.Tensor, count: int) -> TopTokens:
 
 
 class LogProbs(NamedTuple):
-    """Scores of D tokens: chosen [B, D] float32, and the `TopTokens` of each place: values [B, D, K] and ids [B, D,
-    K]."""
+    """Scores of D tokens: of the chosen ones [B, D] float32, and of the `TopTokens` at each place: values and ids
+    [B, D, K]."""
 
     chosen: torch.Tensor
     values: torch.Tensor
@@ -73,7 +74,7 @@ class LogProbs(NamedTuple):
 
     @classmethod
     def from_logits(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
-        """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
+        """logits [B, D, V] that tokens [B, D] were drawn from, unmodified."""
         pieces = zip(logits.flatten(0, 1).split(PIECE), tokens.flatten().split(PIECE), strict=True)
         parts = [cls._of_rows(rows, drawn, count) for rows, drawn in pieces]
         return cls(*(torch.cat(part).unflatten(0, tokens.shape) for part in zip(*parts, strict=True)))
@@ -91,5 +92,5 @@ class LogProbs(NamedTuple):
 
 
 def max_logprobs(params: Sequence[SamplingParams]) -> int | None:
-    """Most alternatives that any of these requests asks for; None: none asks for log-probabilities."""
+    """The most alternatives that any of these requests asks for; None: no request asks for log-probabilities."""
     return max((p.logprobs for p in params if p.logprobs is not None), default=None)

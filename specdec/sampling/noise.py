@@ -5,9 +5,9 @@ r"""Counter-based Gumbel noise, a fixed function of (seed, position, token): the
     g               = -log(-log u), in float64, rounded to float32
 
 `gumbel_noise` (torch) and `exact_noise` (Triton) have the same bits, so a CPU and a GPU draw the same tokens. Float64
-is what makes a draw the same on every machine: a logarithm that is half a unit off in float64 rounds to the same
-float32 but for one draw in 10^8. A kernel needs it only for the few tokens that can win. `noise_bound` is g in float32
-from the same bits, off by less than NOISE_ERROR, by the form of -log u that does not cancel at either end.
+makes draws the same on every machine: a float64 logarithm that is half a unit off rounds to the same float32, except in
+one draw in 10^8. A kernel needs float64 only for the few tokens that can win. `noise_bound` is g in float32 from the
+same bits, with an error below NOISE_ERROR: it uses a form of -log u without cancellation at either end.
 """
 
 import torch
@@ -26,7 +26,8 @@ ULP = tl.constexpr(_ULP)
 MINUS_LN2 = tl.constexpr(-0.6931471805599453)
 
 NOISE_ERROR = tl.constexpr(2.0**-13)
-"""Above the error of `noise_bound`, plus the rounding of its sum with a score wherever that sum can be the largest."""
+"""Exceeds the error of `noise_bound` plus the rounding of its sum with a score, for every sum that can be the
+largest."""
 
 
 def _int64(value: int) -> int:
@@ -82,7 +83,7 @@ def exact_noise(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_bound(stream: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """float32, within NOISE_ERROR of `exact_noise`. Made of what is cheap: 32-bit conversions and log2."""
+    """float32, within NOISE_ERROR of `exact_noise`. Made of cheap operations: 32-bit conversions and log2."""
     bits = _uniform_bits(stream, token)
     low = bits < HALF
     least = tl.where(low, bits, WHOLE - 1 - bits)

@@ -5,13 +5,13 @@ r"""The target's next token as a pure function of (logits, parameters, seed, pos
     token(p) = argmax_v ( log P_v + g(seed, p, v) )      g: `gumbel_noise`;   T = 0: argmax_v x_v, the lowest id first
 
     top-n-sigma  keeps x_v >= max x - n sigma, sigma the standard deviation of the finite x (Tang et al. 2024)
-    top-k        keeps the k best, and what ties with the k-th
-    top-p        keeps a token while better ones (score, then lower id) weigh less than p, and always the best
-    min-p        keeps what is at least min_p times as likely as the best
+    top-k        keeps the k best tokens, and those that tie with the k-th
+    top-p        keeps a token if all better ones (by score, then lower id) weigh less than p; always keeps the best
+    min-p        keeps tokens that are at least min_p times as likely as the best
 
-This is a draw from P (the Gumbel-max trick), and the same draw wherever, whenever and in whatever batch it is made: the
+This is a draw from P (the Gumbel-max trick). It is the same in any batch, at any time and on any device, since the
 noise is counter-based and has no state. Speculation therefore changes no token: verification computes this function at
-every tree node. It is what a CPU runs, and the oracle of the kernels (`KernelSampler`), which do not sort.
+every tree node. CPUs run this module; it is also the oracle of the kernels (`KernelSampler`), which do not sort.
 """
 
 from dataclasses import dataclass, replace
@@ -44,10 +44,10 @@ class NodePaths(Protocol):
 class EditInputs:
     """Inputs of the edits of logits [B, N, V].
 
-    history [B, L]: the tokens so far, the root included, of which length [B] count; a function that makes it is called
-    when something reads it. tree: the drafts after the history; None: N = 1, the token after each history.
-    prompt_len [B]: where the output begins. allowed [B, N, V / 32] int32: bits of the tokens that a grammar allows
-    after each node. seen [B, V / 32] int32: bits of the history's tokens, None where they are not kept.
+    history [B, L]: the tokens so far, the root included; the first `length` [B] are valid. It may be a function, called
+    at the first read. tree: the drafts after the history; None: N = 1, the token after each history. prompt_len [B]:
+    where each output begins. allowed [B, N, V / 32] int32: bits of the tokens that a grammar allows after each node.
+    seen [B, V / 32] int32: bits of the history's tokens; None: not kept.
     """
 
     length: torch.Tensor
@@ -66,8 +66,8 @@ class EditInputs:
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
-    params, uses, bias: of `SamplingTable.row_params`. noise: [B, W, V] of positions first [B] and after, made once for
-    all that draws there (`with_noise`); None: made as needed. past: the histories of the requests.
+    params, uses, bias: from `SamplingTable.row_params`. noise: [B, W, V] for the W positions from first [B] on, made
+    once for all draws there (`with_noise`); None: made as needed. past: the histories of the requests.
     """
 
     params: ParamVectors
@@ -78,8 +78,8 @@ class ReferenceSampler:
     past: EditInputs | None = None
 
     def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
-        """Returns this sampler with the noise of `count` positions from first [B] on: nodes of a tree and steps of a
-        draft share it."""
+        """Returns this sampler with the noise of `count` positions from first [B] on, which tree nodes and draft steps
+        share."""
         if not self.uses.sampled:
             return self
         positions = first[:, None] + torch.arange(count, device=first.device)
@@ -92,7 +92,7 @@ class ReferenceSampler:
     def draw(
         self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
-        """The target's tokens [B, N]: `sample` after `edited`. softcap: one that the logits have not had yet."""
+        """The target's tokens [B, N]: `sample` after `edited`. softcap: applied first, if the logits are uncapped."""
         return self.sample(self.edited(logits, past, softcap), positions)
 
     def draw_after(
@@ -108,17 +108,17 @@ class ReferenceSampler:
         return self.draw(logits, positions, self.past.before(tree, allowed), softcap)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
-        """The `count` best of `log_scores`, a node's children; where the filters leave fewer tokens, the lowest ids
-        that they remove follow, with -inf."""
+        """The `count` best of `log_scores`, a node's children. If the filters leave fewer tokens, the lowest removed
+        ids follow, with -inf."""
         return top_tokens(self.log_scores(logits, positions), count)
 
     def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [B, N, V] float32 of being drawn, the noise given; their argmax is what `sample` draws."""
+        """Normalised log P plus noise, [B, N, V] float32; `sample` draws the argmax."""
         scores = logits.float() if not self.uses.sampled else self._perturbed(logits, positions)
         return scores.log_softmax(dim=-1)
 
     def _perturbed(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits where greedy, log P plus noise elsewhere: [B, N, V] float32."""
+        """Logits of greedy rows, log P plus noise of others: [B, N, V] float32."""
         if self.noise is None or self.first is None:
             noise = gumbel_noise(self.params.column("seed"), positions, logits.shape[-1])
         else:
@@ -129,12 +129,13 @@ class ReferenceSampler:
     # the law
 
     def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
-        """log P up to a constant, [B, N, V] float32, -inf where filtered; rows at temperature 0 are meaningless."""
+        """log P up to a constant, [B, N, V] float32, -inf for filtered tokens; rows at temperature 0 are
+        meaningless."""
         temperature = self.params.over_logits("temperature")
         scores = logits.float()
         if "top_n_sigma" in self.uses.filters:
             scores = scores.masked_fill(scores < self._sigma_floor(scores), -torch.inf)
-        # the best token stays at 0 however small the temperature, so that nothing overflows
+        # the best token stays at 0 at any temperature, so nothing overflows
         scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
         if self.uses.filters & {"top_k", "top_p"}:
             scores = self._top_k_top_p(scores)
@@ -148,7 +149,7 @@ class ReferenceSampler:
         finite = x > -torch.inf
         count = finite.sum(-1, keepdim=True)
         wide = x.double().where(finite, 0.0)
-        # float64, so that another order of the sums gives the same float32; `cumsum` has one order for every batch
+        # in float64 another summation order gives the same float32; `cumsum` uses one order for every batch
         total, squares = wide.cumsum(-1)[..., -1:], (wide * wide).cumsum(-1)[..., -1:]
         sigma = ((squares - total * total / count) / count).clamp(min=0).sqrt()
         n = self.params.over_logits("top_n_sigma")
@@ -171,7 +172,7 @@ class ReferenceSampler:
     # edits of logits
 
     def edited(self, logits: torch.Tensor, past: EditInputs, softcap: float | None = None) -> torch.Tensor:
-        """Logits [B, N, V] with all that comes before temperature."""
+        """Logits [B, N, V] after every edit that comes before temperature."""
         logits = logits if softcap is None else reference_softcap(logits, softcap)
         vocab_size = logits.shape[-1]
         if self.uses.bias:
@@ -205,10 +206,10 @@ class ReferenceSampler:
 
 
 class MaskedFirstLevel(NamedTuple):
-    """What a drafter draws with where grammars apply: the same draws, but only of allowed tokens after the root.
+    """A drafter's sampler if grammars apply: it draws the same, but only allowed tokens directly after the root.
 
-    allowed [B, V / 32]: bits of what the grammar allows there; first [B]: the position of a token there. After drafts
-    the host does not know what is allowed until it has read them, so nothing is masked.
+    allowed [B, V / 32]: bits of the tokens allowed after the root; first [B]: the position after the root. Deeper
+    levels are not masked: the host cannot know what is allowed after a draft before it has read the draft.
     """
 
     sampler: ReferenceSampler
@@ -227,8 +228,8 @@ class MaskedFirstLevel(NamedTuple):
 
 
 def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Logits [B, N, V] as float32 where allowed [B, N, V / 32] has their bit, -inf elsewhere."""
-    # what is allowed is always more likely than what is not, even to a model that rules it out
+    """Logits [B, N, V] as float32, and -inf for tokens whose bit in allowed [B, N, V / 32] is not set."""
+    # an allowed token outranks a forbidden one, even if its logit is -inf
     kept = logits.float().clamp(min=torch.finfo(torch.float32).min)
     return torch.where(unpack_bits(allowed, logits.shape[-1]), kept, -torch.inf)
 
@@ -249,7 +250,7 @@ def output_counts(past: EditInputs, vocab_size: int) -> torch.Tensor:
 
 
 def past_tokens(past: EditInputs, vocab_size: int) -> torch.Tensor:
-    """Tokens that each node's continuation would repeat: [B, N, V] bool, along its own ancestor path."""
+    """Tokens that already occur before each node's continuation: [B, N, V] bool, along its own ancestor path."""
     if past.seen is not None:
         return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
     history = past.history
@@ -260,7 +261,7 @@ def past_tokens(past: EditInputs, vocab_size: int) -> torch.Tensor:
 
 
 def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:
-    """seen [B, V], and each node's own ancestors: [B, N, V]; no tree: [B, 1, V]."""
+    """seen [B, V] with each node's own ancestors added: [B, N, V]; no tree: [B, 1, V]."""
     if tree is None:
         return seen[:, None]
     path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]

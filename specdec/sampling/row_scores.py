@@ -1,4 +1,4 @@
-"""How kernels read a row of logits: after softcap and repetition penalty, as scores, and as masses that add up exactly.
+"""How kernels read a row of logits: with softcap and repetition penalty, as scores, and as masses that sum exactly.
 
 x        = penalise(softcap(logits)), float32
 score    = (x - max x) / T, at most 0
@@ -23,8 +23,8 @@ PENALTY = index_of("repetition_penalty")
 
 
 class SeenTokens(NamedTuple):
-    """Tokens that the repetition penalty is for. bits [B, ceil(V / 32)] int32: bit v % 32 of word v // 32 is set for a
-    token v of the request's history; path [B, N, D] int64: tokens on a node's own path, padded with -1."""
+    """Tokens that the repetition penalty applies to. bits [B, ceil(V / 32)] int32: bit v % 32 of word v // 32 is set
+    for a token v of the request's history; path [B, N, D] int64: tokens on a node's own path, padded with -1."""
 
     bits: torch.Tensor
     path: torch.Tensor
@@ -47,7 +47,7 @@ def reading(
 
 @triton.jit
 def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
-    """float32, after softcap (each step rounded as the model's would be) and penalty; -inf after the vocabulary's end.
+    """float32, after softcap (each step rounded like the model's) and penalty; -inf beyond the vocabulary.
 
     row: (p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)."""
     p_logits, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len = row
@@ -69,7 +69,7 @@ def load_logits(row: tl.tuple, o_token: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def score_of(b_x: tl.tensor, row_max: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """(x - max) / T <= 0, the best token at 0 however small T is; T = 1 where greedy."""
+    """(x - max) / T <= 0, the best token is at 0 for any T; T = 1 if greedy."""
     return tl.where(b_x == row_max, 0.0, tl.div_rn(b_x - row_max, tl.where(temperature > 0, temperature, 1.0)))
 
 

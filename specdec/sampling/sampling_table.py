@@ -1,9 +1,10 @@
-"""Sampling parameters of the running requests: a table on the device with a row for each, and what a round reads of it.
+"""Sampling parameters of the running requests: a table on the device with a row for each, and the views that a round
+reads.
 
     SamplingParams  --load-->  SamplingTable [rows, columns]  --at, a batch of rows-->  ParamVectors, Uses, biases
 
 The columns are the seed and the numbers of `specdec.settings.sampling_numbers`; `ReferenceSampler` and `KernelSampler`
-draw with them. Logit biases lie next to the table, as cells of int64 too, so that one upload sends all that changed.
+draw with them. Logit biases lie next to the table, also as int64 cells, so that one upload sends all changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,10 +55,10 @@ def split_cells(cells: torch.Tensor) -> ParamVectors:
 
 
 class SamplerUses(NamedTuple):
-    """Features that at least one request of a batch uses, so that its rounds must compute them.
+    """Features that at least one request of a batch uses; its rounds must compute them.
 
-    filters: names of FILTERS. Edits of logits: penalty: repetition penalty; counts: frequency or presence penalty;
-    bias: room for that many entries a request; masked: a grammar, or rules about tokens.
+    filters: names of FILTERS. The other fields are edits of logits. penalty: repetition penalty. counts: frequency or
+    presence penalty. bias: room for that many bias entries per request. masked: a grammar, or rules about tokens.
     """
 
     sampled: bool
@@ -86,15 +87,15 @@ class SamplerUses(NamedTuple):
 
 
 SAMPLED = SamplerUses(sampled=True, filters=frozenset(FILTERS))
-"""Every temperature and every filter, with logits as they are."""
+"""Any temperature and all filters, on unedited logits."""
 
 
 class SamplingTable:
-    """The sampling parameters of every row of the request table, on both sides. A row is written once, when a request
-    takes it; one that no request has taken is greedy.
+    """The sampling parameters of every row of the request table, on host and device. A row is written once, when a
+    request takes it; before, it is greedy.
 
-    Biases lie in an array for each room (`bias_room`) that a round has had, and are written when their row takes part
-    in a round (`load_biases`): rounds that have none read none.
+    Biases lie in one array per room (`bias_room`) that any round used, and are written when their row takes part in a
+    round (`load_biases`). Rounds without biases read none.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -104,7 +105,7 @@ class SamplingTable:
         self._last: tuple[list[SamplingParams], SamplerUses] = (
             [],
             SamplerUses.from_params([]),
-        )  # the batch that `uses` was last asked about
+        )  # the last batch given to `uses`
 
     @property
     def arrays(self) -> list[MirroredArray]:
@@ -118,15 +119,15 @@ class SamplingTable:
         self.cells[rows[:, None], columns] = np.concatenate([whole, real.view(np.int64)], axis=1)
 
     def uses(self, params: Sequence[SamplingParams]) -> SamplerUses:
-        """`SamplerUses.from_params`, kept for as long as the batch is the same: it looks at every parameter."""
+        """`SamplerUses.from_params`, cached while the batch is the same, since it looks at every parameter."""
         before, uses = self._last
         if before != list(params):  # the same object is not compared field by field
             uses = SamplerUses.from_params(params)
-        self._last = list(params), uses  # these objects, though others were equal
+        self._last = list(params), uses  # these objects, even if equal to the last
         return uses
 
     def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], uses: SamplerUses) -> None:
-        """The biases of these rows, for a round of these uses."""
+        """Write the biases of these rows, for a round with these uses."""
         if not uses.bias:
             return
         if uses.bias not in self._biases:
@@ -144,14 +145,14 @@ class SamplingTable:
     def row_params(
         self, rows: torch.Tensor, uses: SamplerUses, params: ParamVectors | None = None
     ) -> tuple[ParamVectors, SamplerUses, torch.Tensor | None]:
-        """What a sampler of rows [B] takes: a copy of their parameters (given, if it exists already),
-        what any of them uses, and their biases [B, K] as `pack_bias` makes them."""
+        """The inputs of a sampler of rows [B]: a copy of their parameters (or the copy given), the features that any of
+        them uses, and their biases [B, K] as `pack_bias` makes them."""
         bias = self._biases[uses.bias].tensor[rows] if uses.bias else None
         return params or split_cells(self.cells.tensor[rows]), uses, bias
 
 
 def bias_room(entries: int) -> int:
-    """Room for this many entries of a bias: 0, 16, 32, 64, ..., so that few rounds differ by it."""
+    """Room for this many bias entries: 0, 16, 32, 64, ..., so that rounds have few different shapes."""
     return max(16, next_power_of_two(entries)) if entries else 0
 
 

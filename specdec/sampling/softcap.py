@@ -1,9 +1,9 @@
 r"""The softcap after a model's head: y = c tanh(x / c), each of the three results rounded to x's dtype.
 
-Three operators of torch would read and write V numbers a row each. Their bits are kept: on a GPU torch divides by a
-number by multiplying with its reciprocal. The tangent of a bfloat16 comes no nearer than 8e-6 (of itself) to where its
-rounding changes, so that a cheap one that is off by 2e-6 rounds alike; float16 and float32 take CUDA's own, as torch
-does. No row depends on others.
+Torch needs three operators, and each would read and write V numbers per row. This kernel gives the same bits: like
+torch on a GPU, it divides by multiplying with the reciprocal. The tanh of a bfloat16 is at least 8e-6 (relative) away
+from a rounding boundary, so a cheap tanh with an error of 2e-6 rounds to the same. float16 and float32 use CUDA's own
+tanh, like torch. No row depends on others.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def reference_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 @triton.jit
 def _tanh(b_x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent within a few units of float32: the quotient cancels where the series does not."""
+    """Hyperbolic tangent within a few float32 units: a series near 0, where the quotient would cancel."""
     b_a = tl.abs(b_x)
     b_e = tl.exp(-2.0 * b_a)
     b_sq = b_a * b_a
@@ -54,7 +54,7 @@ def capped(b_x: tl.tensor, cap: tl.tensor, inverse: tl.tensor) -> tl.tensor:
     b_y = (b_x.to(tl.float32) * inverse).to(DTYPE).to(tl.float32)
     if b_x.dtype == tl.bfloat16:
         b_tanh = _cheap_tanh(b_y)
-    elif LIBRARY:  # it flushes what is subnormal, where the tangent is its argument
+    elif LIBRARY:  # it flushes subnormal arguments, whose tanh is the argument
         b_tanh = tl.where(tl.abs(b_y) < 0.0001, b_y, tl.extra.cuda.libdevice.tanh(b_y))
     else:
         b_tanh = _tanh(b_y)
@@ -79,7 +79,7 @@ def _softcap_kernel(
 
 @op(reference=reference_softcap)
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """logits, contiguous, of any shape -> themselves, capped in place."""
+    """Cap contiguous logits of any shape in place, and return them."""
     assert logits.is_contiguous(), f"{logits.stride()=}"
     if logits.numel():
         _softcap_kernel[(triton.cdiv(logits.numel(), BLOCK),)](

@@ -1,11 +1,11 @@
-"""Sets of tokens as bits on the device: the tokens that a row has had, and those that a grammar allows after a node.
+"""Sets of tokens as bits on the device: the tokens that a row has seen, and those that a grammar allows after a node.
 
 A set is ceil(V / 32) words of int32: bit v % 32 of word v // 32 is token v.
 
-The repetition penalty reads what a row has had. The host writes a row once, when a request takes it, and each round
-sets the bits of the tokens that it commits (`mark_seen`, one launch). Grammars are of the host: it writes the masks of
-a round's nodes into one buffer, at one address for rounds of all shapes. Rows that have no grammar are filled on the
-device, so that only the others are computed and sent.
+The repetition penalty reads the tokens that a row has seen. The host writes a row once, when a request takes it, and
+each round sets the bits of the tokens that it commits (`mark_seen`, one launch). Grammars run on the host: it writes
+the masks of a round's nodes into one buffer, whose address is the same for rounds of all shapes. Rows without a grammar
+are filled on the device, so only other masks are computed and sent.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return bits.flatten(-2)[..., :vocab_size] != 0
 
 
-# tokens that rows have had
+# tokens that rows have seen
 
 
 @triton.jit(do_not_specialize=["s_bits", "s_tokens", "max_tokens"])
@@ -69,16 +69,16 @@ def mark_seen(bits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, num_t
 
 
 class SeenBits:
-    """bits [rows, ceil(V / 32)] int32 of the tokens that each row has had. Never replaced: captured rounds use them.
+    """bits [rows, ceil(V / 32)] int32 of the tokens that each row has seen. Never replaced: captured rounds use them.
 
-    Only rows with a repetition penalty are kept so; the bits of others mean nothing, and nothing reads them.
+    Only rows with a repetition penalty are kept up to date; the bits of others are meaningless and never read.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.bits = torch.zeros((num_rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)
 
     def load(self, rows: IntArray, tokens: Sequence[Sequence[int]]) -> None:
-        """These rows hold these tokens, whatever they held before."""
+        """Set the tokens of these rows, replacing earlier ones."""
         if not len(rows):
             return
         words = np.stack([token_bits(each, self.bits.shape[1]) for each in tokens])
@@ -90,7 +90,7 @@ class SeenBits:
         return self.bits.index_select(0, rows)
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
-        """The first `length` [B] of tokens [B, D] are committed to rows [B]."""
+        """Add the first `length` [B] of tokens [B, D] to rows [B], which commit them."""
         mark_seen(self.bits, rows, tokens, length)
 
 
@@ -101,15 +101,15 @@ FREE = -1
 
 
 class RowMasks(NamedTuple):
-    """Masks of the M rows of a batch that have a grammar: their numbers [M], and words [M, N, ceil(V / 32)] int32."""
+    """Masks of the M rows of a batch that have a grammar: row indices [M], and words [M, N, ceil(V / 32)] int32."""
 
     rows: IntArray
     words: npt.NDArray[np.int32]
 
 
 class MaskBuffer:
-    """The masks of a round's nodes, as many a row as its trees have. Made with the first grammar, for the largest round
-    of the engine (max_rows, max_nodes), and never replaced: captured rounds read it."""
+    """The masks of all nodes of a round. Made with the first grammar, large enough for any round of the engine
+    (max_rows, max_nodes), and never replaced: captured rounds read it."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.num_words = -(-vocab_size // 32)
@@ -133,6 +133,7 @@ class MaskBuffer:
 
 
 def write_masks(target: torch.Tensor, masks: RowMasks) -> None:
-    """Into target [B, N, words], queued after what is launched, without waiting for it; other rows are free."""
+    """Write masks into target [B, N, words], queued after earlier launches without waiting; other rows allow every
+    token."""
     target.fill_(FREE)
     target.index_copy_(0, upload(masks.rows, target.device), upload(np.ascontiguousarray(masks.words), target.device))

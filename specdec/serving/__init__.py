@@ -1,1 +1,1 @@
-"""Many callers at once: an engine for asyncio, and an OpenAI-compatible server over it."""
+"""Serves many callers: an engine for asyncio, and an OpenAI-compatible server over it."""

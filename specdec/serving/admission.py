@@ -1,10 +1,10 @@
-"""How many requests a served engine admits: a bounded queue, which refuses callers or lets them wait.
+"""Admission of requests to a served engine: a bounded queue, which refuses callers or lets them wait.
 
     open requests   | running, at most the engine's rows | waiting, at most `max_waiting` |  refused, or let wait
-    one client's    | at most `per_client`, unless that is 0                              |  refused
+    per client      | at most `per_client` (0: no limit)                                  |  refused
 
-It counts and knows no engine. Callers wait in order of arrival, each on its own event loop; any thread may give places
-back. Invariant: at most `max_places` places are taken, and at most `per_client` by one client.
+It only counts and knows no engine. Callers wait in order of arrival, each on its own event loop; any thread may return
+places. Invariant: at most `max_places` places are taken, and at most `per_client` by one client.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from specdec.errors import ConfigError, QueueFullError
 
 @dataclass(eq=False)
 class Waiter:
-    """A caller that waits for `count` places, on its own event loop. admitted: it has them."""
+    """A caller that waits on its own event loop for `count` places. admitted: it has got them."""
 
     count: int
     client: str
@@ -34,14 +34,14 @@ class Admission:
         self._rows = rows
         self._max_waiting = max_waiting
         self._per_client = per_client
-        self.out = 0  # requests that are open
-        self._places_of: Counter[str] = Counter()  # places that each client has or waits for, where they are limited
+        self.out = 0  # places taken by open requests
+        self._places_of: Counter[str] = Counter()  # places that each client has or waits for, if limited
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
 
     async def take_places(self, count: int, client: str = "", *, wait: bool = False) -> None:
-        """Take `count` places. If fewer are free, raises QueueFullError, or waits for them. A client that has too many
-        gets the error in any case."""
+        """Take `count` places. If fewer are free, raises QueueFullError, or waits for them. A client over its limit
+        always gets the error."""
         with self._lock:
             free = self._has_room(count, client)
             if not (free or wait):
@@ -59,7 +59,7 @@ class Admission:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
                     self._count_places(client, -count)
-                    self._admit_waiters()  # it may have been the first, for which those after it waited
+                    self._admit_waiters()  # it may have been first in line, and others waited for it
             if waiter.admitted:
                 self.give_back(count, client)
             raise
@@ -71,28 +71,29 @@ class Admission:
                 raise self._full()
 
     def give_back(self, count: int, client: str = "") -> None:
-        """Places of requests that have ended; the caller that has waited longest gets them. From any thread."""
+        """Return the places of ended requests. The caller that has waited longest gets them. Any thread may call
+        this."""
         with self._lock:
             self.out -= count
             self._count_places(client, -count)
             self._admit_waiters()
 
     def gained(self, sample: Any, tokens: int, now: float) -> None:
-        """Called as an observer: a request that gained tokens keeps its place."""
+        """Observer method: a request that gained tokens keeps its place."""
 
     def ended(self, sample: Any, now: float) -> None:
-        """Called as an observer: a request that has ended gives its place back."""
+        """Observer method: an ended request returns its place."""
         self.give_back(1, sample.client)
 
     def _admit_waiters(self) -> None:
-        """Give free places to the callers that have waited longest. The lock is held."""
+        """Give free places to the callers that have waited longest. Requires the lock."""
         while self._waiters and self.out + self._waiters[0].count <= self.max_places:
             waiter = self._waiters.popleft()
             self.out += waiter.count
             waiter.admitted = True
             try:
                 waiter.future.get_loop().call_soon_threadsafe(_admit, waiter.future)
-            except RuntimeError:  # its loop is closed: no caller will ever give these back
+            except RuntimeError:  # its loop is closed, so its places would never be returned
                 self.out -= waiter.count
                 self._count_places(waiter.client, -waiter.count)
                 waiter.admitted = False
@@ -104,7 +105,7 @@ class Admission:
                 del self._places_of[client]
 
     def _has_room(self, count: int, client: str) -> bool:
-        """Raises for more than there can ever be, and for a client that has too many."""
+        """Are `count` places free? Raises if there can never be as many, or if the client has too many."""
         many = f"{count} samples at once are more than the"
         if self._per_client and count > self._per_client:
             raise ConfigError(f"{many} {self._per_client} that one client may have; ask for fewer")
@@ -134,5 +135,5 @@ class Admission:
 
 
 def _admit(future: "asyncio.Future[None]") -> None:
-    if not future.done():  # else it was cancelled meanwhile, and gives its places back itself
+    if not future.done():  # else it was cancelled, and returns its places itself
         future.set_result(None)

@@ -1,6 +1,6 @@
 """The HTTP application: routes, errors and middleware, over one engine.
 
-Each route has a file of its own. The application does not own the engine; the caller that made it closes it.
+Each route has its own file. The application does not own the engine: the caller that made the engine closes it.
 """
 
 from fastapi import FastAPI, Response
@@ -26,7 +26,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         version=__version__,
         default_response_class=JsonResponse,
         redirect_slashes=False,
-        openapi_url=None,  # openapi.py has a route of its own
+        openapi_url=None,  # openapi.py has its own route
         docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,
     )

@@ -1,8 +1,8 @@
-"""An engine for asyncio: one thread steps it, and any number of tasks, on any event loops, read the new tokens.
+"""An engine for asyncio: one thread steps it, and any number of tasks on any event loops read new tokens.
 
 async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
 outputs = await engine.generate(prompts, params)               all samples of each prompt together
-async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
+async with await engine.submit(prompts, params) as streams:    several samples at once: (index, delta)
 """
 
 import asyncio
@@ -35,21 +35,21 @@ from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""Parameters of all prompts, or of each."""
+"""Parameters for all prompts, or one for each."""
 READERS = 4
-"""Threads that read prompts, and as many that compile grammars."""
+"""Number of threads that read prompts, and of threads that compile grammars."""
 INTAKE_SECONDS = 30.0
 
 
 class AsyncEngine:
-    """Serves an existing engine, or one of its own (`from_pretrained`), to asyncio callers.
+    """Serves an engine to asyncio callers: an existing one, or its own (`from_pretrained`).
 
-    max_waiting: requests that may wait beyond those that run (`max_batch_size`); more are refused with QueueFullError,
-    or wait with `wait=True`. intake_seconds: time limit for reading a prompt or compiling a grammar. per_client:
-    samples that one client may have open; 0: no limit.
+    max_waiting: how many requests may wait in addition to the running ones (`max_batch_size`); further ones get
+    QueueFullError, or wait if `wait=True`. intake_seconds: time limit for reading a prompt or compiling a grammar.
+    per_client: most open samples of one client; 0: no limit.
 
-    If rounds raise errors twice without progress, the newest of their requests fails with RoundFailedError, and the
-    others go on. A fork of the process cannot use the engine.
+    If rounds fail twice without progress, their newest request fails with RoundFailedError, and the others continue. A
+    fork of the process cannot use the engine.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class AsyncEngine:
         self.config, self.spec = engine.config, engine.spec
         self.tokenizer: Any = engine.tokenizer
         self.drafter: Drafter | None = engine.drafter
-        self.max_model_len: int = engine.max_model_len  # tokens of a prompt and its output together
+        self.max_model_len: int = engine.max_model_len  # tokens of a prompt plus its output
         self.vocab_size: int = engine.target.vocab_size
         self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
         self.weights: str = weights_in_words(engine.target.model)
-        # on the caller's thread; `stats_now` waits for the step under way
+        # these run on the caller's thread; `stats_now` waits for the current step
         self.most_new_tokens, self.decode, self.stats_now = engine.most_new_tokens, engine.decode, engine.stats
         self._owns_engine = False
         self._closing = False
@@ -81,7 +81,7 @@ class AsyncEngine:
         self._thread = EngineThread(engine, tell_readers, [self._admission])
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
-        # apart, so that slow grammars hold up no prompt
+        # separate pools, so that slow grammars delay no prompt
         self._prompts, self._grammars = FairPool(READERS, "specdec-prompts"), FairPool(READERS, "specdec-grammars")
         self._finalizer = weakref.finalize(self, _stop, self._thread, (self._prompts, self._grammars), self._pid)
 
@@ -94,7 +94,7 @@ class AsyncEngine:
         max_waiting: int = 256,
         **options: Any,
     ) -> "AsyncEngine":
-        """`Engine.from_pretrained`, served; `close` closes that engine too. Blocks while it loads."""
+        """Serve the engine that `Engine.from_pretrained` makes; `close` closes it too. Blocks while it loads."""
         require_int("max_waiting", max_waiting, 0, 1 << 30)
         served = cls(Engine.from_pretrained(target, drafter, **options), max_waiting=max_waiting)
         served._owns_engine = True
@@ -130,9 +130,9 @@ class AsyncEngine:
     async def submit(
         self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
     ) -> Streams:
-        """Hand in prompts: all samples of each together, as in `generate`, and all or none of them.
+        """Submit prompts: all samples of each together, as in `generate`. Either all are submitted or none.
 
-        Raises the errors of `Engine.submit_many`, and QueueFullError. `wait`: for a place in the queue, in turn.
+        Raises the errors of `Engine.submit_many`, and QueueFullError. `wait`: wait in line for places instead.
         """
         self._require_open()
         many = as_prompt_list(prompts)
@@ -142,7 +142,7 @@ class AsyncEngine:
         await self._admission.take_places(count, client, wait=wait)
 
         def hand_in() -> None:
-            # on a thread of its own: prompts are long, and the engine's lock may be held for a round
+            # on another thread: prompts are long, and the engine's lock may be held for a round
             try:
                 for prompt in many:
                     if isinstance(prompt, str):
@@ -178,7 +178,7 @@ class AsyncEngine:
         special_tokens_in_content: str = "allow",
         **template_kwargs: Any,
     ) -> list[int]:
-        """`Engine.chat_prompt`, on another thread; a text that is too long for any tokens is refused before."""
+        """`Engine.chat_prompt`, on another thread. A text that is too long in any tokenisation is refused first."""
 
         def read() -> list[int]:
             self._bound.require(chat, template_kwargs)
@@ -187,7 +187,8 @@ class AsyncEngine:
         return await self.off_loop(read)
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """`Engine.encode`, on another thread like `chat_prompt`. special_tokens: with those that the tokenizer adds."""
+        """`Engine.encode`, on another thread like `chat_prompt`. special_tokens: include those that the tokenizer
+        adds."""
 
         def read() -> list[int]:
             self._bound.require(text)
@@ -201,19 +202,19 @@ class AsyncEngine:
         return self.engine.drafts_off
 
     async def stats(self) -> EngineStats:
-        """`Engine.stats`, between two steps."""
+        """`Engine.stats`, read between two steps."""
         return await self.between_steps(self.engine.stats)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """Have it called on the engine's thread, where no round is under way; it holds up all of them."""
+        """Call a function on the engine's thread between two steps. All requests wait for it."""
         return await asyncio.wrap_future(self._thread.call(function))
 
     def observe(self, observer: Observer) -> None:
-        """Tell this observer of tokens and ends of requests from now on."""
+        """Notify this observer of new tokens and ended requests from now on."""
         self._thread.observers.append(observer)
 
     async def off_loop(self, function: Callable[[], T]) -> T:
-        """Call a function on another thread, since it would hold up the loop."""
+        """Call a function on another thread, so that it does not block the loop."""
         self._require_open()
         return await self._prompts.wait_for(self._prompts.submit(function), self._intake_seconds)
 
@@ -233,7 +234,7 @@ class AsyncEngine:
 
     @property
     def trouble(self) -> str | None:
-        """Why it should get no more requests; None: it is well."""
+        """Why it should get no more requests; None: it is healthy."""
         if self._closing or self._thread.stopped:
             return self._thread.stopped or "the engine is closing"
         if self.failing:
@@ -242,24 +243,25 @@ class AsyncEngine:
 
     @property
     def failing(self) -> bool:
-        """Do rounds fail one after the other, with no request between that ends?"""
+        """Do rounds fail repeatedly, without a request that finishes in between?"""
         return self._thread.failed_rounds >= BROKEN
 
     @property
     def died(self) -> str | None:
-        """Why its thread has ended although it was not closed; None: it has not."""
+        """Why its thread has ended although the engine was not closed; None: the thread runs."""
         return None if self._closing else self._thread.stopped
 
     @property
     def seconds_in_step(self) -> float:
-        """Seconds that the step under way has run; 0 where there is none."""
+        """Seconds since the current step began; 0 if there is none."""
         began = self._thread.step_began
         return 0.0 if began is None else time.monotonic() - began
 
     async def close(self, timeout: float | None = 0.0) -> None:
-        """Take no more, let open requests end for up to `timeout` seconds (None: as long as they take), abort the rest.
+        """Accept no more requests, let open ones run for up to `timeout` seconds (None: until they end), abort the
+        rest.
 
-        An engine of its own is closed too.
+        Its own engine is closed too.
         """
         self._closing = True
         if os.getpid() != self._pid:
@@ -286,7 +288,7 @@ class AsyncEngine:
 
 
 def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:
-    """Called when the engine is closed or forgotten, or the program ends; a fork has neither thread."""
+    """Called when the engine is closed or garbage-collected, or the program ends. A fork does not have the threads."""
     if os.getpid() == pid:
         for pool in pools:
             pool.shutdown()

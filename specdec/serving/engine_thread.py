@@ -1,13 +1,13 @@
-"""The thread that steps an engine while there is work, and sleeps while there is none.
+"""The thread that steps an engine while there is work and sleeps otherwise.
 
     callers          watch(samples), call(function)               any thread
-    this thread      functions first, then a step, then news      over and over
-    observer, tell   requests that gained tokens or ended         on this thread, so neither may wait
+    this thread      functions first, then a step, then news      in a loop
+    observer, tell   requests that gained tokens or ended         on this thread, so they must not wait
 
-A step that raises, out of memory included, is tried again; if it raises again, the engine ends one of its requests
-(`specdec.runtime.step_faults`) and goes on with the others. A step costs this thread time for the requests that gained
-tokens, not for all. A signal in the middle of a call must leave no lock taken (`specdec.runtime.turns`), so there is no
-`threading.Condition`.
+A failed step (out of memory included) is tried again; if it fails again, the engine ends one of its requests
+(`specdec.runtime.step_faults`) and continues with the others. A step costs this thread time only for requests that
+gained tokens. A signal in the middle of a call must leave no lock held (`specdec.runtime.turns`), so
+`threading.Condition` is not used.
 """
 
 import logging
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BROKEN = 3
-"""Requests that failed with their rounds, with no token in between, after which the engine itself counts as broken."""
+"""After this many requests failed with their rounds, with no token in between, the engine itself counts as broken."""
 
 
 @dataclass(eq=False, slots=True)
 class StreamedSample:
-    """One request that this thread looks after. owner: its reader, told when there is news.
+    """A request that this thread watches. owner: its reader, which is told of news.
 
-    client: its API key's name or address. seen: tokens that its owner was told of.
+    client: name of its API key, or its address. seen: number of tokens reported to the owner.
     """
 
     handle: Handle
@@ -51,7 +51,7 @@ class StreamedSample:
     error: SpecDecError | None = None
 
     def failure(self) -> SpecDecError | None:
-        """Its error, from the moment that its handle has finished: a reader may look before the step is reported."""
+        """Its error, available as soon as its handle has finished: a reader may look before the step is reported."""
         if self.error is None and (grammar := self.handle.dead_grammar) is not None:
             self.error = ConfigError(
                 f"{grammar} cannot be followed any further: after {self.handle.num_output} tokens none may come "
@@ -62,35 +62,36 @@ class StreamedSample:
 
 
 class Observer(Protocol):
-    """Is told of tokens and ends of requests, such as the metrics. Called on the engine's thread, so it never waits."""
+    """Receives new tokens and ends of requests, for example for metrics. Called on the engine's thread, so it must not
+    wait."""
 
     def gained(self, sample: StreamedSample, tokens: int, now: float) -> None:
-        """The sample gained `tokens` tokens; `seen` and `last_news` are as they were before."""
+        """The sample gained `tokens` tokens; `seen` and `last_news` are not updated yet."""
 
     def ended(self, sample: StreamedSample, now: float) -> None:
-        """The sample ended by itself, or was aborted, or failed."""
+        """The sample finished, was aborted or failed."""
 
 
 class EngineThread:
-    """Steps one engine while it has work. tell: called after each step with the samples of which there is news."""
+    """Steps one engine while it has work. tell: called after each step with the samples that have news."""
 
     def __init__(
         self, engine: Engine, tell: Callable[[Sequence[StreamedSample]], None], observers: Sequence[Observer]
     ) -> None:
         self.engine = engine
-        self.failed_rounds = 0  # in a row, that a request failed with
+        self.failed_rounds = 0  # consecutive rounds that failed a request
         self.step_began: float | None = None  # by time.monotonic; None while there is nothing to do
         self._tell = tell
         self.observers = list(observers)
         self._open: dict[int, StreamedSample] = {}  # by id
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
         self._calls: deque[Callable[[], object]] = deque()
-        self._guard = threading.RLock()  # a finalizer may come back here
+        self._guard = threading.RLock()  # reentrant: a finalizer may call in here
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._drained: list[SimpleQueue[None]] = []  # of callers that wait until no request is open
+        self._drained: list[SimpleQueue[None]] = []  # callers that wait until no request is open
         self._more = False  # the engine may have something to do
         self._stopping = False
-        self.stopped: str | None = None  # why it takes no more; None while it does
+        self.stopped: str | None = None  # why it accepts no more; None: it does
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
         self._thread.start()
 
@@ -101,7 +102,7 @@ class EngineThread:
             return list(self._open.values())
 
     def watch(self, samples: Sequence[StreamedSample]) -> None:
-        """Look after submitted requests. Raises SpecDecError, and aborts them, when the thread has stopped."""
+        """Watch submitted requests. If the thread has stopped, aborts them and raises SpecDecError."""
         with self._guard:
             taken = not (self._stopping or self.stopped)
             if taken:
@@ -116,7 +117,7 @@ class EngineThread:
         self._wake.put(None)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Have it called between two steps; at once, by the caller, when the thread has stopped."""
+        """Call a function between two steps; if the thread has stopped, call it now on this thread."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -139,7 +140,7 @@ class EngineThread:
                 self.call(sample.handle.abort)
 
     def drain(self, timeout: float | None) -> None:
-        """Wait until all have ended, at most for `timeout` seconds."""
+        """Wait until all requests have ended, for at most `timeout` seconds."""
         ended: SimpleQueue[None] = SimpleQueue()
         with self._guard:
             if not self._open:
@@ -149,7 +150,7 @@ class EngineThread:
             ended.get(timeout=timeout)
 
     def stop(self) -> None:
-        """Abort open requests, end the thread, and wait for its end: at most a step."""
+        """Abort open requests, then end the thread and wait for it, at most one step."""
         self._stopping = True
         self._wake.put(None)
         if threading.current_thread() is not self._thread:
@@ -166,7 +167,7 @@ class EngineThread:
             logger.exception("the engine's thread ended")
             reason = f"the engine's thread ended: {error_summary(error)}"
             for sample in self.open:
-                sample.error = RoundFailedError(reason)  # before it is seen to have ended
+                sample.error = RoundFailedError(reason)  # set before the sample shows as ended
                 self._news.append(sample.handle.id)
                 _abort(sample)
         finally:
@@ -176,7 +177,7 @@ class EngineThread:
         while not (self._more or self._calls or self._stopping):
             self._wake.get()
         while not self._wake.empty():
-            self._wake.get()  # the work of every wake-up so far is done below
+            self._wake.get()  # the work of all earlier wake-ups is done below
         return not self._stopping
 
     def _run_step(self) -> None:
@@ -191,21 +192,21 @@ class EngineThread:
         except Exception as error:
             logger.warning("a round failed: %s", error_summary(error), exc_info=error)
             more, lacked_memory = bool(self._open), isinstance(error, torch.OutOfMemoryError)
-        if lacked_memory:  # the error's frames have released their tensors
+        if lacked_memory:  # by now the error's frames have released their tensors
             torch.cuda.empty_cache()
         self._report_news()
         with self._guard:
             self._more = self._more or more
 
     def _report_news(self) -> None:
-        """Tell observers and owners of the samples that gained tokens or ended."""
+        """Report the samples that gained tokens or ended to observers and owners."""
         now = time.perf_counter()
         news, ended = [], []
         for sample in self._samples_with_news():
-            finished = sample.handle.finished or sample.failure() is not None  # before the tokens, which end with it
+            finished = sample.handle.finished or sample.failure() is not None  # read this before the tokens
             tokens = sample.handle.num_output - sample.seen
             if tokens:
-                if sample.seen:  # a round brought them, not a prompt
+                if sample.seen:  # gained in a round, not after the prompt
                     self.failed_rounds = 0
                 for observer in self.observers:
                     observer.gained(sample, tokens, now)
@@ -223,7 +224,7 @@ class EngineThread:
             self._tell(news)
 
     def _samples_with_news(self) -> list[StreamedSample]:
-        """The samples that reported news since the last call, each once, in the order of their first news."""
+        """The samples with news since the last call, each once, in the order of their first news."""
         told: dict[int, None] = {}
         while self._news:
             told[self._news.popleft()] = None
@@ -259,5 +260,5 @@ class EngineThread:
 def _abort(sample: StreamedSample) -> None:
     try:
         sample.handle.abort()
-    except Exception:  # the engine failed to begin again; the request is released when that succeeds
+    except Exception:  # the engine's restart failed; the request is released when a restart succeeds
         logger.warning("request %d is not released yet", sample.handle.id, exc_info=True)

@@ -1,12 +1,11 @@
-"""Threads for work that takes long, shared by clients who take turns.
+"""A thread pool for slow work that clients share in turn.
 
-queue       one for each client; the next job is that of the client whose last one began longest ago
-running     at most `threads` jobs, at most one fewer of one client, so that a thread is left for others
-given up    jobs whose client has left, or whose time is over; if they have not begun, they are dropped with all they
-            hold
-abandoned   jobs given up after they had begun. No thread can be ended, so they run on, while a spare thread takes the
-            next job. A client has at most `threads` jobs, abandoned ones included: leaving and asking again brings no
-            more threads
+queue       one per client; the next job is from the client whose last job began longest ago
+running     at most `threads` jobs, and one client has at most one fewer, so that a thread is left for others
+given up    jobs whose client has left or whose time is over; if they have not begun, they are dropped with all data
+abandoned   jobs given up after they began. A thread cannot be killed, so they run on, while a spare thread takes the
+            next job. A client has at most `threads` jobs, abandoned ones included: leaving and asking again does not
+            get it more threads
 """
 
 import asyncio
@@ -23,12 +22,13 @@ from specdec.errors import ConfigError, QueueFullError, StoppingError
 
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
-"""Client whose request this task serves: the name of an API key, or an address."""
+"""The client whose request this task serves: the name of an API key, or an address."""
 
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[T]):
-    """One call of a function, which is let go of once it has begun or was given up. begun: a thread runs it, or has."""
+    """A call of a function. The function is released when the job begins or is given up. begun: a thread has taken
+    it."""
 
     function: Callable[[], T] | None
     client: str
@@ -38,17 +38,17 @@ class Job(Generic[T]):
 
 
 def settle(future: Future[T], function: Callable[[], T]) -> None:
-    """Settle the future with the result or the error of this function."""
+    """Set the future to the result or the error of this function."""
     try:
         future.set_result(function())
     except BaseException as error:
-        del function  # this frame, and all that the function holds, would live as long as the error
+        del function  # otherwise an error would keep this frame and the function's data alive
         future.set_exception(error)
 
 
 class FairPool:
-    """Daemon threads, which never keep a process from ending. A thread is started for a job if none is idle; it takes
-    further jobs, and is idle when there are none.
+    """Daemon threads, which never keep a process from ending. A thread is started for a job if no thread is idle; later
+    it takes further jobs, and idles if there are none.
 
     spares: threads that may replace those with abandoned jobs; None: `threads` more.
     """
@@ -56,18 +56,18 @@ class FairPool:
     def __init__(self, threads: int, name: str, spares: int | None = None) -> None:
         assert threads > 0
         self._threads = threads
-        self._most = threads + (threads if spares is None else spares)  # threads, those of abandoned jobs included
+        self._most = threads + (threads if spares is None else spares)  # threads, including those of abandoned jobs
         self._name = name
-        self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # none is empty; the next client's is first
-        self._running: Counter[str] = Counter()  # jobs of each client that are under way and not given up
-        self._abandoned: Counter[str] = Counter()  # jobs of each client that are under way, and given up
-        self._alive = 0  # threads, those of abandoned jobs included
-        self._resting: list[SimpleQueue[Job[Any] | None]] = []  # where threads that rest wait for a job
+        self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # no queue is empty; the next client's is first
+        self._running: Counter[str] = Counter()  # running jobs of each client that are not given up
+        self._abandoned: Counter[str] = Counter()  # running jobs of each client that were given up
+        self._alive = 0  # threads, including those of abandoned jobs
+        self._resting: list[SimpleQueue[Job[Any] | None]] = []  # one per idle thread, on which it waits for a job
         self._closed = False
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], T]) -> "Job[T]":
-        """Raises StoppingError when it is closed."""
+        """Queue a job. Raises StoppingError if the pool is closed."""
         job = Job(function, CLIENT.get())
         with self._lock:
             if self._closed:
@@ -77,7 +77,7 @@ class FairPool:
         return job
 
     def give_up(self, job: "Job[Any]") -> bool:
-        """Its caller no longer waits for it. -> was it dropped before it began?"""
+        """Give up a job whose caller no longer waits. Returns whether it was dropped before it began."""
         with self._lock:
             if job.future.done() or job.given_up:
                 return False
@@ -106,7 +106,7 @@ class FairPool:
             return self._running.total() + self._abandoned.total()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """Waits like `result`; the job is given up when that raises, or its task is cancelled."""
+        """Wait like `result`, but give the job up if that raises or the task is cancelled."""
         try:
             return await self.result(job, seconds)
         except BaseException:
@@ -114,9 +114,9 @@ class FairPool:
             raise
 
     async def result(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """Wait for the result of the job's function. Does not give the job up when cancelled; the caller does.
+        """Wait for the job's result. If cancelled, the caller must give the job up.
 
-        Raises QueueFullError where it has not begun after `seconds`, ConfigError where it has begun and not ended.
+        After `seconds`, raises QueueFullError if the job has not begun, ConfigError if it has begun and not ended.
         """
         done = asyncio.wrap_future(job.future)
         done.add_done_callback(lambda late: late.cancelled() or late.exception())  # its caller may have left
@@ -131,7 +131,7 @@ class FairPool:
         raise QueueFullError(f"other prompts and grammars have been read for {seconds:g} s; try again later")
 
     def shutdown(self) -> None:
-        """Accept no more jobs, drop those that have not begun, and wait for none."""
+        """Accept no more jobs and drop those that have not begun. Waits for none."""
         with self._lock:
             self._closed = True
             left = [job for queue in self._queues.values() for job in queue]
@@ -142,7 +142,7 @@ class FairPool:
             job.future.cancel()
 
     def _start_next_job(self) -> None:
-        """A thread for a job that may begin."""
+        """Get a thread for the next job that may begin, if there is one."""
         if not self._resting and self._alive >= self._most:
             return
         job = self._next_job()

@@ -1,4 +1,4 @@
-"""Options of `specdec serve` that an HTTP server is made with, as `ServeSettings` has them. Imports nothing heavy."""
+"""Options of `specdec serve` for the HTTP server; `ServeSettings` inherits them. Imports nothing heavy."""
 
 from dataclasses import dataclass
 from pathlib import Path

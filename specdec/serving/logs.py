@@ -1,8 +1,8 @@
-"""The log of a server: a thread that writes it, the start report, and a line now and then while there is traffic.
+"""The log of a server: the thread that writes it, the start report, and a periodic line while there is traffic.
 
-Any thread formats a line and puts it into a queue, or drops it where the queue is full; the log thread writes the
-queue to a file descriptor, so that a reader who is slow, or gone, holds up no request. Nothing waits for it: the end of
-the process at most CLOSE_SECONDS.
+Any thread formats a line and puts it into a queue, or drops it if the queue is full. The log thread writes the queue to
+a file descriptor, so a slow or absent reader delays no request. Only the end of the process waits for it, at most
+CLOSE_SECONDS.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from specdec.serving.state import ServeState
 
 LogFormat = Literal["text", "json"]
 MAX_QUEUED_BYTES = 4 << 20
-"""Lines that wait to be written; more are dropped."""
+"""Most bytes of queued lines; further lines are dropped."""
 CLOSE_SECONDS = 1.0
 TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and what the record has in `fields`."""
+    """One JSON object per line: time, level, logger, message, and the record's attribute `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -39,11 +39,11 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)  # ASCII: no control character and no half pair reaches a terminal
+        return json.dumps(line, default=str)  # ASCII: no control character or lone surrogate reaches a terminal
 
 
 class NonBlockingHandler(logging.Handler):
-    """Writes to a file descriptor on a daemon thread. dropped: lines so far."""
+    """Writes to a file descriptor on a daemon thread. dropped: number of dropped lines so far."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class NonBlockingHandler(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Under the handler's lock, as `logging` calls it."""
+        """Queue a record. `logging` calls this with the handler's lock held."""
         try:
             line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
         except Exception:
@@ -81,7 +81,7 @@ class NonBlockingHandler(logging.Handler):
         super().close()
 
     def _run(self) -> None:
-        said = 0  # of those that were dropped
+        said = 0  # dropped lines already reported
         while True:
             taken = [self._lines.get()]
             while not self._lines.empty():
@@ -99,7 +99,7 @@ class NonBlockingHandler(logging.Handler):
                     each.set()
 
     def _write(self, batch: bytes) -> None:
-        """All of it; without a reader it is lost."""
+        """Write the whole batch. If there is no reader, it is lost."""
         left = memoryview(batch)
         while left:
             try:
@@ -111,7 +111,7 @@ class NonBlockingHandler(logging.Handler):
 
 
 def set_up(kind: LogFormat, level: int, descriptor: int = 2) -> NonBlockingHandler:
-    """The root logger writes to standard error through one such handler, unless the program has given it others."""
+    """Let the root logger write to standard error through such a handler, unless the program has set others."""
     handler = NonBlockingHandler(descriptor)
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level, handlers=[handler])
@@ -122,7 +122,7 @@ logger = logging.getLogger("specdec.serving")
 
 
 def describe(state: ServeState) -> str:
-    """Weights, context, slots, memory, drafter and parser of a server, in one line."""
+    """Describe weights, context, slots, memory, drafter and parser of a server in one line."""
     engine, parser = state.engine, state.tool_parser
     stats, drafter = engine.stats_now(), "none"
     slots, sliding = f"{stats.full_slots.capacity} KV slots", stats.swa_slots.capacity
@@ -140,7 +140,7 @@ def describe(state: ServeState) -> str:
 
 
 class Reporter:
-    """One line every `seconds` in which tokens were read or made; 0: none. Belongs to an event loop."""
+    """Logs one line every `seconds` (0: never) if tokens were read or generated. Belongs to an event loop."""
 
     def __init__(self, engine: AsyncEngine, metrics: MetricsCollector, seconds: float) -> None:
         self._engine, self._metrics, self._seconds = engine, metrics, seconds

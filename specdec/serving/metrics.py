@@ -1,6 +1,6 @@
-"""GET /metrics: how requests, rounds and pools fare, for Prometheus, under vLLM's names where they mean the same.
+"""GET /metrics: figures of requests, rounds and pools for Prometheus, with vLLM's names if the meaning is the same.
 
-Counters are sums over the requests that ended and those under way, taken at each scrape, so they never fall.
+Counters are summed at each scrape over ended and running requests, so they never fall.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,16 +92,16 @@ class MetricsCollector:
             self._per_token.observe((now - first_at) / (stats.output_tokens - 1))
 
     async def text(self) -> bytes:
-        """All of it, as of now: at most a round from now."""
+        """The metrics page, with figures of at most one round from now."""
         self._snapshot = await self.snapshot()
         return as_text(self.registry)
 
     async def snapshot(self) -> Snapshot:
-        """How engine and requests fare between two steps."""
+        """Take a snapshot between two steps."""
         return await self._engine.between_steps(self._take_snapshot)
 
     def collect(self) -> Iterator[Metric]:
-        """Metrics of the engine's state, which the registry asks for at each scrape; others are counted by event."""
+        """Metrics of the engine's state, collected at each scrape; other metrics are counted by event."""
         engine, label = self._snapshot.engine, {"model_name": self._model_name}
         for kind, name, text, value in figures(self._snapshot):
             if value is not None:
@@ -122,18 +122,18 @@ class MetricsCollector:
             ("specdec:draft_rounds", "Rounds that had this draft, by choice.", engine.drafts.rounds),
             ("specdec:draft_rounds_tried", "Those of them that were trials.", engine.drafts.tried),
         ):
-            if drafts:  # else the engine chooses none
+            if drafts:  # empty if drafts are fixed
                 yield _metric("counter", name, text, zip(drafts, counts, strict=True))
 
     def _take_snapshot(self) -> Snapshot:
         total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
         for sample in samples:
             self._add_to_sum(total, sample)
-        stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait to be let in
+        stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait in the inbox
         return Snapshot(stats, total)
 
     def _add_to_sum(self, total: RequestStats, sample: StreamedSample) -> None:
-        """Add a sample to a sum once its prompt has been read, and from then on, so that no sum falls."""
+        """Add a sample to a sum if its prompt has been read. It then stays in the sum, so no sum falls."""
         if sample.handle.num_output:
             stats = sample.handle.stats.copy()
             stats.cached_tokens = in_whole_blocks(stats.cached_tokens, self._engine.config.page_size)
@@ -141,7 +141,7 @@ class MetricsCollector:
 
 
 def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
-    """(kind, name, meaning, value) of metrics with one value; None: it has no value on this device."""
+    """(kind, name, meaning, value) of metrics with a single value; None: no value on this device."""
     engine, requests = snapshot.engine, snapshot.requests
     use, pool = engine.captures, engine.full_slots
     used = pool.held / pool.capacity if pool.capacity else 0.0

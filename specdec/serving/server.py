@@ -1,10 +1,10 @@
-"""Runs an application on a socket until a signal ends it, gracefully, or its engine has died.
+"""Runs an application on a socket until a signal ends it gracefully or its engine has died.
 
-SIGTERM, SIGINT and SIGHUP: no new connections, streams go on for `stop_seconds` and are then ended with an error event.
-A second SIGTERM or SIGINT ends at once. The process never outlives its deadline: where a thread hangs, it leaves.
+SIGTERM, SIGINT and SIGHUP: no new connections; streams continue for `stop_seconds` and then end with an error event. A
+second SIGTERM or SIGINT ends the server at once. The process never outlives its deadline, even if a thread hangs.
 
-    main thread         waits, and passes signals on
-    specdec-http        uvicorn's event loop, which so takes no signals itself, and once a second a look at the engine
+    main thread         waits and forwards signals
+    specdec-http        uvicorn's event loop (so uvicorn handles no signals), which checks the engine once a second
 """
 
 import asyncio
@@ -37,33 +37,33 @@ from specdec.serving.server_settings import ServeSettings
 logger = logging.getLogger("specdec.serving")
 
 LAST_SECONDS = 3.0
-"""Time for the last event of streams that the stop has ended."""
+"""Seconds for the last event of streams that the stop has ended."""
 OVERDUE_SECONDS = 10.0
-"""Time after its deadline at which a process that should have ended is ended."""
+"""Seconds after the deadline at which the process is killed."""
 SWITCH_SECONDS = 0.0001
-"""Python's switch interval: the longest time until another thread gets the interpreter lock. The engine's thread gives
-the lock up at every operation of torch, thousands of times a step; with Python's own 5 ms, a busy event loop would take
-most of the time in between."""
+"""Python's switch interval: the longest time until another thread gets the interpreter lock. The engine's thread
+releases the lock at every torch operation, thousands of times per step. With Python's default of 5 ms, a busy event
+loop would take most of the time."""
 TICK_SECONDS = 0.1
 ACCEPTED_AT_ONCE = 16
-"""Connections that the loop accepts in one turn; streams go on between two turns."""
+"""Connections accepted per turn of the loop; streams continue between turns."""
 QUEUED = 1024
-"""Connections that the system holds for the loop."""
+"""Connections that the operating system queues for the loop."""
 QUIET_SECONDS = 10.0
-"""Time between two lines of the log about connections that cannot be accepted."""
+"""Seconds between two log lines about connections that cannot be accepted."""
 HEAD_BYTES = 1 << 16
 RECEIVED_BYTES = 1 << 16
-"""Bytes of one connection that the system holds for the loop, which parses them in one turn: 0.1 s for 64 KiB of chunks
-of one byte."""
+"""Bytes of one connection that the operating system buffers. The loop parses them in one turn: 0.1 s for 64 KiB of
+one-byte chunks."""
 WRITE_SECONDS = 300
-"""Time after which the system resets the connection of a client that reads nothing."""
+"""Seconds after which the operating system resets the connection of a client that reads nothing."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 picks one that is free. Raises ConfigError where there is none.
+    """Make a bound socket; port 0 picks a free port. Raises ConfigError if that fails.
 
-    Its connections have its options. On Linux none is accepted before its first byte, or a second, and one whose client
-    reads nothing for WRITE_SECONDS is reset."""
+    Connections inherit its options. On Linux a connection is accepted only after its first byte or a second, and is
+    reset if its client reads nothing for WRITE_SECONDS."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,7 +87,7 @@ def address(bound: socket.socket, scheme: str = "http") -> str:
 
 
 def require_certificate(settings: ServeSettings) -> None:
-    """Raises ConfigError where the files for TLS cannot be used."""
+    """Raise ConfigError if the files for TLS cannot be used."""
     if settings.ssl_certfile is None:
         return
     try:
@@ -103,9 +103,9 @@ def require_certificate(settings: ServeSettings) -> None:
 def run_app(
     engine: AsyncEngine, settings: ServeSettings, bound: socket.socket, ready: Callable[[], None]
 ) -> str | None:
-    """Serve until a signal comes; closes the engine. ready: called once requests are taken.
+    """Serve until a signal, then close the engine. ready: called when requests are accepted.
 
-    -> why it ended by itself, such as an engine whose thread has died; None after a signal.
+    Returns why it ended without a signal, such as a dead engine thread; None after a signal.
     """
     app = create_app(engine, settings)
     server = uvicorn.Server(uvicorn_config(app, settings))
@@ -121,7 +121,7 @@ def run_app(
     with _settings_of_process(), _signals(server):
         thread.start()
         while thread.is_alive():
-            thread.join(1.0)  # signals are handled meanwhile, and after it those that another thread has got
+            thread.join(1.0)  # signals are handled in between, also those that another thread received
     deadline.cancel()
     return served.result()
 
@@ -129,7 +129,7 @@ def run_app(
 def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # bounds heads; httptools does not
+        http="h11",  # h11 bounds heads; httptools does not
         ws="none",
         log_config=None,
         access_log=False,
@@ -145,7 +145,7 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
 
 
 class FileLimitLog:
-    """A handler of asyncio's errors: where there are no more files it would write a traceback for each connection."""
+    """Handles asyncio's errors. Without it, running out of files would log a traceback for each connection."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
@@ -162,7 +162,7 @@ class FileLimitLog:
 async def _serve(
     server: uvicorn.Server, bound: socket.socket, app: FastAPI, ready: Callable[[], None], deadline: threading.Timer
 ) -> str | None:
-    """Serve until the server is told to end, which starts the deadline."""
+    """Serve until the server is told to stop, which starts the deadline."""
     asyncio.get_running_loop().set_exception_handler(FileLimitLog())
     engine, settings = app.state.serve.engine, app.state.serve.settings
     watch, trimmer = EngineWatch(engine, settings.liveness_seconds), Trimmer()
@@ -196,11 +196,11 @@ async def _serve(
 
 @contextmanager
 def _signals(server: uvicorn.Server) -> Iterator[None]:
-    """Signals end the server. SIGHUP too, unless it is to be ignored (nohup)."""
+    """Let signals stop the server: SIGHUP too, unless it is ignored (nohup)."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if number != getattr(signal, "SIGHUP", None):
-            server.handle_exit(signal.SIGINT, frame)  # the second one ends at once
+            server.handle_exit(signal.SIGINT, frame)  # a second one ends at once
         elif not server.should_exit:  # a terminal may hang up twice
             server.handle_exit(signal.SIGTERM, frame)
 
@@ -218,7 +218,8 @@ def _signals(server: uvicorn.Server) -> Iterator[None]:
 
 @contextmanager
 def _settings_of_process() -> Iterator[None]:
-    """The engine's thread gets Python's lock soon, and as many files may be open as the system allows."""
+    """Set the switch interval, so that the engine's thread gets Python's lock soon, and raise the file limit to the
+    maximum."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
@@ -234,7 +235,7 @@ def _settings_of_process() -> Iterator[None]:
 
 
 def _exit_now() -> None:
-    """A step of the engine, or another thread, hangs: nothing in this process can end it."""
+    """Exit although a step of the engine or another thread hangs, which nothing in this process can end."""
     logger.critical("the process did not end in time; it leaves as it is")
     logging.shutdown()
     os._exit(1)

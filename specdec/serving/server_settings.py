@@ -1,4 +1,4 @@
-"""Settings of an HTTP server, validated; those of an engine are `EngineConfig`."""
+"""Validated settings of an HTTP server. Those of an engine are in `EngineConfig`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,21 +13,21 @@ from specdec.text.content_tokens import require_handling
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
 DRAFT_FIGURES = ("none", "vllm", "all")
-"""Figures of drafts in answers: none, vLLM's, or llama.cpp's timings too."""
+"""Draft figures in answers: none, vLLM's, or llama.cpp's timings too."""
 HANDLING = ("refuse", "warn", "ignore")
-"""Ways to handle a field of a body that is unknown."""
+"""Ways to handle an unknown field of a body."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings(HttpOptions):
-    """Options of the command line, and settings from elsewhere. Answers call the model by the first model name."""
+    """Options of the command line, and other settings. Answers use the first model name."""
 
     model_names: Sequence[str]  # names by which requests may ask for the model
-    api_keys: Sequence[str] = ()  # bearer tokens, each of which lets a request in; none: no key is needed
-    cors_origins: Sequence[str] = ()  # whose pages may ask from a browser; "*": all
-    defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters of requests that do not say
-    show_cached_tokens: bool = True  # usage says how much of a prompt was cached
-    named_keys: Mapping[str, str] = field(default_factory=dict)  # further keys, by the name that the log has for them
+    api_keys: Sequence[str] = ()  # accepted bearer tokens; empty: no key is needed
+    cors_origins: Sequence[str] = ()  # origins whose pages may send requests from a browser; "*": all
+    defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters that a request leaves out
+    show_cached_tokens: bool = True  # report cached prompt tokens in usage
+    named_keys: Mapping[str, str] = field(default_factory=dict)  # more keys, by their names in the log
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -54,6 +54,6 @@ class ServeSettings(HttpOptions):
 
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:
-    """Sampling defaults of a model's generation config; temperature 1 if it has none, as OpenAI."""
+    """Sampling defaults from a model's generation config; temperature 1, as in OpenAI's API, if it has none."""
     said = {name: getattr(generation_config, name, None) for name in DEFAULTS}
     return {"temperature": 1.0} | {name: value for name, value in said.items() if value is not None}

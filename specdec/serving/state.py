@@ -1,4 +1,4 @@
-"""State that every route needs: the engine, the settings, and the names of the model."""
+"""State for all routes: the engine, the settings, and the model's names."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -15,21 +15,21 @@ from specdec.serving.tools.answer_parser import AnswerParser
 
 @dataclass(frozen=True, slots=True)
 class ServeState:
-    """One server's. tool_parser: of how the model writes calls. started: when, in seconds since 1970."""
+    """State of one server. tool_parser: parser for the model's format of calls. started: Unix time."""
 
     engine: AsyncEngine
     settings: ServeSettings
     tool_parser: type[AnswerParser] | None
     started: int = field(default_factory=lambda: int(time.time()))
-    client: str = ""  # of a request: the API key that it came with
+    client: str = ""  # set per request: its API key
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's; a server is not made without one."""
+        """The engine's tokenizer; a server always has one."""
         return self.engine.tokenizer
 
     def model_name(self, asked: str | None) -> str:
-        """Name of the model in the answer. Raises ApiError (404) for a name that is not among the model's."""
+        """The model's name for the answer. Raises ApiError (404) if `asked` is not one of its names."""
         names = self.settings.model_names
         if asked is not None and asked not in names:
             known = ", ".join(names)

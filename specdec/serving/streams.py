@@ -1,6 +1,6 @@
-"""Deltas of the samples of one submission, read on an event loop, and how the engine's thread tells the loop of news.
+"""Deltas of one submission's samples, read on an event loop, and how the engine's thread notifies the loop.
 
-Nothing is queued per token: a slow reader holds up no other, and a delta has all tokens since the last read.
+Nothing is queued per token: a delta has all tokens since the last read, and a slow reader delays no other.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 
 class Streams:
-    """The samples of one submission as they come, in whatever order: `async for index, delta in streams`.
+    """The deltas of one submission's samples, in order of arrival: `async for index, delta in streams`.
 
-    Belongs to the event loop that it was made on. Leaving `async with` aborts the samples that have not ended. A sample
-    that fails ends all of them, with its error raised to the reader.
+    It belongs to the event loop that made it. Leaving `async with` aborts the samples that have not ended. If a sample
+    fails, all end, and the reader gets its error.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -23,12 +23,12 @@ class Streams:
         self.samples: list[StreamedSample] = []
         self._thread = thread
         self._news = asyncio.Event()
-        self._posted = False  # the loop is about to be told of news
+        self._posted = False  # the loop will be notified
         self._ready: deque[tuple[int, StreamDelta]] = deque()
-        self._left: set[int] = set()  # samples whose last delta was not read
+        self._left: set[int] = set()  # samples whose last delta is unread
 
     def add_samples(self, samples: Sequence[StreamedSample]) -> None:
-        """These are its samples."""
+        """Set its samples."""
         self.samples = list(samples)
         self._left = set(range(len(samples)))
 
@@ -50,11 +50,11 @@ class Streams:
         return self._ready.popleft()
 
     async def outputs(self) -> list[GenerationOutput]:
-        """Every sample's whole output, once all have ended."""
+        """Wait until all samples have ended and return their outputs."""
         while True:
             self._news.clear()
             finished = all(sample.handle.finished for sample in self.samples)
-            self._raise_failure()  # after the look at what has finished: see `StreamedSample.failure`
+            self._raise_failure()  # after checking which have finished: see `StreamedSample.failure`
             if finished:
                 return [sample.handle.output() for sample in self.samples]
             await self._news.wait()
@@ -70,7 +70,7 @@ class Streams:
         self.abort()
 
     def post(self) -> bool:
-        """Note that there is news, on the engine's thread -> has the loop still to be told?"""
+        """Note news, on the engine's thread. Returns whether the loop must still be notified."""
         told, self._posted = self._posted, True
         return not told
 
@@ -95,7 +95,7 @@ class Streams:
 
 
 def tell_readers(samples: Sequence[StreamedSample]) -> None:
-    """Wake the readers of these, with one call a loop. A loop that is closed reads nothing any more."""
+    """Wake the readers of these samples, with one call per loop. Closed loops are skipped."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
     for streams in {sample.owner for sample in samples}:
         if streams.post():
@@ -109,7 +109,7 @@ def tell_readers(samples: Sequence[StreamedSample]) -> None:
 
 
 def _wake_readers(readers: Sequence[Streams]) -> None:
-    """Tell these readers, on their loop, that there is news."""
+    """Wake these readers, on their loop."""
     for streams in readers:
         streams._posted = False
         streams._news.set()

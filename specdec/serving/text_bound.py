@@ -1,7 +1,8 @@
-"""Upper bound on the text of one prompt: no token stands for more characters than the longest one of the vocabulary.
+"""Upper bound on a prompt's text: no token has more characters than the longest token of the vocabulary.
 
-A longer text fits no context, and is refused before a template or a tokenizer takes seconds and gigabytes for it. All
-text that a template may write counts: contents, thoughts, calls, tools and its arguments, with names and numbers.
+A longer text cannot fit the context, so it is refused before a template or tokenizer spends seconds and gigabytes on
+it. All text that a template may write counts: contents, thoughts, calls, tools and template arguments, with names and
+numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from specdec.errors import CapacityError
 
 NOT_COUNTED = ("role",)
-"""Parts of a message that are one of a few words."""
+"""Fields of a message whose value is one of a few words."""
 
 
 class TextBound:
@@ -22,8 +23,8 @@ class TextBound:
         self.max_characters = max_model_len * max(map(len, vocabulary), default=0) or None  # None: not known
 
     def require(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> None:
-        """Raises CapacityError for a text, or for messages with their template's arguments, that has more characters
-        than any number of tokens that fits."""
+        """Raise CapacityError if a text, or messages with template arguments, have more characters than the context can
+        hold."""
         if self.max_characters is None:
             return
         parts = [prompt] if isinstance(prompt, str) else _values(prompt)
@@ -36,14 +37,14 @@ class TextBound:
 
 
 def _values(messages: Any) -> list[Any]:
-    """Values in messages; none for an item that is no message, which is refused later."""
+    """The values in messages. An item that is no message has none; it is refused later."""
     found = [each for each in messages if isinstance(each, Mapping)] if isinstance(messages, Sequence) else []
     return [value for message in found for name, value in message.items() if name not in NOT_COUNTED]
 
 
 def characters(values: Sequence[Any], limit: int) -> int:
-    """Characters of these values, as far as they are written at least: texts, names of members, and one for every other
-    value. Stops where there are more than `limit`."""
+    """Lower bound on the characters that these values take: texts, names of members, and one for each other value.
+    Stops above `limit`."""
     count, left = 0, list(values)
     while left and count <= limit:
         value = left.pop()

@@ -1,7 +1,7 @@
-"""A span of OpenTelemetry for each request, where that package is installed; without it, nothing.
+"""An OpenTelemetry span for each request, if that package is installed.
 
-Spans go to the provider that `opentelemetry-instrument` or the program has set, or to the address of
-`--otlp-traces-endpoint`. A caller's `traceparent` header is followed.
+Spans go to the provider that `opentelemetry-instrument` or the program has set, or to `--otlp-traces-endpoint`. A span
+continues the caller's `traceparent` header.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ trace: Any = found  # None where the package is not installed
 
 
 class Tracing:
-    """Middleware with a span that is current while routes answer, and ends when the last byte is sent."""
+    """Middleware that makes a span current while routes answer, and ends it with the last byte."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -57,7 +57,7 @@ class Tracing:
 
 
 def send_traces_to(endpoint: str) -> None:
-    """Export spans there by OTLP over HTTP. Raises ConfigError where the packages for that are missing."""
+    """Export spans to this endpoint by OTLP over HTTP. Raises ConfigError if the packages are missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

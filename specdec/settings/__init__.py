@@ -1,1 +1,1 @@
-"""How settings are declared: options of the shell, numbers with bounds, and values of numpy and torch made plain."""
+"""Declarations of settings: shell options, numbers with bounds, and conversion of numpy and torch values."""

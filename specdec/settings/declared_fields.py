@@ -1,5 +1,5 @@
-"""Allowed values of a dataclass field, and its option on the command line, declared once, at the field itself. Imports
-nothing heavy."""
+"""Declares the allowed values of a dataclass field and its command-line option once, at the field. Imports nothing
+heavy."""
 
 import math
 import sys
@@ -13,9 +13,9 @@ from specdec.errors import ConfigError, shown
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Allowed values of a field: finite numbers of its kind, from low to high; with open_low, not low itself.
+    """Allowed values of a field: finite numbers of its kind, from low to high; with open_low, low itself is excluded.
 
-    filters: it removes tokens from the law (its default removes none).
+    filters: does it remove tokens from the distribution? Its default removes none.
     """
 
     kind: type[int] | type[float]
@@ -33,10 +33,10 @@ ABOVE_ZERO = Number(float, 0, open_low=True)
 def require_fields(
     settings: Any, spans: Mapping[str, tuple[int, int]] = {}, name_of: Callable[[str], str] = str
 ) -> None:
-    """Raise ConfigError for a field of a dataclass that holds no number within its bounds, or, of type bool, no bool.
+    """Raise ConfigError if a number field of a dataclass is out of its bounds, or a bool field holds no bool.
 
-    None is allowed where it is the default. spans: the least and the most of fields that hold an integer and do not
-    declare it. name_of: a field's name in the message.
+    None is allowed if it is the default. spans: bounds of integer fields that declare none. name_of: gives a field's
+    name in the message.
     """
     for each in fields(settings):
         value, number = getattr(settings, each.name), each.metadata.get("number")
@@ -76,8 +76,8 @@ def require(name: str, value: object, fits: bool, expected: str) -> None:
 
 
 def option(default: Any = MISSING, help: str = "", *flags: str, number: Number | None = None, **settings: Any) -> Any:
-    """A field that is an option of the command line. flags: as they are typed, where they are not the field's name;
-    number: bounds, of which the shell checks the least integer itself; settings: typer's. A list is copied."""
+    """A field that is a command-line option. flags: as typed, if they differ from the field's name; number: bounds
+    (typer checks an integer's lower bound itself); settings: typer's. A list is copied."""
     made: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     if number is not None and number.kind is int:
         settings["min"] = int(number.low)

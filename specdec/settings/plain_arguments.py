@@ -1,4 +1,4 @@
-"""Arguments in the types that users have at hand (numpy scalars, the name of a dtype), as Python's own types."""
+"""Converts arguments of other types (numpy scalars, dtype names) to Python's own types."""
 
 import difflib
 import functools
@@ -39,18 +39,18 @@ def plain_arguments(cls: Dataclass) -> Dataclass:
 
 
 def _plain(value: Any) -> Any:
-    """A number, or a list or mapping of them, out of its numpy or torch box; everything else as it is."""
+    """Convert a numpy or torch number, or a list or mapping of them, to Python's types; leave all else unchanged."""
     if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
         return value.tolist()
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(map(plain_number, value))
-    if isinstance(value, Mapping):  # a copy, that nobody changes later
+    if isinstance(value, Mapping):  # a copy, so later changes have no effect
         return {plain_number(key): plain_number(each) for key, each in value.items()}
     return plain_number(value)
 
 
 def _schema_text(value: Any) -> Any:
-    """JSON text of a schema that is a mapping; text that is no JSON is refused here."""
+    """A schema as JSON text; text that is not JSON is refused here."""
     try:
         if isinstance(value, Mapping):
             return json.dumps(dict(value), allow_nan=False)
@@ -62,13 +62,14 @@ def _schema_text(value: Any) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """A number out of its numpy or torch box; everything else as it is."""
+    """Convert a numpy or torch number to a Python number; leave all else unchanged."""
     boxed = isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0
     return value.item() if boxed else value
 
 
 def as_dtype(value: Any) -> Any:
-    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; what names no floating dtype stays as it is."""
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; a value that names no floating dtype is
+    unchanged."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
@@ -77,4 +78,4 @@ def as_dtype(value: Any) -> Any:
 
 
 OWN_FORMS: dict[str, Callable[[Any], Any]] = {"dtype": as_dtype, "json_schema": _schema_text}
-"""Converters of arguments that are neither a number nor numbers to the form in which a config holds them."""
+"""Converters of arguments that are not numbers, by field name."""

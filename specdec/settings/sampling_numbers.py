@@ -1,4 +1,4 @@
-"""The numbers that shape the law of the next token, each declared once for Python, HTTP, the command line and kernels.
+"""The numeric sampling parameters, each declared once for Python, HTTP, the command line and kernels.
 
 A field that has a `Number` is a field of `SamplingParams`, which checks it on construction; a field of request bodies,
 with the same bounds; an option of `specdec generate` and `specdec chat`; and a column of the device's table of
@@ -10,12 +10,12 @@ from dataclasses import KW_ONLY, dataclass, fields
 from specdec.settings.declared_fields import Number, option
 
 PENALTY_SPAN = (1e-6, 1e6)
-"""Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
+"""Bounds of the repetition penalty: outside, float32 logits would overflow, or infinity times 0 would give NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingNumbers:
-    """The length of the output, how its tokens are drawn, and the seed; `SamplingParams` says what each means."""
+    """The output's length, the sampling parameters and the seed; `SamplingParams` explains each."""
 
     max_new_tokens: int = option(256, "Most tokens to generate.")
     temperature: float = option(0.0, "0 is greedy.", number=Number(float, 0))
@@ -45,4 +45,4 @@ class SamplingNumbers:
 NUMBERS: dict[str, Number] = {
     each.name: number for each in fields(SamplingNumbers) if (number := each.metadata.get("number"))
 }
-"""Numbers by the name of their field, in order."""
+"""The numbers by field name, in order."""

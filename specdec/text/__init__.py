@@ -1,1 +1,1 @@
-"""Text in and out: prompts to token ids, token ids to text as they come."""
+"""Text in and out: prompts to token ids, and token ids to text as they arrive."""

@@ -1,8 +1,8 @@
-"""Control tokens written in a user's text: "<|turn>system" is text there, and no new turn.
+"""Keeps control tokens in a user's text plain text: "<|turn>system" there begins no new turn.
 
-transformers tokenises a rendered chat as one string, so a control token that is written in a message becomes one. Here
-such a string is broken by a marker M, a character that occurs nowhere in the chat, before the template sees it, and
-mended after the template's own control tokens were found:
+transformers tokenises a rendered chat as one string, so a message that spells a control token would produce one. Here,
+before the template is applied, each such spelling is broken by a marker M, a character that occurs nowhere in the chat.
+The marker is removed after the template's own control tokens were found:
 
     content "a <|turn> b" -> "a <M|turn> b" -> rendered "<|turn>user\\na <M|turn> b<turn|>" -> plain text between tokens
 """
@@ -18,7 +18,7 @@ from specdec.errors import require_one_of
 HANDLINGS = ("escape", "allow")
 PRIVATE_USE = range(0xE000, 0xF900)
 WRITTEN_BY_MODELS = ("assistant", "model")
-"""Their text has markup that templates read ("</think>"): only special tokens are broken there."""
+"""Roles whose text may hold markup that templates read ("</think>"): only special tokens are broken in it."""
 
 
 class ContentTokens:
@@ -30,7 +30,7 @@ class ContentTokens:
         known = {token_id: (token.content, bool(token.special)) for token_id, token in added.items()}
         special = {text for text, is_special in known.values() if is_special}
         special.update(getattr(tokenizer, "all_special_tokens", ()))
-        # other added tokens are often ordinary text, such as runs of spaces; what the template writes is not
+        # other added tokens are often ordinary text, such as runs of spaces, unless the template writes them
         others = {text for text, is_special in known.values() if not is_special}
         pairs = {text.replace("/", "") for text in others if text in template}  # "<think>" with "</think>"
         marks = {text for text in others if text.replace("/", "") in pairs}
@@ -38,9 +38,9 @@ class ContentTokens:
         self._special, self._all = _pattern(special), _pattern(special | marks)
 
     def broken(self, chat: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> tuple[Any, Any, str]:
-        """(chat, others, marker) with every control token in them broken; the marker is "" where there is none.
+        """(chat, others, marker) with every control token in them broken; the marker is "" if nothing was broken.
 
-        others: what the template is told in addition to messages, such as tools.
+        others: other arguments of the template, such as tools.
         """
         texts: list[str] = []
 
@@ -61,12 +61,12 @@ class ContentTokens:
         return messages, _mapped(others, partial(_broken, self._all, marker)), marker
 
     def ids(self, rendered: str, marker: str) -> list[int]:
-        """Token ids of a rendered chat whose control tokens are broken by `marker`, or of a text."""
+        """Token ids of a text or rendered chat whose control tokens are broken by `marker`."""
         if not getattr(self._tokenizer, "is_fast", False):
             return [token for piece in rendered.split(marker) if piece for token in self._plain(piece)]
         found = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = []
-        text_from = run_from = 0  # where the text since the last control token begins, in characters and tokens
+        text_from = run_from = 0  # start of the text after the last control token, in characters and in tokens
         tokens, spans = found["input_ids"], found["offset_mapping"]
         for at, (token, span) in enumerate(zip(tokens, spans, strict=True)):
             if token in self._ids:
@@ -76,14 +76,14 @@ class ContentTokens:
         return ids + self._run(rendered[text_from:], tokens[run_from:], marker)
 
     def _run(self, text: str, tokens: Sequence[int], marker: str) -> list[int]:
-        """Text between two control tokens, and the tokens that it has with its markers."""
+        """Token ids of text between two control tokens; `tokens`: its ids with markers."""
         if marker not in text:
             return [int(token) for token in tokens]
         without = _without_added(self._tokenizer, len(self._tokenizer))
         ids: list[int] = without.encode(text.replace(marker, ""), add_special_tokens=False).ids
         if self._ids.isdisjoint(ids):
             return ids
-        # a model whose own vocabulary has a control token as a word
+        # a model whose base vocabulary has a control token as a word
         return [token for piece in text.split(marker) for token in without.encode(piece, add_special_tokens=False).ids]
 
     def _plain(self, text: str) -> list[int]:
@@ -92,7 +92,7 @@ class ContentTokens:
 
 @lru_cache(maxsize=16)
 def content_tokens(tokenizer: Any, template: str, size: int) -> ContentTokens:
-    """Kept by tokenizer; `size`: tokens may be added later."""
+    """Cached by tokenizer and `size`, since tokens may be added later."""
     return ContentTokens(tokenizer, template)
 
 
@@ -102,7 +102,7 @@ def require_handling(value: object) -> None:
 
 @lru_cache(maxsize=4)
 def _without_added(tokenizer: Any, size: int) -> Any:
-    """The tokenizer as if no token had been added to its model's own."""
+    """The tokenizer without the tokens that were added to its base vocabulary."""
     backend = tokenizer.backend_tokenizer
     described = json.loads(backend.to_str())
     described |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -110,13 +110,13 @@ def _without_added(tokenizer: Any, size: int) -> Any:
 
 
 def _pattern(tokens: set[str]) -> "re.Pattern[str]":
-    """Any of them, the longest first; white space and single characters are ordinary text."""
+    """Matches any of these tokens, the longest first; white space and single characters count as ordinary text."""
     words = sorted((token for token in tokens if len(token) > 1 and not token.isspace()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
 
 def _broken(pattern: "re.Pattern[str]", marker: str, text: str) -> str:
-    while pattern.search(text):  # in what is left of one there may be another
+    while pattern.search(text):  # removing one may form another
         text = pattern.sub(lambda found: found[0][0] + marker + found[0][1:], text)
     return text
 

@@ -1,8 +1,8 @@
-"""Token ids to text while they arrive: no half character, no piece of a stop string, and no text is taken back.
+"""Turns token ids into text as they arrive: no half characters, no parts of stop strings, and no text is taken back.
 
-New text is the difference between two decodes that start a few tokens back. It is handed on only when it is settled: no
-later token can change it. The streamed pieces, joined, are one decode of the whole output, cut before the first stop
-string.
+New text is the difference between two decodes that start a few tokens back. It is handed on only once it is settled,
+when no later token can change it. The streamed pieces, joined, are one decode of the whole output, cut before the first
+stop string.
 
     tokens  0 ........ prefix ....... read ............. seen
             | handed on  | decode context  | not settled yet |
@@ -24,11 +24,11 @@ from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first, min_
 REPLACEMENT = "\ufffd"
 
 CLEANED = frozenset(" .?!,'ntmsver")
-"""The characters of the patterns that `clean_up_tokenization_spaces` rewrites: no match reaches across any other."""
+"""Characters in the patterns that `clean_up_tokenization_spaces` rewrites: no match spans any other character."""
 
 
 class TokenView(Sequence[int]):
-    """A view of tokens[start:stop] without a copy, so that an output is read piece by piece in linear time."""
+    """A view of tokens[start:stop] without a copy, so reading an output in pieces takes linear time."""
 
     __slots__ = ("_start", "_stop", "_tokens")
 
@@ -56,7 +56,7 @@ class TokenView(Sequence[int]):
 class Kinds(NamedTuple):
     """Properties of a tokenizer: ids that decoding skips, ids of single bytes, and whether it cleans up spaces.
 
-    A run of byte tokens is read as a whole: one byte more can turn its characters into U+FFFD.
+    A run of byte tokens is decoded as a whole: another byte can turn its characters into U+FFFD.
     """
 
     special: frozenset[int]
@@ -66,9 +66,9 @@ class Kinds(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Detokenizer:
-    """The text of one request's output. Without a tokenizer all text is empty.
+    """The text of one request's output; empty without a tokenizer.
 
-    written: special tokens that are text all the same, as those that a tool call is written with.
+    written: special tokens that are kept as text, such as those of tool calls.
     """
 
     tokenizer: Any | None
@@ -78,14 +78,14 @@ class Detokenizer:
     _seen: int = field(default=0, init=False)  # tokens looked at
     _known_len: int = field(default=0, init=False)  # characters of the context
     _shown: str = field(default="", init=False)  # context and unsettled text, as if the output ended at `seen`
-    _context: str = field(default="", init=False)  # end of the settled text, as long as a stop string can reach back
+    _context: str = field(default="", init=False)  # end of the settled text, as far as a stop string can reach back
     _pending: str = field(default="", init=False)  # settled text not handed out yet
-    _sent: list[str] = field(default_factory=list, init=False)  # what `stream` handed out; copies share it
-    _num_sent: int = field(default=0, init=False)  # pieces of it that this copy handed out
-    _final: str | None = field(default=None, init=False)  # the whole text, once it was
+    _sent: list[str] = field(default_factory=list, init=False)  # pieces that `stream` handed out; copies share it
+    _num_sent: int = field(default=0, init=False)  # number of pieces that this copy handed out
+    _final: str | None = field(default=None, init=False)  # the whole text, once computed
 
     def __copy__(self) -> "Detokenizer":
-        """What `copy.copy` would do by way of pickling, which takes four times as long: one a request and round."""
+        """Does the same as `copy.copy`, whose pickling takes four times as long: it runs per request and round."""
         twin = Detokenizer.__new__(type(self))
         for name in Detokenizer.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -94,13 +94,13 @@ class Detokenizer:
     def find_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Read the newest tokens of the output; do they complete a stop string?
 
-        In the text, or in the text with special tokens written out: "<end_of_turn>" can be given as a string.
+        It searches the text, and the text with special tokens written out, so "<end_of_turn>" can be a stop string.
         """
         if self.tokenizer is None:
             return False
         reach = max(map(len, stops), default=0)
         text = self._context + self._update(output_ids, reach)
-        self._pending = ""  # nothing is handed out here: a text that only grows would be copied for each token
+        self._pending = ""  # nothing is handed out here: growing text would be copied for each token
         least = min_tokens_of(stops)
         if len(output_ids) <= least:
             return False
@@ -108,7 +108,7 @@ class Detokenizer:
         if not in_text:
             if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach) :]):
                 return False
-            # a few tokens more than the string is long, for those that decode right only after others
+            # more tokens than the string has characters, since some decode right only after others
             written = self._decode(output_ids[max(0, len(output_ids) - reach - 8) :], skip_special_tokens=False)
             if not any(stop in written for stop in stops):
                 return False
@@ -118,7 +118,7 @@ class Detokenizer:
         return find_first(self._decode(output_ids[:], skip_special_tokens=in_text), stops, since) is not None
 
     def stream(self, output_ids: Sequence[int], stops: Sequence[str], *, finished: bool) -> str:
-        """Text not handed out before; what may be the start of a stop string waits until it is known not to be."""
+        """Text not handed out before; a possible start of a stop string waits until it is ruled out."""
         if self.tokenizer is None:
             return ""
         if finished:
@@ -129,14 +129,14 @@ class Detokenizer:
             self._update(output_ids, reach)
             ready = len(self._pending) - max(0, reach - 1)
             new, self._pending = self._pending[: max(0, ready)], self._pending[max(0, ready) :]
-        del self._sent[self._num_sent :]  # of a copy that was dropped
+        del self._sent[self._num_sent :]  # pieces of a dropped copy
         self._sent.append(new)
         self._num_sent += 1
         return new
 
     def unsettled(self, output_ids: Sequence[int]) -> str:
-        """The text after what is settled, if the output, which was read, ended here."""
-        if self._in_byte_run(output_ids, len(output_ids)):  # which is not decoded before it ends
+        """The text after the settled text, if the output read so far ended here."""
+        if self._in_byte_run(output_ids, len(output_ids)):  # a byte run is decoded when it ends
             return self._decode(output_ids[self._prefix :])[self._known_len :]
         return self._shown[self._known_len :]
 
@@ -152,17 +152,17 @@ class Detokenizer:
         sent = "".join(self._sent[: self._num_sent])
         if text.startswith(sent):
             return text
-        # a tokenizer that takes text back in a way not foreseen here: what was handed out stays
+        # the tokenizer took text back in an unforeseen way: text handed out stays
         self._update(output_ids, 0)
         return sent + cut_at_stop(self._pending + self._shown[self._known_len :], stops)
 
     def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
-        """Characters of the output that no stop string may lie in as a whole: see `StopStrings.min_tokens`."""
+        """Number of leading characters within which no stop string counts: see `StopStrings.min_tokens`."""
         least = min_tokens_of(stops)
         return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
 
     def _update(self, tokens: Sequence[int], reach: int) -> str:
-        """Look at the output; returns the text after what was settled before, if it ended here.
+        """Read the output; returns the text after the text settled before, if the output ended here.
 
         `reach`: characters that a stop string can reach back; 0 without stop strings.
         """
@@ -171,12 +171,12 @@ class Detokenizer:
         if self._seen == now or (not reach and self._in_byte_run(tokens, now)):
             return unsettled
         if self._kinds().special.issuperset(tokens[self._seen :]):
-            self._seen = now  # decoding skips them: an output of nothing else would be decoded whole for each
+            self._seen = now  # decoding skips them: an output of only such tokens would be decoded whole each time
             return unsettled
         before, shown_before, self._seen = self._seen, self._shown, now
         self._shown = self._decode(tokens[self._prefix :])
         unsettled = self._shown[self._known_len :]
-        # a replacement character that other text came after is no unfinished character
+        # a replacement character followed by other text is no unfinished character
         followed = self._shown.startswith(shown_before) and len(self._shown) > len(shown_before)
         if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, now, self._shown):
             self._settle(now, self._shown, tokens, reach)
@@ -185,13 +185,13 @@ class Detokenizer:
         return unsettled
 
     def _settles(self, tokens: Sequence[int], end: int, shown: str) -> bool:
-        """Is `shown`, the text up to token `end`, new and beyond change, apart from an unfinished last character?"""
+        """Is `shown`, the text up to token `end`, new and final, except for an unfinished last character?"""
         if len(shown) <= self._known_len or self._in_byte_run(tokens, end):
             return False
         return not (self._kinds().cleans_up and shown[-1] in CLEANED)
 
     def _settle(self, end: int, shown: str, tokens: Sequence[int], reach: int) -> None:
-        """The text up to token `end` is final; the tokens read last become the context of the next decodes."""
+        """Settle the text up to token `end`; the tokens read last become the context of later decodes."""
         text = shown[self._known_len :]
         self._pending += text
         self._context = (self._context + text)[-reach:] if reach else ""
@@ -201,7 +201,7 @@ class Detokenizer:
         self._shown = known if end == self._seen else self._decode(tokens[self._prefix : self._seen])
 
     def _in_byte_run(self, tokens: Sequence[int], end: int) -> bool:
-        """Is the last token before `end` that decoding does not skip a byte?"""
+        """Is the last token before `end`, skipped ones aside, a byte?"""
         kinds = self._kinds()
         for at in range(end - 1, self._read - 1, -1) if kinds.byte else ():
             if tokens[at] not in kinds.special:
@@ -214,7 +214,7 @@ class Detokenizer:
         found = find_first(written, stops, self._since(output_ids, stops, skip_special_tokens=False))
         at = len(written) if found is None else found.begin
         head, end = written, len(output_ids)
-        while len(head) > at:  # a few steps: the string ends with the output
+        while len(head) > at:  # few steps: the stop string lies at the end of the output
             end -= 1
             head = self._decode(output_ids[:end], skip_special_tokens=False)
         text = self._decode(output_ids[:end])
@@ -239,8 +239,8 @@ class Detokenizer:
 
 @lru_cache(maxsize=16)
 def _kinds(tokenizer: Any, size: int) -> Kinds:
-    """Reads the kinds of tokens from any object that decodes: what it does not tell does not apply. `size`: tokens may
-    be added later."""
+    """Reads the kinds of tokens from any object that decodes; kinds that it does not list are empty. `size`: part of
+    the cache key, since tokens may be added later."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if token.special}
     special.update(getattr(tokenizer, "all_special_ids", ()))
@@ -256,7 +256,7 @@ def _kinds(tokenizer: Any, size: int) -> Kinds:
 
 
 class DraftColours:
-    """The text of one sample in pieces, each with whether it came out of accepted drafts; joined they are the text."""
+    """The text of one sample in pieces, each marked as drafted or not; joined, they are the text."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._reader = Detokenizer(tokenizer)
@@ -264,14 +264,14 @@ class DraftColours:
         self._ids: list[int] = []
 
     def read(self, delta: Any) -> list[tuple[str, bool]]:
-        """(text, drafted) of the tokens of this `StreamDelta`, as far as their text is settled."""
+        """(text, drafted) of the tokens of this `StreamDelta`, up to the end of the settled text."""
         texts: list[tuple[str, bool]] = []
         last = len(delta.token_ids) - 1
         for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
             self._ids.append(token)
             finished = delta.output is not None and place == last
             texts.append((self._reader.stream(self._ids, self._stops, finished=finished), drafted))
-        if delta.output is not None and last < 0:  # it ended without a token more, as by an abort
+        if delta.output is not None and last < 0:  # it ended without another token, for example by an abort
             texts.append((self._reader.stream(self._ids, self._stops, finished=True), False))
         runs = groupby((each for each in texts if each[0]), key=itemgetter(1))
         return [("".join(text for text, _ in run), drafted) for drafted, run in runs]
@@ -290,7 +290,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Bytes that it adds to the UTF-8 text. Bytes of the tokens of a text, joined, are the text."""
+    """Bytes that this token adds to the UTF-8 text; the bytes of all tokens, joined, are the text."""
     text = token_text(tokenizer, token)
     if REPLACEMENT not in text:
         return text.encode(errors="replace")
@@ -305,7 +305,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
-    """Ids that end a text: of the generation config, else of the config, else of the tokenizer."""
+    """Ids that end a text: from the generation config, else the config, else the tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

@@ -1,6 +1,6 @@
-"""Prompts: JSON Lines files into problems. Knows fields and lines, no task and no model.
+"""Reads problems from JSON Lines files. It knows fields and lines, but no task and no model.
 
-Every line of a file that cannot be what it should is named with its number, in one sentence.
+A faulty line is reported in one sentence with its number.
 """
 
 import json
@@ -19,7 +19,7 @@ QUESTION_KEYS = ("question", "prompt", "turns")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A user's turns, and where the data has them a reference answer and a category."""
+    """A user's turns, and a reference answer and a category if the data has them."""
 
     turns: tuple[str, ...]
     answer: str | None = None
@@ -44,9 +44,9 @@ def read_prompts(path: str | Path, limit: int = 0) -> list[Problem]:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of a JSONL file, without blank lines. Raises ConfigError at a line that is no object.
+    """(line number, object) of a JSONL file, without blank lines. Raises ConfigError at a line that is not an object.
 
-    Lines end at line feeds alone: U+2028 and its like are allowed inside the strings of JSON.
+    Only line feeds end lines: JSON strings may hold U+2028 and similar characters.
     """
     path = Path(path)
     if not path.exists() or path.is_dir():
@@ -74,7 +74,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def problem_of(record: dict[str, Any], where: str) -> Problem:
-    """Problem of one object of such a file. Raises ConfigError, which begins with `where`."""
+    """The problem in one object of a file. Raises ConfigError, whose text begins with `where`."""
     key = next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
     if key is None:
         keys = [*map(_shown, sorted(record)[:8]), *(["..."] if len(record) > 8 else [])]
@@ -97,7 +97,7 @@ def _text(value: Any, name: str, where: str) -> str:
 
 
 def _shown(value: Any, most: int = 40) -> str:
-    """A value as JSON writes it, at a readable length."""
+    """A value as JSON, cut to a readable length."""
     text = json.dumps(value)
     return text if len(text) <= most else f"{text[:most]}..."
 

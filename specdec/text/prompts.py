@@ -1,6 +1,6 @@
-"""Prompts and chats as users pass them, made into token ids or strings. Ambiguous ones are refused.
+"""Converts users' prompts and chats to token ids or strings, and refuses ambiguous ones.
 
-It does not know engines or vocabularies. Every refusal is one sentence that shows the value, never a printed tensor.
+It knows no engine and no vocabulary. Every error is one sentence that shows the value, but never a printed tensor.
 """
 
 import inspect
@@ -21,13 +21,13 @@ Prompt = str | Sequence[int]
 
 FOR_TEMPLATES = {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "kwargs"}
 FIXED_BY_THE_ENGINE = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - FOR_TEMPLATES
-"""Arguments that this version of transformers does not hand on to a template: they say how its text is tokenised."""
+"""Arguments that this version of transformers does not pass to a template, since they control tokenisation."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that every template may be given; it raises for those that it does not take."""
+"""Roles that may be given to any template; a template raises for roles that it does not support."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
 NONE_CONTENT = re.compile(r"""\bcontent["']?\]? +(is +(not +)?|[=!]= *)[nN]one\b""")
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
-"""Beginnings of keys that can make a message without content."""
+"""Prefixes of keys with which a message needs no content."""
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
@@ -77,7 +77,7 @@ def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[
 
 
 def as_chat_list(chats: Any) -> list[Any]:
-    """One conversation (a user's turn as text, or messages) or many of them, as a list; nothing is checked."""
+    """One or many conversations (each a user's turn as text, or messages), as a list; nothing is checked."""
     if isinstance(chats, str) or not isinstance(chats, Sequence) or not chats or isinstance(chats[0], Mapping):
         return [chats]
     return list(chats)
@@ -114,12 +114,12 @@ def _escaped_text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def template_text(template: Any) -> str:
-    """A chat template, or several by name."""
+    """Text of a chat template, or of several by name."""
     return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
 
 
 def asks_for_none(template: str) -> bool:
-    """Whether a chat template asks if a content is none."""
+    """Does a chat template test whether a content is none?"""
     return NONE_CONTENT.search(template) is not None
 
 
@@ -132,12 +132,11 @@ def chat_ids(
     chat_template: Any = None,
     **template_kwargs: Any,
 ) -> list[int]:
-    """Token ids of a chat under the tokenizer's template, or this one, up to where the answer begins.
+    """Token ids of a chat under the tokenizer's template, or this one, up to the beginning of the answer.
 
-    `template_kwargs` go to the template: `tools`, `documents`, `enable_thinking`, `add_generation_prompt` and whatever
-    else it reads. special_tokens_in_content: "escape" makes control tokens that are written in messages plain text;
-    "allow" tokenises them as control tokens, as transformers does. Raises ConfigError for messages that are none, and
-    for what the template refuses.
+    `template_kwargs` go to the template: `tools`, `documents`, `enable_thinking`, `add_generation_prompt` and others
+    that it reads. special_tokens_in_content: "escape" keeps control tokens in messages plain text; "allow" tokenises
+    them as control tokens, like transformers. Raises ConfigError for malformed messages, and if the template refuses.
     """
     require_handling(special_tokens_in_content)
     chat = as_messages(messages)
@@ -163,10 +162,10 @@ def chat_ids(
 
 
 def _templated(tokenizer: Any, chat: list[dict[str, Any]], *, tokenize: bool, **options: Any) -> Any:
-    """Text or token ids of a chat, as transformers' `apply_chat_template` makes them.
+    """Text or token ids of a chat from transformers' `apply_chat_template`.
 
-    From 5.24 on that leaves a content that is None out of its message, where `content is none` is false. A template
-    that asks for none is given it here.
+    From version 5.24 on it drops a content of None from its message, so that `content is none` is false. If a template
+    tests for none, the content is passed here.
     """
     usual = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
     if usual and any(message.get("content", "") is None for message in chat):
@@ -208,7 +207,7 @@ def _fault(message: Any) -> str:
         return ""
     if not isinstance(content, (list, tuple)):
         return f"has content={shown(content)}; text is expected"
-    for part in content:  # what is no text would become placeholders for nothing
+    for part in content:  # other parts would become placeholders without data
         if not isinstance(part, Mapping) or (part.get("type") == "text" and not isinstance(part.get("text"), str)):
             return f'holds the part {shown(part)}; text or {{"type": "text", "text": ...}} is expected'
         if part.get("type") != "text":
@@ -217,8 +216,8 @@ def _fault(message: Any) -> str:
 
 
 def _require_roles(chat: Sequence[Mapping[str, Any]], template: Any) -> None:
-    """Raise ConfigError for a role that is none of `ROLES`, and that the template does not name either: most templates
-    write whatever role there is, and no model was trained with it."""
+    """Raise ConfigError for a role that is neither in `ROLES` nor named in the template: most templates write any role,
+    but the model was not trained with it."""
     for index, message in enumerate(chat):
         role = message["role"]
         named = role and any(f"{quote}{role}{quote}" in str(template) for quote in "'\"")
@@ -239,7 +238,7 @@ def _as_prompt(item: Any) -> Prompt:
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    """The items of a sequence, array or tensor; None for what is none (a number, bytes, a mapping)."""
+    """The items of a sequence, array or tensor; None for anything else (a number, bytes, a mapping)."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise ConfigError(f"{shown(value)} is on the meta device, where a tensor has no values")
@@ -250,7 +249,7 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def _token_ids(items: list[Any]) -> list[int]:
-    """These items as ids; integers of Python, as most are, cost the host 20 ns each."""
+    """These items as ids; Python integers, the usual case, cost the host 20 ns each."""
     return items if set(map(type, items)) == {int} else [_token_id(item) for item in items]
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 class StopStrings(tuple[str, ...]):
     """Stop strings with their two settings.
 
-    included: the text keeps the stop string that ended it. min_tokens: a stop string counts only if a character of it
-    belongs to a later output token than this many.
+    included: the text keeps the stop string that ended it. min_tokens: a stop string counts only if it ends after this
+    many output tokens.
     """
 
     included: bool
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 def min_tokens_of(stops: Sequence[str]) -> int:
-    """Output tokens within which none of these counts."""
+    """Number of output tokens within which no stop string counts."""
     return stops.min_tokens if isinstance(stops, StopStrings) else 0
 
 
@@ -43,7 +43,7 @@ def find_first(text: str, stops: Sequence[str], since: int = 0) -> Found | None:
 
 
 def cut_at_stop(text: str, stops: Sequence[str], since: int = 0) -> str:
-    """The text up to the first stop string, or with it where they are included."""
+    """The text up to the first stop string, which is kept if `included`."""
     found = find_first(text, stops, since)
     if found is None:
         return text

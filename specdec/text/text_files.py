@@ -1,4 +1,4 @@
-"""Text that a user's file holds. Knows no format."""
+"""Reads users' text files. Knows no format."""
 
 from pathlib import Path
 

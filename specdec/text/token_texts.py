@@ -1,11 +1,11 @@
-"""The text of an output, token by token: which characters each token wrote, and how far the text can be handed out.
+"""The text of an output, token by token: which characters each token wrote, and how much of the text can be handed out.
 
     tokens     0    1        2           3 4 5        6
     begins     0    5        5           12 12 12     13
                Hello (special) " wait: " (a character) "."
 
-It does not know what the text means. However the tokens are cut into deltas, the same text comes out, and each token
-begins at the same character.
+It does not know what the text means. Any cut of the tokens into deltas gives the same text, and each token begins at
+the same character.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from specdec.text.stop_strings import cut_at_stop
 
 
 class TokenTexts:
-    """One output. special: tokens that are written out, although decoding would leave them out."""
+    """One output. special: special tokens that are written out, although decoding would skip them."""
 
     def __init__(self, tokenizer: Any, special: Sequence[str] = (), stops: Sequence[str] = ()) -> None:
         vocab = tokenizer.get_vocab() if special else {}
@@ -31,9 +31,9 @@ class TokenTexts:
         """Characters handed out."""
         self._sent: list[str] = []
         self._settled = 0  # characters that no later token changes
-        self._tail = ""  # the text after them, as if the output ended here
-        self._waiting = ""  # settled, and maybe the beginning of a stop string
-        self._given = 0  # tokens before this one have been assigned to a text, or to none
+        self._tail = ""  # the text after the settled characters, if the output ended here
+        self._waiting = ""  # settled text that may begin a stop string
+        self._given = 0  # tokens before this index have been assigned to a piece of text, or to none
 
     def read(self, token_ids: Sequence[int], *, finished: bool) -> str:
         """The text that these tokens add. finished: they are the last."""
@@ -46,29 +46,29 @@ class TokenTexts:
         return new
 
     def tokens_in(self, start: int, end: int) -> range:
-        """The tokens that wrote the characters [start, end), less those that an earlier call has named."""
+        """The tokens that wrote the characters [start, end), except tokens that an earlier call returned."""
         first = bisect_left(self.begins, start)
         if first and (self.begins[first] if first < len(self.begins) else self._settled + len(self._tail)) > start:
-            first -= 1  # its text goes on here
+            first -= 1  # its text continues here
         last = bisect_left(self.begins, end)
         first = min(max(self._given, first), max(self._given, last))
         self._given = max(self._given, last)
         return range(first, self._given)
 
     def tokens_after(self) -> range:
-        """The tokens that wrote nothing of the text, which has ended: those of a stop string, and end tokens."""
+        """The tokens after the end of the text: those of a stop string, and end tokens."""
         first = max(self._given, bisect_left(self.begins, self.length))
         self._given = len(self.begins)
         return range(first, self._given)
 
     def _add(self, token: int) -> str:
-        """The text that becomes certain with one token more."""
+        """The text that one more token settles."""
         self._ids.append(token)
         before, new = self._tail, self._reader.stream(self._ids, (), finished=False)
         self._tail = self._reader.unsettled(self._ids)
         begin = self._settled + _common(before, new + self._tail)
         if before.endswith(REPLACEMENT) and b"\x80" <= token_bytes(self._tokenizer, token)[:1] < b"\xc0":
-            begin = self.begins[-1]  # one more part of a character
+            begin = self.begins[-1]  # another part of one character
         self.begins.append(begin)
         self._settled += len(new)
         return new
@@ -80,10 +80,10 @@ class TokenTexts:
         text, sent = Detokenizer(self._tokenizer, self._written).final_text(self._ids, self._stops), "".join(self._sent)
         if text.startswith(sent):
             return text[len(sent) :]
-        return cut_at_stop(self._waiting + self._tail, self._stops)  # a tokenizer that takes text back
+        return cut_at_stop(self._waiting + self._tail, self._stops)  # the tokenizer took text back
 
 
 def _common(first: str, second: str) -> int:
-    """Characters at the beginning of both."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,1 +1,1 @@
-"""Training of drafters: the target's own answers, packed rows, training-time test, a checkpoint for an engine."""
+"""Training of drafters: answers of the target, packed rows, training-time test, and checkpoints for an engine."""

@@ -1,4 +1,4 @@
-"""Frozen-KV drafters for any target: a Gemma 4 assistant's layers on the target's own K/V, all positions at once.
+"""Trains frozen-KV drafters for any target: a Gemma 4 assistant's layers on the target's K/V, all positions at once.
 
 Position S is one drafting round: token x_S has no K/V yet, every step has RoPE position S and reads the committed keys
 [0, S) (the newest window + 1 of them in a sliding layer), and only the recurrent state h changes:
@@ -29,7 +29,7 @@ from specdec.training.packed_rows import PackedRows, additive
 def new_assistant(
     target: TargetModel, *, hidden: int, intermediate: int, layers: int, heads: int
 ) -> Gemma4AssistantForCausalLM:
-    """Sliding layers where the target has some, and a full one last, as in the published assistants."""
+    """Sliding layers if the target has some, and a full layer last, like the published assistants."""
     owners = {kind: owner for kind in (FULL, SLIDING) if (owner := target.layout.last_owner(kind)) is not None}
     if FULL not in owners:
         raise UnsupportedModelError(
@@ -38,12 +38,12 @@ def new_assistant(
     full, other = owners[FULL], owners.get(SLIDING, owners[FULL])
     kinds = [SLIDING if SLIDING in owners else FULL] * (layers - 1) + [FULL]
     rope = dict(target.config.rope_parameters)
-    if rope.get("truncate") is False:  # transformers reads it from flat RoPE parameters only, and these are nested
+    if rope.get("truncate") is False:  # transformers reads it only from flat RoPE parameters, but these are nested
         raise UnsupportedModelError(
             f"{target.name}: its RoPE (truncate=False) cannot be written into an assistant; train an EAGLE-3 head"
         )
     by_kind = rope if any(isinstance(value, dict) for value in rope.values()) else dict.fromkeys((FULL, SLIDING), rope)
-    make_text: Any = Gemma4TextConfig  # its hints lack fields that it takes
+    make_text: Any = Gemma4TextConfig  # its type hints lack some fields
     text = make_text(
         vocab_size=target.vocab_size,
         hidden_size=hidden,
@@ -57,7 +57,7 @@ def new_assistant(
         global_head_dim=full.k.dim,
         sliding_window=other.window or 512,
         num_kv_shared_layers=layers,
-        attention_k_eq_v=full.k.heads != other.k.heads,  # only then are the global heads counted apart
+        attention_k_eq_v=full.k.heads != other.k.heads,  # only then are global heads a separate field
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=0,
         rope_parameters={kind: dict(by_kind[kind]) for kind in {*kinds}},
@@ -72,7 +72,7 @@ def new_assistant(
     model.generation_config = GenerationConfig.from_model_config(text)
     _initialise(model, target)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if "inv_freq" not in name:  # the frequencies of RoPE stay float32, which `.to(bfloat16)` would round
+        if "inv_freq" not in name:  # RoPE frequencies stay float32; `.to(bfloat16)` would round them
             tensor.data = tensor.data.bfloat16()
     placed: Gemma4AssistantForCausalLM = model.to(target.device)
     return placed
@@ -80,7 +80,7 @@ def new_assistant(
 
 @torch.no_grad()
 def _initialise(model: Any, target: TargetModel) -> None:
-    """q_norm carries the scale of attention, which is 1 here; the head starts as the target's main directions."""
+    """q_norm includes the attention scale, which is 1 here; the head starts as the target's main directions."""
     for name, weight in model.named_parameters():
         if name.endswith("q_norm.weight"):
             weight.fill_(weight.numel() ** -0.5)
@@ -102,7 +102,7 @@ def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[st
 
 
 class TrainableAssistant(TrainableDrafter):
-    """An assistant and its target. Row S predicts the token after its own, hence one ahead."""
+    """An assistant and its target. Row S predicts the token after its own, so `ahead` is 1."""
 
     module: Gemma4AssistantForCausalLM
     ahead = 1
@@ -122,7 +122,7 @@ class TrainableAssistant(TrainableDrafter):
         mask = drafter_masks(batch.pos, config.sliding_window, known["hidden"].dtype)
         kv = {kind: (known[f"k {kind}"], known[f"v {kind}"]) for kind in set(config.layer_types)}
         hidden = known["hidden"].roll(1, 1)
-        # an assistant has none, but some releases of transformers (5.23 among them) index what is not there
+        # an assistant has none, but some releases of transformers (such as 5.23) index them anyway
         no_inputs = hidden.new_empty((*batch.ids.shape, config.num_hidden_layers, config.hidden_size_per_layer_input))
         for step in range(steps):
             embeds = self.target.embed(batch.ids.roll(-step, 1)).to(hidden.dtype)

@@ -18,11 +18,12 @@ from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows, predicted_rows
 
 BLOCKS = 64
-"""Blocks a packed row; others are sampled the next time that the row is learnt from."""
+"""Blocks per packed row; the next epoch samples others."""
 
 
 class TrainableBlock(TrainableDrafter):
-    """A head and its target. A row reads the token of its block's place, and the first drafts the next one."""
+    """A head and its target. A packed row stands for the block at its place: it reads the token there, and the block
+    drafts from the next token on."""
 
     module: BlockHead
     ahead = 1
@@ -34,14 +35,14 @@ class TrainableBlock(TrainableDrafter):
         return cls(BlockHead(spec).place(target.device, torch.bfloat16), target)
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor:
-        begins = predicted_rows(batch, 1, self.ahead)[0]  # a block before an answer's token
+        begins = predicted_rows(batch, 1, self.ahead)[0]  # blocks begin before a token of an answer
         order = torch.rand(begins.shape, device=begins.device).masked_fill(~begins, -1.0)
         self.places = order.topk(min(BLOCKS, begins.shape[1]), dim=1).indices.sort(dim=1).values  # [B, A]
         chosen = torch.zeros_like(begins).scatter_(1, self.places, True)
         return chosen & begins
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
-        """States of each draft step at the places that `learnt_rows` has chosen; zeros elsewhere."""
+        """States of each draft step at the places chosen by `learnt_rows`; zeros elsewhere."""
         head, places = self.module, self.places
         assert steps == head.spec.num_drafts, f"{steps=} of a head that drafts {head.spec.num_drafts}"
         states = block_states(head, self.target.embed, *batch[:2], known["states"], places)  # [B, A, K, H]

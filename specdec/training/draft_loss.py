@@ -1,7 +1,7 @@
-"""A drafter in training: what it reads of the frozen target, and the loss that all kinds learn from.
+"""A drafter in training: its inputs from the frozen target, and the loss of all kinds of drafters.
 
-Row i of draft step t predicts token i + ahead + t from what a draft that begins after position i would see. The
-target's distribution of that token is the one of its own row i + ahead + t - 1.
+Row i of draft step t predicts token i + ahead + t from the inputs of a draft that begins after position i. The target's
+distribution of that token comes from its row i + ahead + t - 1.
 """
 
 from abc import ABC, abstractmethod
@@ -46,13 +46,14 @@ class TrainableDrafter(ABC):
         return dict(self.module.named_children())
 
     def target_states(self, batch: PackedRows) -> TargetStates:
-        """Run the target over a batch and keep what the drafter reads: of a head, the states that it has taps for."""
+        """Run the target over a batch and keep the states that the drafter reads; for a head, the states at its
+        taps."""
         spec: Any = self.module.spec
         hidden, states, _ = run_target(self.target, batch, aux_layers=spec.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor | None:
-        """[B, T] the rows from which this batch's drafts begin, asked for once before `drafts`; None: all."""
+        """[B, T] the rows from which this batch's drafts begin; called once before `drafts`; None: all rows."""
         return None
 
     @abstractmethod
@@ -73,7 +74,7 @@ def run_target(
     target: TargetModel, batch: PackedRows, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`). Raises
-    UnsupportedModelError for a target with recurrent layers, whose states would run on from document to document."""
+    UnsupportedModelError for a target with recurrent layers, whose states would carry over between documents."""
     require_attention_only(target, "training")
     seen: dict[int, torch.Tensor] = {}
 
@@ -93,10 +94,10 @@ def run_target(
         layer.register_forward_pre_hook(through(window), with_kwargs=True)
         for layer, window in zip(decoder.layers, windows, strict=True)
     ]
-    mask: Any = masks[windows[0]]  # each layer is given its own in its place
+    mask: Any = masks[windows[0]]  # replaced by each layer's own mask
     if getattr(target.config, "layer_types", None) is not None:
         mask = dict.fromkeys((FULL_ATTENTION, SLIDING_ATTENTION), mask)
-    cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
+    cache: Any = DynamicCache() if owners else None  # without a config it keeps all keys of sliding layers
     given = {"input_ids": target.placeholders.replaced_in(batch.ids), "position_ids": batch.pos, "attention_mask": mask}
     if cache is not None:
         given |= cache_argument(decoder, cache)
@@ -112,7 +113,8 @@ def run_target(
 def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates, steps: int) -> torch.Tensor:
     """Cross-entropy with the target's distribution over the drafter's vocabulary: mean over rows, weighted over steps.
 
-    Only rows that predict a token of an answer count, whose most likely token is in the drafter's vocabulary.
+    A row counts only if it predicts a token of an answer and the target's likeliest token is in the drafter's
+    vocabulary.
     """
     device = batch.ids.device
     answers = (batch.kind == ANSWER) & (batch.pos > 0)  # row j - 1 has the distribution of token j

@@ -32,7 +32,7 @@ def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> t
 
 
 class TrainableEagle3(TrainableDrafter):
-    """A head and its target. Row i reads the token after it and predicts the next one, hence two ahead."""
+    """A head and its target. Row i reads token i + 1 and predicts token i + 2, so `ahead` is 2."""
 
     module: Eagle3Head
     ahead = 2
@@ -43,7 +43,7 @@ class TrainableEagle3(TrainableDrafter):
     ) -> "TrainableEagle3":
         """A fresh head of `spec` in bfloat16 with the `draft_vocab` most frequent tokens of the answers.
 
-        Its lm_head starts as those rows of the target's where the widths agree.
+        If the widths agree, its lm_head starts as those rows of the target's.
         """
         ids, covered = draft_vocabulary(documents, draft_vocab, target.vocab_size)
         if ids is not None:

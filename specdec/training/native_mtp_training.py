@@ -1,4 +1,4 @@
-"""MTP modules of one layer that are applied again (form R), for any target: new ones, and published ones to go on from.
+"""Trains one-layer MTP modules that are applied repeatedly (form R), for any target: new ones or published ones.
 
 A new module begins as a layer of the target, between its final norm and a projection that adds token and state. Tables
 and heads are the target's, unless a published module has its own. Invariant: the parallel forward is the engine's own
@@ -25,7 +25,7 @@ from specdec.training.packed_rows import PackedRows
 
 
 class TrainableNativeMtp(TrainableDrafter):
-    """A module and its target. Row i reads the token after it and predicts the next one, hence two ahead."""
+    """A module and its target. Row i reads token i + 1 and predicts token i + 2, so `ahead` is 2."""
 
     module: MtpModule
     drafter: NativeMtpDrafter
@@ -62,8 +62,8 @@ class TrainableNativeMtp(TrainableDrafter):
 def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: Path | None) -> TrainableNativeMtp:
     """The module in `start`, or a new one. conventions: of a folder; None: of `start`, else of the target's family.
 
-    Raises ConfigError for several modules, and CheckpointError or UnsupportedModelError where the target's layers or
-    the module cannot be used.
+    Raises ConfigError for several modules, and CheckpointError or UnsupportedModelError if the module or the target's
+    layers cannot be used.
     """
     stated = None if conventions is None else stated_family(conventions, len(target.layout.layers))
     if start is not None:
@@ -80,9 +80,9 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
 
 
 def new_state(target: TargetModel, family: MtpFamily) -> dict[str, torch.Tensor]:
-    """Tensors of a new module by place. Raises UnsupportedModelError where the layer that it begins as is packed."""
+    """Tensors of a new module by place. Raises UnsupportedModelError if the layer that it is copied from is packed."""
     decoder: Any = target.user_decoder
-    owner = target.layout.layers[family.like].owner  # another layer, where K/V are shared
+    owner = target.layout.layers[family.like].owner  # another layer if K/V are shared
     sources = [decoder.layers[layer].state_dict() for layer in (owner, family.like)]
     known = sources[0] | sources[1]
     gain: torch.Tensor = decoder.norm.weight
@@ -100,7 +100,7 @@ def new_state(target: TargetModel, family: MtpFamily) -> dict[str, torch.Tensor]
 
 
 def neutral(norm: nn.Module) -> torch.Tensor:
-    """The weight under which a norm scales nothing: ones, or zeros where it is stored as gain - 1."""
+    """The weight under which a norm scales nothing: ones, or zeros if it is stored as gain - 1."""
     probe: Any = copy.deepcopy(norm)
     weight: torch.Tensor = probe.weight.data
     offset = bool(probe(torch.ones_like(weight.zero_())).any())

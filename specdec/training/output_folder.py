@@ -1,8 +1,8 @@
-"""The folder that a run writes: it is empty, or a run's own, before anything is made.
+"""The output folder of a run. Before anything is written, it must be empty or belong to the run.
 
-A run owns the folder whose `training/settings.json` it wrote, and goes on there under the same settings. Any other
-folder with files is refused, so that no model is lost to a mistyped --out; --overwrite gives its weights up. The
-target's own folder is refused always.
+A run owns the folder whose `training/settings.json` it wrote, and continues there with the same settings. Any other
+folder with files is refused, so that a mistyped --out loses no model; --overwrite replaces the model in it. The
+target's own folder is always refused.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ MODEL_FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
 )
-"""Files that a drafter is read from. A shard that stays would be read with the drafter's own tensors."""
+"""Files that a drafter is read from. An old shard left there would be read together with the drafter's tensors."""
 
 
 def require_free_folder(settings: TrainSettings) -> None:
@@ -46,8 +46,8 @@ def require_free_folder(settings: TrainSettings) -> None:
 
 
 def claim_folder(settings: TrainSettings) -> None:
-    """Write the settings of a new run; those of a run that goes on stay. Raises ConfigError where they differ, unless
-    they may be overwritten."""
+    """Write the settings of a new run; keep those of a resumed run. Raises ConfigError if they differ, unless they may
+    be overwritten."""
     asked = {k: v for k, v in asdict(settings).items() if k not in FREE_SETTINGS}
     asked["prompts"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in settings.prompts]
     folder, before = settings.out / "training", _settings_of_run(settings.out)
@@ -84,7 +84,7 @@ def _changed(before: dict[str, Any], asked: dict[str, Any]) -> list[str]:
 
 
 def _remove(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Links go, not what they lead to: a snapshot of the hub's cache is made of links."""
+    """Removes links, but not their targets: a snapshot of the hub's cache consists of links."""
     for pattern in patterns:
         for file in folder.glob(pattern):
             file.unlink()

@@ -29,7 +29,7 @@ def pack_documents(documents: list[Document], length: int) -> list[list[Document
     """First fit, longest first: rows of whole documents."""
     rows: list[list[Document]] = []
     room: list[int] = []
-    first = 0  # rows before it have less than MIN_ROOM
+    first = 0  # rows before this one have less than MIN_ROOM
     for doc in sorted(documents, key=lambda d: -len(d[0])):
         row = next((i for i in range(first, len(rows)) if room[i] >= len(doc[0])), len(rows))
         if row == len(rows):
@@ -45,7 +45,7 @@ def pack_documents(documents: list[Document], length: int) -> list[list[Document
 def to_arrays(
     rows: list[list[Document]], length: int, dtype: type[np.signedinteger] = np.int32
 ) -> dict[str, np.ndarray]:
-    """ids, positions inside the document, and kind; the padding after the last document is one more document."""
+    """ids, positions inside the document, and kind; padding after the last document counts as another document."""
     shape = (len(rows), length)
     ids, pos, kind = np.zeros(shape, dtype), np.zeros(shape, dtype), np.zeros(shape, np.uint8)
     for r, row in enumerate(rows):
@@ -74,7 +74,8 @@ def predicted_rows(batch: PackedRows, steps: int, ahead: int) -> list[torch.Tens
 
 
 def causal_mask(pos: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [B, 1, T, T] of packed rows for a layer that sees `window` keys including itself; None: all."""
+    """Additive mask [B, 1, T, T] of packed rows for a layer that sees `window` keys, itself included; None: all
+    keys."""
     same, distance = same_document(pos)
     seen = same & (distance >= 0)
     return additive(seen if window is None else seen & (distance < window), dtype)

@@ -1,7 +1,7 @@
-"""Prompts from files, and the target's own answers to them, which are all that a drafter learns from.
+"""Prompts from files, and the target's own answers to them. A drafter learns from these answers only.
 
-A prompt file holds one JSON object a line with "messages" (a chat), or "question", "prompt" or "turns" (its first one).
-Every line is checked before anything is made.
+A prompt file holds one JSON object per line, with "messages" (a chat), "question", "prompt" or "turns" (only the first
+turn is read). Every line is checked before any work begins.
 """
 
 import itertools
@@ -42,8 +42,8 @@ Chat = Sequence[Mapping[str, Any]]
 class PromptSource(NamedTuple):
     """Prompts of a training run.
 
-    prompts: those to train on, endless, from each file in turn. num_prompts: how many there are before they repeat.
-    kept: those of the report.
+    prompts: training prompts, endless, from each file in turn. num_prompts: their number before they repeat. kept:
+    prompts of the report.
     """
 
     prompts: Iterator[Chat]
@@ -69,7 +69,7 @@ def prompt_source(files: Sequence[Path], seed: int) -> PromptSource:
 
 
 def warn_of_repetition(answers: int, prompts: int) -> None:
-    """Say so where prompts are answered again: most answers are greedy, and then the same."""
+    """Warn if prompts are answered again: most answers are greedy, so they are the same again."""
     if answers > prompts:
         logger.warning(
             "--answers %d of %d prompts: each is answered %.1f times, mostly with the same text, which teaches nothing "
@@ -82,7 +82,7 @@ def warn_of_repetition(answers: int, prompts: int) -> None:
 
 
 def read_prompt_file(path: Path) -> list[Chat]:
-    """The prompts of a file, at least two. Raises ConfigError that names the first bad line."""
+    """The prompts of a file, at least two. Raises ConfigError, which names the first bad line."""
     if not path.is_file():
         raise ConfigError(f"--prompts {path}: no such file")
     prompts = [_chat_of(record, f"{path}:{number}") for number, record in json_lines(path)]
@@ -92,7 +92,8 @@ def read_prompt_file(path: Path) -> list[Chat]:
 
 
 def _chat_of(record: dict[str, Any], where: str) -> Chat:
-    """The "messages" of an object, or else its question as one. Raises ConfigError, which begins with `where`."""
+    """The "messages" of an object, else its question as a message. Raises ConfigError, whose text begins with
+    `where`."""
     given = [key for key in PROMPT_KEYS if record.get(key) is not None]
     if not given:
         keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"
@@ -109,7 +110,7 @@ def _chat_of(record: dict[str, Any], where: str) -> Chat:
 
 
 def encode(engine: Engine, chat: Chat) -> list[int]:
-    """Token ids of a prompt as the engine's user would give it. Without a chat template the last message is read."""
+    """Token ids of a prompt, like a user's prompt. Without a chat template only the last message is read."""
     if getattr(engine.tokenizer, "chat_template", None):
         return engine.chat_prompt(chat)
     content = chat[-1].get("content")
@@ -120,19 +121,19 @@ def encode(engine: Engine, chat: Chat) -> list[int]:
 
 def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSettings, stage: Stage) -> None:
     """Let each process append the answers to its share of the prompts to a file of its own, until the file has its
-    share of `settings.answers` or they took `settings.answer_minutes`, earlier calls included."""
+    share of `settings.answers`, or `settings.answer_minutes` have passed, counting earlier calls."""
     state = PartialState()
     path = settings.out / "training" / f"answers-{state.process_index}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     count, seconds = -(-settings.answers // state.num_processes), 60 * settings.answer_minutes
     lines = _whole_lines(path)
     done, spent = len(lines), json.loads(lines[-1])["seconds"] if lines else 0.0
-    # prompts have one order, so the first `done` of them have their answers
+    # prompts have a fixed order, so the first `done` prompts are answered
     mine = itertools.islice(prompts, state.process_index, None, state.num_processes)
     waiting = itertools.islice(_fitting(engine, mine, settings.length), done, None)
     began = time.perf_counter() - spent
-    # answers are written a group at a time; a row that is free gets the next prompt of its group, so large groups keep
-    # the engine's rows busy while long answers end
+    # answers are written by group; a free row gets the group's next prompt, so large groups keep rows busy while long
+    # answers finish
     group = settings.batch
     stage.update(max(done / count, spent / seconds), f"{done} answers")
     with path.open("a", encoding="utf-8") as file:
@@ -161,7 +162,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
 
 
 def _fitting(engine: Engine, prompts: Iterator[Chat], length: int) -> Iterator[list[int]]:
-    """Token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
+    """Token ids of the prompts that leave room for an answer. Raises ConfigError if none does."""
     skipped, shortest = 0, 0
     for prompt in prompts:
         ids = encode(engine, prompt)
@@ -187,7 +188,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def read_answers(folder: Path, length: int) -> list[Document]:
-    """The answers of all processes under a folder that fit a row."""
+    """The answers of all processes under a folder, if they fit a row."""
     records = [json.loads(line) for path in sorted(folder.glob("answers*.jsonl")) for line in _whole_lines(path)]
     pairs = [(r["prompt"], r["answer"]) for r in records]
     return [(np.array(p + a, np.int32), len(p)) for p, a in pairs if len(p) + len(a) <= length]

@@ -1,9 +1,9 @@
 """Train a drafter for a causal LM: an EAGLE-3 head, an MTP module, a frozen-KV assistant or a block drafter.
 
 Stages: the target answers the prompts, the drafter learns from these answers alone (training-time test), and an engine
-reports its acceptance on prompts kept aside. Each stage is limited by time and leaves its state under OUT/training, so
-that the same command continues where it was stopped (by Ctrl-C too), or only reports. The drafter is saved in a
-published format (SpecForge's EAGLE-3, Qwen's MTP tensors, transformers' Gemma4Assistant, or DFlash).
+reports its acceptance on held-out prompts. Each stage has a time limit and leaves its state under OUT/training. So the
+same command continues where it was stopped (also by Ctrl-C), or only reports. The drafter is saved in a published
+format (SpecForge's EAGLE-3, Qwen's MTP tensors, transformers' Gemma4Assistant, or DFlash).
 """
 
 import json
@@ -54,7 +54,7 @@ SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes":
 def train_steps(
     drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage
 ) -> dict[str, Any]:
-    """Train for --minutes or --steps, whichever ends first; the learning rate follows the one nearer its end."""
+    """Train for --minutes or --steps, whichever ends first; the learning rate follows the limit that is nearer."""
     optimizer = MixedOptimizer(
         torch.nn.ModuleDict(drafter.trained), settings.lr, settings.muon_lr, settings.optimizer == "muon"
     )
@@ -68,7 +68,7 @@ def train_steps(
                 "delete it to train anew on the same answers, or train into another --out"
             )
         optimizer.load_state_dict(state["optimizer"])
-        drafter.target_ids = state["target_ids"]  # those of today's answers may be others
+        drafter.target_ids = state["target_ids"]  # today's answers may give other ids
         step, spent, value = state["step"], state["seconds"], state["loss"]
         print(f"going on from step {step}, {spent:.0f} s of training", flush=True)
 
@@ -78,10 +78,10 @@ def train_steps(
             part = state_file.with_suffix(".part")
             record = {"step": step, "seconds": seconds, "loss": value, "target_ids": drafter.target_ids}
             torch.save(record | {"optimizer": optimizer.state_dict()}, part)
-            part.replace(state_file)  # whole or not at all
+            part.replace(state_file)  # atomic
 
     def fraction() -> float:
-        """The largest over all processes, so that all decide alike."""
+        """The maximum over all processes, so that all make the same decision."""
         seconds = time.perf_counter() - start
         ours = max(seconds / (60 * settings.minutes), step / settings.steps if settings.steps else 0.0)
         return float(gather(torch.tensor([ours], dtype=torch.float64, device=PartialState().device)).max())
@@ -116,7 +116,7 @@ def train_steps(
 def measure(
     target: TargetModel, tokenizer: Any, settings: TrainSettings, prompts: Sequence[Chat], stage: Stage
 ) -> dict[str, Any]:
-    """Acceptance of the saved drafter in an engine, greedy, on prompts kept aside."""
+    """Acceptance of the saved drafter in an engine, greedy, on held-out prompts."""
     found: dict[str, Any] = {}
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)
     shapes = reported_shapes(settings)
@@ -144,7 +144,7 @@ def measure(
 
 
 def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
-    """Draft with which acceptance is measured: of a block drafter the whole block."""
+    """Drafts for which acceptance is measured; for a block drafter, the whole block."""
     if settings.kind != "block" or settings.draft_steps == 4:
         return SHAPES
     depth, nodes = settings.draft_steps, min(32, 5 + 16 * (settings.draft_steps - 1))
@@ -185,7 +185,7 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
 
 
 def new_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:
-    """The module that --finetune names, the one that the target's checkpoint ships, or a new one."""
+    """The module that --finetune names, the module in the target's checkpoint, or a new one."""
     start = settings.finetune
     own = Checkpoint.from_name(settings.target).folder()
     if start is None and module_count(own, len(target.layout.layers)) == 1:
@@ -194,7 +194,7 @@ def new_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeM
 
 
 def eagle3_spec(target: TargetModel, settings: TrainSettings) -> Eagle3Spec:
-    """The head's shape. Raises ConfigError where heads and widths do not fit each other."""
+    """The head's shape. Raises ConfigError if heads and widths do not match."""
     hidden, num_layers = settings.hidden or target.hidden_size, len(target.layout.layers)
     return Eagle3Spec(
         **_layer_shape(target, settings, hidden, settings.layers or 1),
@@ -208,7 +208,7 @@ def eagle3_spec(target: TargetModel, settings: TrainSettings) -> Eagle3Spec:
 
 
 def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
-    """The head's shape. Raises ConfigError where widths, heads or the MASK do not fit."""
+    """The head's shape. Raises ConfigError if widths, heads or MASK do not match."""
     hidden, num_layers = target.hidden_size, len(target.layout.layers)
     if settings.hidden not in (None, hidden):
         raise ConfigError(f"--hidden {settings.hidden}: a block drafter has the target's width, {hidden}; leave it out")
@@ -264,7 +264,7 @@ def _require_groups(heads: int, kv_heads: int, name: str) -> None:
 
 
 def train_drafter(settings: TrainSettings) -> None:
-    """All stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C the finished work is kept."""
+    """Run all stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C finished work is kept."""
     settings.require_numbers()
     state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)

@@ -20,7 +20,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """Times are minutes; widths and counts are of the drafter. None: a default that follows from the target."""
+    """Times are in minutes; widths and counts concern the drafter. None: a default derived from the target."""
 
     target: str = option(help="Hub id, folder or bundled name.")
     prompts: list[Path] = option(help="JSONL with 'question', 'prompt', 'turns' or 'messages'; again for each file.")
@@ -66,5 +66,5 @@ class TrainSettings:
     muon_lr: float = optimiser_option(1e-2, "Peak rate of Muon.", number=ABOVE_ZERO)
 
     def require_numbers(self) -> None:
-        """Raises ConfigError for numbers that no run can have."""
+        """Raises ConfigError for impossible numbers."""
         require_fields(self, name_of=lambda name: f"--{name.replace('_', '-')}")

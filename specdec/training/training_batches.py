@@ -1,6 +1,6 @@
-"""Batches of packed rows with the target's states over them, in an order that depends on the step alone.
+"""Batches of packed rows with the target's states over them, in an order that depends only on the step.
 
-States are kept in memory up to `cache_gb`; those of the other rows are computed again each time.
+States are cached in memory up to `cache_gb`; those of other rows are recomputed each time.
 """
 
 import itertools
@@ -29,7 +29,8 @@ class TrainingBatches:
         self.kept_bytes = 0
 
     def from_step(self, step: int) -> Iterator[tuple[PackedRows, TargetStates]]:
-        """Endless; each process takes its own rows of every batch, in an order that only the step decides."""
+        """Endless batches; each process takes its own rows of every batch, in an order that depends only on the
+        step."""
         for number in itertools.count(step):
             epoch, at = divmod(number, max(1, self.count // self.width))
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch))
@@ -41,7 +42,7 @@ class TrainingBatches:
         return PackedRows(*(x[index].to(self.device).long() for x in self.data))
 
     def _states(self, rows: list[int]) -> list[TargetStates]:
-        """States [1, T, ...] of each row; those that are not kept are computed in one forward of the target."""
+        """States [1, T, ...] of each row; uncached ones are computed in one forward of the target."""
         parts = {row: self.kept[row] for row in rows if row in self.kept}
         unknown = [row for row in rows if row not in parts]
         if unknown:
@@ -49,7 +50,7 @@ class TrainingBatches:
             found = {name: x.bfloat16() for name, x in found.items()}
             size = sum(x.nbytes for x in found.values())
             parts |= {row: {name: x[i, None] for name, x in found.items()} for i, row in enumerate(unknown)}
-            if self.kept_bytes + size <= self.max_bytes:  # all of a forward or none: rows are views of its states
+            if self.kept_bytes + size <= self.max_bytes:  # rows are views of a forward's states: all or none
                 self.kept |= {row: parts[row] for row in unknown}
                 self.kept_bytes += size
         return [parts[row] for row in rows]

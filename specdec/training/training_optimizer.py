@@ -1,7 +1,7 @@
 """A mixed-precision optimiser for small models, its schedule, and averaging over processes.
 
-The weights in use are in the model's own dtype, as they will be saved; the optimiser keeps a float32 master of each, so
-that what is measured during training is what is shipped. It knows nothing of data or losses.
+The model's weights have the dtype in which they are saved, so training measures the weights that are shipped; the
+optimiser keeps a float32 master of each. It knows nothing of data or losses.
 """
 
 import math
@@ -77,7 +77,7 @@ def schedule(fraction: float) -> float:
 
 
 def average_gradients(weights: list[nn.Parameter]) -> None:
-    """Over the processes that `accelerate launch` started."""
+    """Average over the processes of `accelerate launch`."""
     if PartialState().num_processes > 1:
         mean = reduce(torch.cat([_grad(weight).flatten().float() for weight in weights]), "mean")
         for weight, part in zip(weights, mean.split([weight.numel() for weight in weights]), strict=True):

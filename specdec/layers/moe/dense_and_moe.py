@@ -1,14 +1,14 @@
-r"""A dense MLP and a mixture of experts that read one residual stream: two launches for the products of both.
+r"""A dense MLP and a mixture of experts that read one residual stream: two launches compute the products of both.
 
-    fork     the residual stream's three norms (Gemma 4, `fork_join.py`), or one norm of it (a shared expert)
-    route    two launches, of one multiprocessor in five and of a warp a row, which read next to nothing
+    fork     three norms of the residual stream (Gemma 4, `fork_join.py`), or one norm (a shared expert)
+    route    two small launches, on a fifth of the multiprocessors and with a warp per row
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
 
 Launch 1 starts `early` (`dependent_launch.py`): its dense programs depend only on the fork, so they read their weights
 while the router still chooses. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. With many
-assignments (not `are_few`) those three run instead, since a tile that holds all rows would leave room for fewer
-programs on a multiprocessor.
+assignments (not `are_few`) these three run instead, since fewer programs with tiles of all rows would fit a
+multiprocessor.
 """
 
 from collections.abc import Callable
@@ -58,15 +58,15 @@ def _both_kernel(
     p_dense_zeros: tl.tensor,
     p_dense_out: tl.tensor,
     num_rows: tl.tensor,
-    num_dense: tl.tensor,  # programs of the dense product
-    dense_tiles: tl.tensor,  # those of one range of its K
+    num_dense: tl.tensor,  # number of programs of the dense product
+    dense_tiles: tl.tensor,  # number of programs per range of its K
     dense_n: tl.tensor,
     dense_k: tl.tensor,
     split_len: tl.tensor,
     s_dense_x: tl.tensor,
     s_dense_w: tl.tensor,
     s_dense_scales: tl.tensor,
-    p_x: tl.tensor,  # what `product_kernel` is given
+    p_x: tl.tensor,  # from here on: arguments of `product_kernel`
     p_w: tl.tensor,
     p_scales: tl.tensor,
     p_zeros: tl.tensor,
@@ -93,7 +93,7 @@ def _both_kernel(
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
-    DENSE_ACT: tl.constexpr,  # None: the ranges of K are programs of their own
+    DENSE_ACT: tl.constexpr,  # None: each range of K has a program
     DENSE_WHOLE: tl.constexpr,  # there is one range
     DENSE_EVEN_K: tl.constexpr,
     START: tl.constexpr,
@@ -133,7 +133,7 @@ def _both_kernel(
 
 
 def vendor_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    """`mlp_and_experts`, by the vendor's library where x has many rows."""
+    """`mlp_and_experts`, with the vendor's library if x has many rows."""
     return mlp_and_experts(fork, mlp, router, experts, linear=vendor_linear, gated_linear=vendor_gated_linear)
 
 
@@ -147,7 +147,7 @@ def mlp_and_experts(
     linear: Callable[..., Product] = linear,
     gated_linear: Callable[..., torch.Tensor] = gated_linear,
 ) -> tuple[Product, Product]:
-    """-> what the MLP and what the experts make of the fork, each [T, H]. linear, gated_linear: for many rows."""
+    """Outputs of the MLP and of the experts for the fork, each [T, H]. linear, gated_linear: used for many rows."""
     num_rows, hidden = fork.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
@@ -157,7 +157,7 @@ def mlp_and_experts(
         routing = route(fork.router, router)
         dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
         return dense, apply_experts(fork.experts, routing, experts)
-    # an early program may write while the router is still read: memory that was not freed since the fork
+    # an early program may write while the router's input is read: allocate memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
     products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
     _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
@@ -168,8 +168,8 @@ def mlp_and_experts(
 
 
 def _tiles_alike(dense: Weight, cut: Cut, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:
-    """Do tiles of the experts fit the ranges and the groups of the dense weight? Not always where one is packed
-    and the other is not, or in another form."""
+    """Do the experts' tiles fit the ranges and groups of the dense weight? Not always if the two are packed
+    differently."""
     columns = expert_tiles(num_rows, experts, dtype, None)["BLOCK_K"]
     if cut.splits > 1 and cut.split_len % columns:
         return False

@@ -1,4 +1,4 @@
-"""How the product of an expert is cut into tiles. K is never cut: a program sums all of it."""
+"""How an expert's product is cut into tiles. K is never cut: one program sums all of it."""
 
 import torch
 
@@ -9,13 +9,13 @@ from specdec.layers.packed.unpack_asm import is_fast
 
 STAGES = {128: 4, 64: 6, 32: 6}
 FEW_STAGES = STAGES | {128: 5}
-"""Columns a tile -> tiles on their way, such that two programs fit a multiprocessor; FEW: of 16 rows."""
+"""Columns per tile -> tiles in flight, such that two programs fit a multiprocessor. FEW: for tiles of 16 rows."""
 
 
 def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
-    """The tiles of a product over K. expected: twice the mean rows of an expert if assignments are listed, else None.
+    """Tiles of a product over K. expected: twice the mean rows per expert if assignments are listed, else None.
 
-    BLOCK_K is part of the bits: a function of the weight alone.
+    BLOCK_K affects bits, so it depends only on the weight.
     """
     k = weight.shape[-1]
     rows, most = (num_rows, 256) if expected is None else (expected, 64)
@@ -33,7 +33,8 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
 
 
 def _fits_128_registers(weight: Weight, dtype: torch.dtype) -> bool:
-    """Does a tile fit without spilling? Shorter groups, zeros, or unpacking without assembly take more registers."""
+    """Does a tile fit 128 registers without spilling? Shorter groups, zeros and unpacking without assembly need
+    more."""
     return isinstance(weight, PackedWeight) and weight.zeros is None and weight.group >= 32 and is_fast(weight, dtype)
 
 
@@ -46,7 +47,7 @@ def _packed_tail(weight: PackedWeight, block_k: int) -> int:
 
 
 def _packed_columns(weight: PackedWeight, dtype: torch.dtype, block_m: int) -> tuple[int, int]:
-    """Columns of a tile, and tiles on their way. Sums of 4 bits have the same bits in tiles of any width."""
+    """Columns of a tile, and tiles in flight. For 4-bit weights, bits do not depend on the width of a tile."""
     if tile_columns(weight):
         return tile_columns(weight), 3
     if dtype == torch.float32:

@@ -1,10 +1,10 @@
-r"""The experts of a mixture: for each token the gated products of those it was sent to, and one weighted sum.
+r"""The experts of a mixture: for each token, the gated products of its chosen experts, and their weighted sum.
 
-    y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in the order of their rank
+    y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in order of rank
 
-Two launches of `product_kernel`, whether weights are plain or packed (`packed_tile.py` unpacks them in registers). With
-more than FEW_SLOTS assignments (token, expert) or FEW_ROWS rows, `list_kernel` runs first. The last sum is left to the
-reader of the result, a `Product` whose parts are float32 and in rank order: a row has the same bits next to any other
+It takes two launches of `product_kernel`, for plain and for packed weights (`packed_tile.py` unpacks them in
+registers). With more than FEW_SLOTS assignments (token, expert) or FEW_ROWS rows, `list_kernel` runs first. The result
+is a `Product` with float32 parts in rank order, which its reader sums: so a row has the same bits next to any other
 rows.
 """
 
@@ -36,19 +36,19 @@ from specdec.layers.product import Product
 ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 
 FEW_SLOTS = 256
-"""Up to this number of assignments every program finds those of its expert itself; more are listed first."""
+"""Up to this number of assignments each program finds its expert's assignments itself; more are listed first."""
 
 FEW_ROWS = 64
-"""And at most this number of rows: if all of them choose one expert, they must fit its one tile."""
+"""Limit for rows: if all rows choose one expert, they must fit its single tile."""
 
 
 class Experts(NamedTuple):
     """gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I] and [E, H].
 
-    interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
-    shared: other ranks have further experts. Assignments to those have expert -1, and their parts are undefined here.
-    swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
-    silu_clamped: min(silu(g), limit) clamp(u, -limit, limit).
+    interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first. shared: other
+    ranks have more experts. Assignments to these have expert -1, and their parts are undefined here. swiglu_clamped:
+    (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`. silu_clamped: min(silu(g), limit)
+    clamp(u, -limit, limit).
     """
 
     gate_up: Weight
@@ -129,13 +129,13 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr,  # columns after the last tile of BLOCK_K
 ) -> None:
-    """One tile of an expert's weight times BLOCK_M assignments, and what follows the product."""
+    """Multiply one tile of an expert's weight by BLOCK_M assignments; then bias, activation or routing weight."""
     b_row = b_slot // TOP_K
     p_x += (b_slot if ACT is None else b_row).to(tl.int64)[None, :] * s_x
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     end = K - TAIL_K
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    b_bias, b_weight = 0.0, 1.0  # loaded before the loop, which hides the latency
+    b_bias, b_weight = 0.0, 1.0  # loaded before the loop, to hide the latency
     if p_bias is not None:
         b_bias = tl.load(p_bias + o_bias[:, None], mask=m_n, other=0.0).to(tl.float32)
     if ACT is None:
@@ -188,7 +188,7 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def product_kernel(
-    tile: tl.tensor,  # of this program where another kernel calls; None where launched
+    tile: tl.tensor,  # this program's, if another kernel calls this one; None if launched
     slot: tl.tensor,
     p_x: tl.tensor,  # [T, K], or [A, K] after the first product
     p_w: tl.tensor,  # [E, N, K] at any strides, and scales and zeros: weights by `weight_pointers`
@@ -228,11 +228,12 @@ def product_kernel(
     PDL: tl.constexpr,
     SHARED: tl.constexpr,  # expert -1 is another rank's: nothing is stored for its assignments
 ) -> None:
-    """grid (weight tiles, slots): weight rows as M operand, assignments of one expert as N operand.
+    """grid (weight tiles, slots). Weight rows are the M operand, an expert's assignments the N operand.
 
-    A slot is an expert with a list. At few rows it is an assignment, and needs no list: the program of an expert's
-    first assignment multiplies for all of them, and the others leave. Either way a weight is read once, and an
-    assignment is a column of its own in a product whose sum over K is never cut: no other assignment changes its bits.
+    A slot is an expert with its list of assignments. For few rows it is an assignment, without a list: the program of
+    an expert's first assignment computes all of them, and the expert's other programs exit. Either way a weight is read
+    once. An assignment has its own column in a product whose sum over K is never cut, so other assignments cannot
+    change its bits.
     """
     trigger_next(PDL)
     if tile is None:
@@ -240,8 +241,8 @@ def product_kernel(
     else:
         i_n, i_slot = tile, slot
     o_n = tl.arange(0, BLOCK_N)
-    # rows beyond the weight: of plain ones the last is read instead; a minimum hides from the compiler that neighbours
-    # are neighbours, without which it copies no scales ahead
+    # rows after the weight's end: plain weights read the last row instead. For packed weights a minimum would hide
+    # contiguity from the compiler, which then prefetches no scales
     if ACT is None or INTERLEAVED:
         o_w = i_n * BLOCK_N + o_n
         m_n = (o_w < N)[:, None]
@@ -299,7 +300,7 @@ def _expert_rows(
     s_se: tl.tensor,
     CODE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Pointers [BN, 1] to rows of an expert's weight, their scales and their zeros."""
+    """Pointers [BN, 1] to rows of an expert's weight, and to their scales and zeros."""
     i_expert = i_expert.to(tl.int64)
     p_w = row_pointers(p_w + i_expert * s_we, o_w, s_wn, CODE)
     o_scale = i_expert * s_se + o_w
@@ -308,7 +309,7 @@ def _expert_rows(
 
 @op(reference=reference_apply_experts)
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
-    """x [T, H] -> [T, H]. `few`: without a list; None: as `are_few` says."""
+    """x [T, H] -> [T, H]. `few`: use no list; None: `are_few` decides."""
     products = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
     if len(x):
         for launch in (products.gate_up, products.down):
@@ -317,11 +318,12 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
 
 
 class ExpertLaunch(NamedTuple):
-    """A product of the experts: `tiles` programs for each of `lists` lists, or assignments where there are none."""
+    """Launch of an experts' product: `tiles` programs for each of `lists` lists (or assignments if there are no
+    lists)."""
 
     tiles: int
     lists: int
-    arguments: tuple[Any, ...]  # of `product_kernel`, after its place, up to the constants
+    arguments: tuple[Any, ...]  # of `product_kernel`: after its place, before the constants
     options: dict[str, Any]
 
 
@@ -338,7 +340,7 @@ def are_few(num_rows: int, top_k: int) -> bool:
 
 
 def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
-    """Prepare the launches for x [T, H]; the list of assignments is made at once, unless they are few."""
+    """Prepare the launches for x [T, H]. Unless assignments are few, their list is made now."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]

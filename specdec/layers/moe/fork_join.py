@@ -1,11 +1,12 @@
-r"""A layer with an MLP and experts (Gemma 4): the norms where the residual stream forks, and where the branches join.
+r"""Norms of a layer with an MLP and experts (Gemma 4): where the residual stream forks, and where the branches join.
 
     fork    h = r + post(y);   x_mlp, x_experts, x_router = norm_m(h), norm_e(h), norm_r(h) f
     join    h = (r + post(norm_d(y_mlp) + norm_c(y_experts))) c;   x = pre(h)               c and pre may be absent
 
-y is a product, dtype(sum_s parts[s] + bias), and the parts of the experts are their weighted results in rank order.
-Norms are those of `norm.py`, all in float32; the router's, in transformers a product of three, rounds before its weight
-and before the factor f too. One launch each, one program a row: no result depends on the number of rows.
+y is a product, dtype(sum_s parts[s] + bias); the experts' parts are their weighted results in rank order. Norms are as
+in `norm.py`, all in float32. The router's norm (a product of three factors in transformers) also rounds before its
+weight and before the factor f. Each is one launch with one program per row, so results do not depend on the number of
+rows.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from specdec.layers.product import Product, sum_parts
 
 
 class Fork(NamedTuple):
-    """The residual stream and what reads it, each [M, H]."""
+    """The residual stream and its normed forms, each [M, H]."""
 
     hidden: torch.Tensor
     mlp: torch.Tensor
@@ -84,7 +85,7 @@ def _fork_norm_kernel(
     wait_for_previous(PDL)
 
     b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
-    part_len = num_rows.to(tl.int64) * H  # a multiple of what H is one of
+    part_len = num_rows.to(tl.int64) * H  # has the divisibility of H
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
     b_h = (b_residual + rms_norm(b_h, b_post, H, eps_post, False, DTYPE)).to(DTYPE).to(tl.float32)
     square = tl.sum(b_h * b_h, 0) / H

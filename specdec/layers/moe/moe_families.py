@@ -1,7 +1,7 @@
-"""The routers and experts of transformers' models as `route` and `apply_experts` take them: views, nothing copied.
+"""Describes the routers and experts of transformers' models for `route` and `apply_experts`, as views without copies.
 
-A family is a line of `MIXTURES`: how its router makes scores, and how its experts gate. Everything else modules say
-themselves: how experts are stored (`is_transposed`, `is_concatenated`, `has_bias`), how many are chosen, of which
+A family is a line of `MIXTURES`: how its router computes scores, and how its experts gate. Everything else is read from
+the modules: the storage of experts (`is_transposed`, `is_concatenated`, `has_bias`), how many are chosen, from which
 groups, with which correction, and how their weights are scaled.
 """
 
@@ -19,8 +19,8 @@ from specdec.modules.family_name import family_name
 
 
 class MoeTraits(NamedTuple):
-    """Facts about a mixture that none of its modules states. sigmoid, float_logits: fields of `Router`. clamped:
-    experts with a finite `limit` clamp both the output of `act_fn` and the factor that it gates."""
+    """Facts about a mixture that its modules do not show. sigmoid, float_logits: fields of `Router`. clamped: experts
+    with a finite `limit` clamp both the output of `act_fn` and the gated factor."""
 
     sigmoid: bool = False
     float_logits: bool = False
@@ -47,12 +47,12 @@ MIXTURES = {
     "qwen3_next": MoeTraits(),
     "step3p7": MoeTraits(sigmoid=True, clamped=True),
 }
-"""Folder of a family in transformers, which has one class of routers and one of experts -> its mixture."""
+"""Folder of a family in transformers (with one router class and one experts class) -> its mixture."""
 
 ACTIVATIONS = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
 
 MIN_SUM = 1e-20
-"""Number that DeepSeek's routers add to the sum by which they divide weights."""
+"""The epsilon that DeepSeek's routers add to the divisor of weights."""
 
 
 def _mixture_of(module: nn.Module, ending: str) -> MoeTraits | None:
@@ -61,7 +61,8 @@ def _mixture_of(module: nn.Module, ending: str) -> MoeTraits | None:
 
 
 def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | None:
-    """None: not a router of a family known here. block: the module that calls it, which may hold what others hold."""
+    """The router's description; None: its family is not known. block: the module that calls it, which may hold fields
+    that other routers hold themselves."""
     m: Any = module
     mixture = _mixture_of(module, "Router")
     if mixture is None:
@@ -93,17 +94,17 @@ def _first(holders: list[Any], names: list[str], default: Any) -> Any:
 
 
 def holds_router(module: nn.Module) -> bool:
-    """Is this a router of a family known here? Some keep their weight in float32."""
+    """Is this a router of a known family? Some keep their weight in float32."""
     return _mixture_of(module, "Router") is not None
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Are these experts of a family known here, as transformers has them?"""
+    """Are these transformers' experts of a known family?"""
     return _mixture_of(module, "Experts") is not None
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """None: not experts of a family known here, or with another activation."""
+    """The experts' description; None: their family or activation is not known."""
     m: Any = module
     if isinstance(module, PackedExperts):
         return module.experts

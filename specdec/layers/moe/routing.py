@@ -1,12 +1,13 @@
-r"""Which experts each token goes to: the k that its router prefers, and their weights.
+r"""Routing: the k experts that the router chooses for each token, and their weights.
 
-    l = W_r x + b_r      x: what the router reads, normed by its own norm where it has one (Gemma 4: `fork_join.py`)
+    l = W_r x + b_r      x: the router's input, after its own norm if it has one (Gemma 4: `fork_join.py`)
     s = softmax(l) over all experts, or sigmoid(l)
-    c = s + correction   the k largest are chosen: of all experts, or of those groups whose two largest c sum to most
+    c = s + correction   the k largest are chosen: of all experts, or of the groups with the largest sums of two c
     w = s, divided by the sum of the chosen s (`normalised`); times scaling, times expert_scale
 
-Two launches. Of equal c the lower expert comes first, and the lower group. Logits are float32 (`float_logits`), or
-rounded to the model's dtype as the model rounds them; without a correction a softmax is chosen by its logits.
+It takes two launches. For equal c the lower expert comes first, and the lower group. Logits are float32
+(`float_logits`), or rounded to the model's dtype like the model's. Without a correction, a softmax router chooses by
+logits.
 """
 
 from typing import NamedTuple
@@ -24,19 +25,19 @@ from specdec.layers.product import MAX_SMALL_ROWS, Cut, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
 NONE = tl.constexpr(-(2**31))
-"""Smaller than `_order` of any number."""
+"""Smaller than the `_order` key of any number."""
 
 WIDE_RANGE = 256
-"""Columns of a range, which is one tile, of a router that keeps its weight in float32 while x has 2 bytes."""
+"""Columns of a range (one tile) for a router with a float32 weight and 2-byte x."""
 
 
 class Router(NamedTuple):
     """weight [E, H], bias [E] or None; expert_scale [E] of weights.
 
-    gain: its input is the residual stream, normed so and times `factor`; None: what the experts read.
-    owned: first expert of this rank, and its number of experts; None: it has all.
-    sigmoid, correction [E] float32, scaling: as above. min_sum: lower bound on the divisor of normalised weights.
-    groups, kept_groups: experts are `groups` equal groups, one after the other, and are chosen of `kept_groups`.
+    gain: its input is the residual stream with this norm, times `factor`; None: the experts' input. owned: this rank's
+    first expert and its number of experts; None: all experts. sigmoid, correction [E] float32, scaling: as above.
+    min_sum: lower bound on the divisor of normalised weights. groups, kept_groups: experts form `groups` equal
+    consecutive groups, and are chosen from `kept_groups` of these.
     """
 
     weight: torch.Tensor
@@ -57,9 +58,9 @@ class Router(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Chosen experts [T, k] int32, best first, no expert twice in a row, and their weights [T, k] float32.
+    """Chosen experts [T, k] int32, best first and distinct within a row, and their weights [T, k] float32.
 
-    Of a router with `owned` experts, they are counted from the first of those; -1: an expert of another rank.
+    If the router has `owned` experts, they are counted from the first of these; -1: another rank's expert.
     """
 
     experts: torch.Tensor
@@ -89,7 +90,7 @@ def reference_route(x: torch.Tensor, router: Router) -> Routing:
 
 
 def _reference_keep_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
-    """choice [T, E] -> the same, -inf in groups that are not kept."""
+    """Set choice [T, E] to -inf in groups that are not kept."""
     by_group = choice.unflatten(-1, (router.groups, -1))  # [T, groups, E / groups]
     sums = by_group.topk(2, dim=-1).values.sum(-1)
     kept = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.kept_groups]
@@ -100,14 +101,14 @@ def _reference_keep_groups(choice: torch.Tensor, router: Router) -> torch.Tensor
 
 @triton.jit
 def _order(b_value: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr) -> tl.tensor:
-    """int32 keys in the order of the numbers, NONE where masked: the maximum over a warp is then one instruction. For
-    numbers of 2 bytes a key includes the expert as well, so that of equal numbers the lower expert is larger."""
+    """int32 keys in the order of the numbers, NONE if masked, so that the maximum over a warp is one instruction. For
+    2-byte numbers a key includes the expert: among equal numbers the lower expert has the larger key."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     SHORT: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
     b_bits = tl.where(b_value == 0.0, 0.0, b_value).to(DTYPE).to(SHORT, bitcast=True).to(tl.int32)  # -0 is 0
     b_bits = tl.where(b_bits < 0, b_bits ^ (2 ** (BITS - 1) - 1), b_bits)  # floats ordered as integers
     if BITS == 32:
-        b_bits = tl.maximum(b_bits, NONE + 1)  # a NaN is above NONE, too
+        b_bits = tl.maximum(b_bits, NONE + 1)  # keep NaN above NONE too
     else:
         b_bits = b_bits * 2**BITS + (BLOCK_E - o_e)
     return tl.where(m_e, b_bits, NONE)
@@ -115,7 +116,7 @@ def _order(b_value: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constex
 
 @triton.jit
 def _best(b_order: tl.tensor, o_e: tl.tensor, axis: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Marks the best of `_order` along an axis: of equal numbers the lower expert."""
+    """Mark the best `_order` key along an axis; among equal numbers the lower expert."""
     m_best = b_order == tl.max(b_order, axis, keep_dims=True)
     if DTYPE.primitive_bitwidth == 32:
         m_best &= o_e == tl.min(tl.where(m_best, o_e, 2**31 - 1), axis, keep_dims=True)
@@ -132,7 +133,7 @@ def _keep_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tl.tensor:
-    """b_order [BLOCK_E], of float32 numbers in groups of equal length -> the same, NONE in groups that are not kept."""
+    """b_order [BLOCK_E] of float32 numbers in equal groups -> the same, but NONE in groups that are not kept."""
     BLOCK: tl.constexpr = BLOCK_E // BLOCK_G
     b_left = tl.reshape(b_order, (BLOCK_G, BLOCK))
     b_value = tl.reshape(b_choice, (BLOCK_G, BLOCK))
@@ -163,7 +164,7 @@ def pick_kernel(
     p_weights: tl.tensor,  # [T, top_k] out
     num_rows: tl.tensor,
     num_experts: tl.tensor,
-    first: tl.tensor,  # of the experts of this rank
+    first: tl.tensor,  # first expert of this rank
     num_owned: tl.tensor,
     min_sum: tl.tensor,
     scaling: tl.tensor,
@@ -171,9 +172,9 @@ def pick_kernel(
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
     GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,  # groups
+    KEPT: tl.constexpr,  # number of kept groups
     SHARED: tl.constexpr,  # there are other ranks
-    DTYPE: tl.constexpr,  # of logits
+    DTYPE: tl.constexpr,  # dtype of logits
     SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,  # GROUPS, rounded up to a power of 2
     BLOCK_E: tl.constexpr,  # BLOCK_G times the experts of a group, rounded up likewise
@@ -227,7 +228,7 @@ def pick_kernel(
 
 @op(reference=reference_route)
 def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
-    """x [T, H], normed -> its experts. holds: no later kernel starts before x is written."""
+    """Choose experts for normed x [T, H]. holds: no later kernel starts before x is written."""
     num_rows, num_experts = len(x), len(router.weight)
     in_group = num_experts // router.groups
     assert 1 <= router.top_k <= router.kept_groups * in_group, f"{router.top_k=} {num_experts=} {router.kept_groups=}"
@@ -241,7 +242,7 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
         cut = Cut(triton.cdiv(x.shape[1], WIDE_RANGE), WIDE_RANGE)
         block_m = min(max(16, triton.next_power_of_2(num_rows)), MAX_SMALL_ROWS)
         tiles = Tiles(64, block_m, WIDE_RANGE, 4, 1, MIN_TILE_HEIGHT)
-    # apart: one program for all numbers of rows, so the same bits
+    # apart: the same parts for any number of rows, so the same bits
     logits = linear(x, router.weight, router.bias, cut, tiles=tiles, apart=True, holds=holds)
     block_groups = triton.next_power_of_2(router.groups)
     pick_kernel[(num_rows,)](

@@ -1,1 +1,1 @@
-"""Weights in 4 or 8 bits, in words that kernels unpack in registers."""
+"""Weights in 4 or 8 bits, packed into words that kernels unpack in registers."""

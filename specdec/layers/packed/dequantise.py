@@ -1,4 +1,4 @@
-"""A packed weight as numbers in memory, on a GPU: what a product of many rows hands to the vendor's library."""
+"""Dequantises a packed weight into memory on a GPU, so that the vendor's library can multiply many rows by it."""
 
 import torch
 
@@ -50,7 +50,7 @@ def _dequantise_kernel(
 
 
 def dequantise(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] in `dtype`, on a GPU: for a product of many rows, in memory that it gives back."""
+    """The weight [N, K] in `dtype`, on a GPU, in temporary memory."""
     n, k = weight.shape
     out = torch.empty((n, k), dtype=dtype, device=weight.device)
     block_k = min(128, tile_columns(weight) or 128)

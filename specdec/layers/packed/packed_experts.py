@@ -1,7 +1,7 @@
-"""The experts of a mixture over packed weights: what a quantised checkpoint has in the place of a family's own.
+"""The experts of a mixture with packed weights. In a quantised model they replace the family's experts.
 
-Called as transformers calls its experts, and computes what they compute on the dequantised weights: expert after
-expert, each dequantised for as long as it is used. Fused layers read `experts` and never call it: their kernel is that
+They are called like transformers' experts and compute the same with dequantised weights, expert after expert; each
+expert is dequantised only while it is used. Fused layers read `experts` and never call this module: they use the kernel
 of `layers/moe/experts.py`.
 """
 
@@ -17,7 +17,7 @@ class PackedExperts(nn.Module):
     """x [T, H], the experts of each row [T, k] and their weights [T, k] -> [T, H]. Weights are buffers, as in
     `PackedLinear`.
 
-    experts: what is computed, with `PackedWeight`s. act_fn: the family's own activation, None for `swiglu_clamped`.
+    experts: the description, with `PackedWeight`s. act_fn: the family's activation; None for `swiglu_clamped`.
     """
 
     def __init__(self, experts: Experts, act_fn: nn.Module | None = None) -> None:
@@ -55,7 +55,7 @@ class PackedExperts(nn.Module):
         biases = self._parameters["gate_up_proj_bias"], self._parameters["down_proj_bias"]
         out = torch.zeros_like(hidden_states)
         for expert in indices.unique().tolist():
-            rank, row = torch.where((indices == expert).T)  # in transformers' order, and so with its bits
+            rank, row = torch.where((indices == expert).T)  # transformers' order, for the same bits
             up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
             hidden = self._gate(multiply(hidden_states[row], gate_up[expert], up_bias))
             hidden = multiply(hidden, down[expert], down_bias) * weights[row, rank, None]
@@ -84,7 +84,7 @@ def _packed(experts: Experts) -> tuple[PackedWeight, PackedWeight]:
 
 
 def packed_of(module: nn.Module) -> list[PackedWeight]:
-    """The packed weights that a module holds itself, not those of its children."""
+    """The packed weights of a module itself, without those of its children."""
     if isinstance(module, PackedLinear):
         return [module.packed]
     return [module.packed("gate_up"), module.packed("down")] if isinstance(module, PackedExperts) else []

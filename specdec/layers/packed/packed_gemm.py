@@ -1,16 +1,16 @@
-r"""The product of more than 32 rows of x over a packed weight: a tile of the weight is decoded once for many rows.
+r"""The product of more than 32 rows of x and a packed weight. A weight tile is decoded once for many rows.
 
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]             gated: y[m, n] = act(g) u, as in `linear.py`
 
-The weight is the M operand of the tensor core's instruction and stays in the registers where it was decoded, as in
-`gemm_small`; rows of x are its N operand and come by tensor descriptors, which leave the registers to a larger tile.
-The tensor core waits while a program decodes, so two or three programs run on a multiprocessor where they fit.
+The weight is the M operand of the tensor core and stays in the registers where it was decoded, as in `gemm_small`. Rows
+of x are the N operand, loaded by tensor descriptors, which leave more registers for a larger tile. The tensor core
+waits while a program decodes, so two or three programs run per multiprocessor if they fit.
 
-The last tile of rows begins where it ends with the last row, and computes some rows again: a descriptor that reads past
-the end of x is slower (by tiles of 128 rows, 192 rows took 1.5 times as long as 256).
+The last row tile ends with the last row, and so recomputes some rows: a descriptor that reads past the end of x is
+slower (in tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
-A sum over a range of K has the bits that `gemm_small` gives it, whatever the tile (`packed_launch.py`): in order,
-ranges are those of `gemm_small`, programs of their own or added up by one.
+A sum over a range of K has the bits of `gemm_small` for any tile (`packed_launch.py`). In order, the ranges are those
+of `gemm_small`; each has a program, or one program adds all ranges.
 """
 
 import torch
@@ -28,7 +28,7 @@ from specdec.layers.product import Product
 @triton.jit(do_not_specialize=["num_rows"])
 def packed_gemm_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
-    d_tail: tl.tensor,  # of the same, tiles [TAIL_M, BK], or None
+    d_tail: tl.tensor,  # descriptor of the same, tiles [TAIL_M, BK], or None
     p_w: tl.tensor,  # words of [N, K], and scales and zeros: a weight by `weight_pointers`
     p_scales: tl.tensor,
     p_zeros: tl.tensor,

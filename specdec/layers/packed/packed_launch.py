@@ -1,9 +1,9 @@
-r"""How a product of more than 32 rows over a packed weight is cut: tiles, ranges of K, or not here at all.
+r"""Chooses tiles and ranges of K for a product of more than 32 rows and a packed weight, or another kernel.
 
-Three things bound it: the tensor core, which waits while its program decodes; how evenly programs lie on the
-multiprocessors; and in any order the parts of a sum, which the next kernel adds up. A model has two figures for each
-tile and form of a weight, timed on an H100, and what takes least time by it is taken. Bits of a sum over one range of K
-do not depend on the tile, so in order tiles are chosen alike, and only the ranges are told.
+Three things bound its time: the tensor core, which waits while its program decodes; how evenly programs are spread over
+the multiprocessors; and, in any order, the parts that the next kernel adds. A time model has two figures for each tile
+and form of a weight, timed on an H100, and the fastest choice is taken. The bits of a sum over one range of K do not
+depend on the tile. So in order, tiles are chosen in the same way, with given ranges.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from specdec.layers.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, Cut, Tiles
 
 
 class Pace(NamedTuple):
-    """How fast programs of one tile are on an H100, of which a multiprocessor runs `programs` at once.
+    """Speed of programs with one tile on an H100, where a multiprocessor runs `programs` of them at once.
 
-    Microseconds of 128 columns: `alone` of a lone program, `each` for each of several.
+    Microseconds for 128 columns: `alone` for a single program, `each` for each of several.
     """
 
     programs: int
@@ -33,8 +33,8 @@ class Pace(NamedTuple):
     each: float
 
     def microseconds(self, programs: int) -> float:
-        """Microseconds for 128 columns of this number of programs on one multiprocessor, in turn if they do not fit at
-        once."""
+        """Microseconds for 128 columns with this number of programs on one multiprocessor; if they do not fit at once,
+        they run in turn."""
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 
@@ -60,61 +60,61 @@ PACES: dict[Tiles, dict[str, Pace]] = {
     Tiles(128, 128, 128, 4, 3, 128): {"4 bits": Pace(1, 0.92, 0.92)},
     Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {"4 bits": Pace(1, 1.25, 1.19), "8 bits": Pace(1, 1.26, 1.26)},
 }
-"""Tiles that were the fastest for some of eight weights and 48 to 640 rows, by the form of a weight: what the model
-chooses takes 2 % longer than the fastest of those that were timed, on average, and 15 % at most."""
+"""Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. The model's choice
+takes on average 2 %, and at most 15 %, longer than the fastest timed tile."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
-"""Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `gemm_small` is as
-fast."""
+"""Tiles that leave registers for a second sum, to which a program adds the sum of each range. For 8 bits `gemm_small`
+is as fast."""
 
 LIBRARY_ROWS = 1024
-"""Rows of x above which a product in any order is the vendor's library's."""
+"""Above this many rows of x, products in any order use the vendor's library."""
 
 BLOCK_ROWS = 256
-"""Rows of x above which one in order over 8 bits with scales of blocks is `gemm_small`'s."""
+"""Above this many rows of x, products in order with 8-bit weights and block scales use `gemm_small`."""
 
 RANGES = (1, 2, 3, 4, 6, 8)
-"""Numbers of ranges of K in any order."""
+"""Possible numbers of ranges of K in any order."""
 
 MIN_RANGE = 512
-"""Columns of such a range at least."""
+"""Minimum columns of such a range."""
 
 MAX_PART_ROWS = 2048
-"""Rows of all parts of a sum at most: more would take much memory."""
+"""Most rows of all parts of a sum together: more would take much memory."""
 
 BANDWIDTH = 2.8e6
-"""Bytes a microsecond of the memory."""
+"""Memory bandwidth in bytes per microsecond."""
 
 L2_BANDWIDTH = 6e6
-"""Bytes a microsecond of the L2 cache."""
+"""L2 cache bandwidth in bytes per microsecond."""
 
 ARITHMETIC = 7e8
-"""Operations a microsecond of the vendor's products."""
+"""Operations per microsecond of the vendor's products."""
 
 BESIDES = 10 << 10
-"""Bytes of shared memory for scales, and for what a program stores."""
+"""Bytes of shared memory for scales and for a program's stores."""
 
 LAUNCH = 2.0
-"""Microseconds to begin and end a program."""
+"""Microseconds to start and end a program."""
 
 PARTS = 1.0
-"""Microseconds for parts that the next kernel adds up, whatever their size."""
+"""Fixed microseconds for parts that the next kernel adds."""
 
 LIBRARY = 6.0
-"""Microseconds for two launches more."""
+"""Microseconds for two additional launches."""
 
 DEEP_RANGE = 2560
-"""Columns of a range above which a program of `gemm_small` has four tiles on their way, otherwise three."""
+"""If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
 
 SHORT_RANGE = 1280
-"""Columns of a range up to which it reads int4 in small groups of a high weight by tiles of 128 columns, not 256."""
+"""Up to this many columns per range it reads a high int4 weight with small groups in tiles of 128 columns, not 256."""
 
 REGISTERS = 128
-"""Registers of a thread of it at most, where that makes room for one more program on a multiprocessor."""
+"""Its limit of registers per thread, if that makes room for one more program on a multiprocessor."""
 
 
 def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: torch.dtype) -> Tiles:
-    """Tiles of `gemm_small`, whole ones: unpacking rows that a tile has not costs as much as those that it has."""
+    """Full tiles of `gemm_small`: unpacking absent rows of a tile costs as much as real ones."""
     fixed = tile_columns(weight)
     if dtype == torch.float32:
         return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
@@ -133,14 +133,14 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: to
 
 
 def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:
-    """Is this a packed weight, and x, that the kernel can multiply fast?"""
+    """Can the kernel multiply this x by this packed weight fast?"""
     if not isinstance(weight, PackedWeight) or len(x) <= MAX_SMALL_ROWS or not is_described(x):
         return False
     return INTERPRETED or is_fast(weight, x.dtype)
 
 
 class PackedShape(NamedTuple):
-    """A packed weight [n, k]. group: columns with one scale that a tile has, 0: none."""
+    """A packed weight [n, k]. group: columns per scale within a tile; 0: tiles have no scales."""
 
     n: int
     k: int
@@ -157,7 +157,7 @@ class PackedShape(NamedTuple):
 
 
 class PackedLaunch(NamedTuple):
-    """One launch. summed: a program adds up the ranges of K; otherwise they are programs of their own."""
+    """One launch. summed: one program adds all ranges of K; otherwise each range has a program."""
 
     tiles: Tiles
     cut: Cut
@@ -171,7 +171,8 @@ class PackedLaunch(NamedTuple):
 def choose_packed_rows(
     num_rows: int, weight: PackedWeight, device: torch.device, *, gated: bool = False, cut: Cut | None = None
 ) -> PackedLaunch | None:
-    """cut: the ranges of K, in order; None: any, in any order. None where others are faster, or no tiles fit."""
+    """Choose the launch. cut: the ranges of K, in order; None: any order. Returns None if other kernels are faster or
+    no tiles fit."""
     if cut is None and num_rows > LIBRARY_ROWS:
         return None
     if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
@@ -188,7 +189,7 @@ def _choose(
     took = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in PACES
-        if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # rows that are not there take longer than others
+        if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # absent rows take longer than real ones
         for launch in _launches(num_rows, shape, tiles, gated, cut)
     }
     if not took or (cut is None and min(took.values()) > _library_microseconds(num_rows, shape)):
@@ -232,6 +233,6 @@ def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multi
 
 
 def _library_microseconds(num_rows: int, shape: PackedShape) -> float:
-    """Dequantised into memory, which is read again."""
+    """Time of the library: the weight is dequantised into memory and read again."""
     whole = 2 * shape.n * shape.k
     return LIBRARY + (shape.nbytes + whole) / BANDWIDTH + max(whole / BANDWIDTH, whole * num_rows / ARITHMETIC)

@@ -1,6 +1,7 @@
-"""`nn.Linear` over a packed weight: what a quantised checkpoint has in its place.
+"""`nn.Linear` with a packed weight, for quantised checkpoints.
 
-Unfused, and on a CPU, it dequantises its weight in each forward. Fused layers read `packed` and never call it.
+Without fused layers, and on a CPU, it dequantises its weight in each forward. Fused layers read `packed` and never call
+it.
 """
 
 import torch

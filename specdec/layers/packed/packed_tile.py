@@ -1,11 +1,13 @@
-r"""A tile of a packed weight, from its words to the operand of the tensor core, in registers.
+r"""Unpacks a tile of a packed weight from its words into the operand of the tensor core, in registers.
 
-    w = dtype(float32(number) * float32(scale))          as `packed_weight.py` says, rounded once
+    w = dtype(float32(number) * float32(scale))          see `packed_weight.py`; rounded once
 
-The words lie in the order of the operand, so no number moves between lanes: `FAST` is that in a few instructions a word
-(`unpack_asm.py`), on Hopper and later; elsewhere, and in the interpreter, plain operations give the same bits.
+Words are stored in the order of the operand, so no number moves between lanes. `FAST` unpacks a word in a few
+instructions (`unpack_asm.py`), on Hopper and later; elsewhere, and in the interpreter, plain operations give the same
+bits.
 
-Scales of 8 bits are no part of a tile: they multiply sums, of a block of columns (GROUP) or of a whole row (GROUP 0).
+Scales of 8-bit weights are not applied to a tile: they multiply the sum over a block of columns (GROUP) or over a whole
+row (GROUP 0).
 """
 
 from typing import Any
@@ -30,8 +32,8 @@ SIGNS_, MAGNITUDES_ = tl.constexpr(SIGNS), tl.constexpr(MAGNITUDES)
 
 
 def weight_pointers(weight: Weight) -> tuple[Any, Any, Any, int, int]:
-    """A weight as kernels take it: numbers or words, scales, zeros, the stride of a row of the first (of words: in
-    fours, so that a compiler knows it is a multiple) and of the second."""
+    """A weight's kernel arguments: numbers or words, scales, zeros, and the row strides of the first two (of words in
+    units of four, so that the compiler knows the divisibility)."""
     if not isinstance(weight, PackedWeight):
         return weight, None, None, weight.stride(-2), 0
     assert weight.words.stride(-1) == weight.scales.stride(-1) == 1, f"{weight.words.stride()=}"
@@ -41,7 +43,7 @@ def weight_pointers(weight: Weight) -> tuple[Any, Any, Any, int, int]:
 
 
 def weight_constants(weight: Weight, dtype: torch.dtype) -> dict[str, Any]:
-    """CODE, GROUP and FAST of kernels: the code, with "-zeros" where there are some; None: not packed."""
+    """Kernel constants CODE, GROUP and FAST. The code ends with "-zeros" if the weight has zeros; None: not packed."""
     if not isinstance(weight, PackedWeight):
         return {"CODE": None, "GROUP": 0, "FAST": False}
     code = weight.code if weight.zeros is None else f"{weight.code}-zeros"
@@ -49,14 +51,14 @@ def weight_constants(weight: Weight, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def tile_columns(weight: Weight) -> int:
-    """Columns of a tile, whatever the number of rows of x, where that is part of the bits: 0 where it is not."""
+    """Columns of a tile for any number of rows of x, if they affect bits; 0 if they do not."""
     if not isinstance(weight, PackedWeight) or weight.code != "e4m3" or weight.has_row_scales:
         return 0
     return weight.group
 
 
 def runs_in_tiles(weight: Weight) -> bool:
-    """Have kernels tiles for the groups of this weight?"""
+    """Do kernels have tiles for the groups of this weight?"""
     if not isinstance(weight, PackedWeight) or weight.has_row_scales:
         return True
     return weight.group in (16, 32, 64, 128)
@@ -64,21 +66,21 @@ def runs_in_tiles(weight: Weight) -> bool:
 
 @triton.constexpr_function
 def scale_step(block_n: int, block_k: int, group: int) -> int:
-    """Columns for which a tile loads a scale: a group's, or 32, the same scale again, where those of groups are fewer
-    than the 4 bytes for each of 128 threads that make an asynchronous copy."""
+    """Columns per loaded scale: those of a group, or 32 (repeating scales) if the groups' scales are fewer than the 4
+    bytes per thread for 128 threads that an asynchronous copy needs."""
     return group if block_n * (block_k // group) >= 256 else min(group, 32)
 
 
 @triton.jit
 def row_pointers(p_w: tl.tensor, o_n: tl.tensor, s_w: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
-    """[BN, 1], for rows `o_n` [BN] of a weight."""
+    """Pointers [BN, 1] to rows `o_n` [BN] of a weight."""
     stride = s_w if CODE is None else s_w * 4
     return p_w + o_n.to(tl.int64)[:, None] * stride
 
 
 @triton.jit
 def scale_pointers(p_scales: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
-    """[BN, 1]: to the first scale of rows `o_n` [BN]; never read where CODE is None."""
+    """Pointers [BN, 1] to the first scales of rows `o_n` [BN]; never read if CODE is None."""
     p_tile = o_n[:, None]
     if CODE is not None:
         p_tile = p_scales + p_tile
@@ -87,7 +89,7 @@ def scale_pointers(p_scales: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> t
 
 @triton.jit
 def zero_pointers(p_zeros: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
-    """[BN, 1]: to the first zero of rows `o_n` [BN]; read only where CODE is int4-zeros."""
+    """Pointers [BN, 1] to the first zeros of rows `o_n` [BN]; read only if CODE is int4-zeros."""
     p_tile = o_n[:, None]
     if CODE == "int4-zeros":
         p_tile = p_zeros + p_tile
@@ -100,14 +102,15 @@ def weight_rows(
     p_scales: tl.tensor,
     p_zeros: tl.tensor,
     i_n: tl.tensor,
-    tile_rows: tl.tensor,  # of a packed weight all of a tile, whatever this says
+    tile_rows: tl.tensor,  # ignored for a packed weight: all rows of the tile
     N: tl.tensor,
     s_w: tl.tensor,
     CODE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,  # of the weight, from each of which a tile has as many rows
+    PARTS: tl.constexpr,  # number of parts of the weight; a tile has equally many rows of each
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Pointers [BN, 1] to rows of tile `i_n`, their scales and zeros; masks of rows to read, and of rows that exist."""
+    """Pointers [BN, 1] to the rows of tile `i_n`, their scales and zeros; masks of the rows to read and of existing
+    rows."""
     o_n = tl.arange(0, BLOCK_N)
     first = i_n * tile_rows if CODE is None else i_n * (BLOCK_N // PARTS)
     o_part = first + o_n % (BLOCK_N // PARTS)
@@ -135,7 +138,7 @@ def load_tile(
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Columns [i_k, i_k + BLOCK_K) of a weight, [BN, BK]; 0 from `end` on."""
+    """Load columns [i_k, i_k + BLOCK_K) of a weight, [BN, BK]; 0 from `end` on."""
     if CODE is None:
         last = i_k + BLOCK_K if EVEN_K else end
         o_k = i_k + tl.arange(0, BLOCK_K)
@@ -163,15 +166,15 @@ def load_words(
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A tile of a packed weight as it lies in memory: words [BN, words], scales and zeros [BN, groups].
+    """Load a tile of a packed weight without unpacking: words [BN, words], scales and zeros [BN, groups].
 
-    A code without scales in a tile, or without zeros, returns another of the tensors there; nothing reads it."""
+    If a code has no scales in a tile, or no zeros, another tensor is returned in their place and not read."""
     last = i_k + BLOCK_K if EVEN_K else end
     PER_WORD: tl.constexpr = 4 if CODE == "e4m3" else 8
     WORDS: tl.constexpr = BLOCK_K // PER_WORD
     first = tl.multiple_of(i_k // PER_WORD, WORDS)
     o_word = tl.arange(0, WORDS)
-    m_word = o_word // 4 < (WORDS // 4 if EVEN_K else (end - i_k) // (4 * PER_WORD))  # all of four words, or none
+    m_word = o_word // 4 < (WORDS // 4 if EVEN_K else (end - i_k) // (4 * PER_WORD))  # four words at a time
     b_words = tl.load(p_w + (first + o_word)[None, :], mask=m_w & m_word[None, :], other=0)
     b_scales = b_words
     if CODE != "e4m3":
@@ -195,7 +198,7 @@ def unpack_tile(
     FAST: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """[BN, BK]"""
+    """Unpack loaded words -> [BN, BK]."""
     if CODE == "e4m3":
         b_tile = _e4m3_tile(b_words, FAST, DTYPE)
     else:
@@ -213,7 +216,7 @@ def scale_sum(
     FAST: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """The sum over a range of K, with what tiles of a packed weight leave to it."""
+    """Apply to the sum over a range of K the factors that unpacking left out."""
     if CODE == "e4m3" and GROUP == 0:
         b_sum = _rounded_product(b_sum, tl.load(p_scales, mask=m_n, other=0.0).to(tl.float32))
     elif CODE is not None and CODE != "e4m3" and FAST and tl.bfloat16 == DTYPE:
@@ -223,7 +226,7 @@ def scale_sum(
 
 @triton.jit
 def _rounded_product(b_x: tl.tensor, b_scale: tl.tensor) -> tl.tensor:
-    """x times a scale [BN, 1], rounded: whether it is stored or added next, which a compiler would do in one step."""
+    """x times a scale [BN, 1], always rounded: the compiler must not fuse it with a following addition."""
     if INTERPRETED_:
         b_out = b_x * b_scale
     else:
@@ -251,11 +254,11 @@ def multiply_tile(
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """b_sum + w x, the product scaled where a tile has one scale a row."""
+    """b_sum + w x; the product is scaled if a tile has one scale per row."""
     if CODE == "e4m3" and GROUP > 0:
         b_scale = tl.load(p_scales + i_k // GROUP * s_scales, mask=m_n, other=0.0).to(tl.float32)  # [BN, 1]
         b_sum += _rounded_product(tl.dot(b_w, b_x, input_precision="ieee"), b_scale)
-    elif b_w.dtype != b_x.dtype:  # float32 times 2 bytes: three pieces that are together all of a number
+    elif b_w.dtype != b_x.dtype:  # float32 times 2-byte: split each float32 into three exact pieces
         b_high = b_w.to(b_x.dtype)
         b_rest = b_w - b_high.to(tl.float32)
         b_middle = b_rest.to(b_x.dtype)
@@ -270,11 +273,11 @@ def multiply_tile(
 
 @triton.jit
 def _waited_for(b_sum: tl.tensor) -> tl.tensor:
-    """Returns the sum by an instruction that reads it, so that the tensor core is waited for in this iteration of a
-    loop.
+    """Return the sum through an instruction that reads it, so that the loop iteration waits for the tensor core.
 
-    Its operand lies in registers. Triton (3.6, 3.9) leaves the last instructions of an iteration under way while the
-    next one unpacks its tile, and ptxas gives their registers to it: at 128 rows of x sums were wrong now and then."""
+    The tensor core's operand is in registers. Triton (3.6, 3.9) lets the last instructions of an iteration run while
+    the next iteration unpacks its tile, and ptxas reuses their registers: with 128 rows of x, sums were sometimes
+    wrong."""
     if not INTERPRETED_:
         b_sum = tl.inline_asm_elementwise(
             asm="mov.b32 $0, $1;", constraints="=r,r", args=[b_sum], dtype=tl.float32, is_pure=True, pack=1
@@ -336,7 +339,7 @@ def _tile_of_4_bits(
 
 @triton.jit
 def _spread(b_groups: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """[BN, groups] -> [BN, WIDTH], each repeated."""
+    """Repeat each value: [BN, groups] -> [BN, WIDTH]."""
     BLOCK_N: tl.constexpr = b_groups.shape[0]
     GROUPS: tl.constexpr = b_groups.shape[1]
     b_wide = tl.broadcast_to(b_groups[:, :, None], (BLOCK_N, GROUPS, WIDTH // GROUPS))
@@ -345,7 +348,7 @@ def _spread(b_groups: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _number(b_words: tl.tensor, NUMBER: tl.constexpr, HALF: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
-    """float32, number 2 a + b of the half word that begins at bit HALF; `int4` before its zero is taken off."""
+    """Number 2 a + b of the half word that begins at bit HALF, in float32; `int4` without subtracting its zero."""
     if CODE == "e2m1":
         SIGN: tl.constexpr = SIGNS_[NUMBER] + HALF
         LOW: tl.constexpr = MAGNITUDES_[NUMBER] + HALF
@@ -380,7 +383,7 @@ def _e4m3_tile(b_words: tl.tensor, FAST: tl.constexpr, DTYPE: tl.constexpr) -> t
 
 @triton.jit
 def _e4m3(b_half: tl.tensor, NUMBER: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """A number of the lower half word: where a bfloat16 has its bits they are 2^-120 times the number."""
+    """A number of the lower half word. Its bits, moved to bfloat16's places, are 2^-120 times the number."""
     if NUMBER == 0:
         b_bits = b_half & 0x87F0
     else:

@@ -1,4 +1,4 @@
-r"""A weight in 4 or 8 bits a number: words of 32 bits, and a scale for each group of columns.
+r"""A packed weight: numbers of 4 or 8 bits in 32-bit words, and a scale for each group of columns.
 
     w[n, k] = dtype(float32(number[n, k]) * float32(scales[k // group, n]))
 
@@ -7,13 +7,14 @@ r"""A weight in 4 or 8 bits a number: words of 32 bits, and a scale for each gro
     e2m1    4      MXFP4's, 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
     e4m3    8      FP8's (`torch.float8_e4m3fn`)
 
-Numbers lie in a word in the order in which a lane of the tensor core's instruction holds them, so that a kernel moves
-none of them between lanes. With a, b, c in 0, 1, word 4 J + t of a row has
+A word holds numbers in the order in which a lane of the tensor core needs them, so that a kernel moves no number
+between lanes. With a, b, c in {0, 1}, word 4 J + t of a row has
     int4    k = 32 J + 16 a + 8 b + 2 t + c    at bit  4 (2 a + b) + 16 c
-    e2m1    likewise                           its sign at bit SIGNS[2 a + b] + 16 c, the rest from MAGNITUDES[..] on,
-                                               so that few shifts bring both where a bfloat16 has them
-    e4m3    k = 16 J + 8 b + 2 t + c           each piece of it, from its lowest bit on, at bit PLACES[b] + 16 c
-Scales lie [K / group, N]: a tile reads those of its rows as one piece.
+    e2m1    the same k                         its sign at bit SIGNS[2 a + b] + 16 c, the rest from MAGNITUDES[..] on,
+                                               so that few shifts move both to bfloat16's places
+    e4m3    k = 16 J + 8 b + 2 t + c           each of its pieces, from the lowest bit on, at bit PLACES[b] + 16 c
+
+Scales are stored as [K / group, N]: a tile reads those of its rows in one piece.
 """
 
 from collections.abc import Iterator
@@ -31,13 +32,14 @@ BLOCK = {4: 32, 8: 16}
 """Columns whose numbers share words."""
 
 MAX_GROUP = 64
-"""Largest group of weights in 4 bits. A coarser scale is repeated, so that each thread of a program has one to copy."""
+"""Largest group for 4-bit weights. A coarser scale is repeated, so that each thread of a program has one to copy."""
 
 SIGNS, MAGNITUDES = (15, 12, 14, 13), (6, 3, 9, 0)
 
 PLACES = (((0, 7, 4), (7, 1, 15)), ((0, 4, 0), (4, 3, 12), (7, 1, 11)))
-"""Pieces of a number of 8 bits, for b = 0 and 1: its lowest bit, how many, and where they lie in a half word. Those of
-the first are where a bfloat16 has its sign and the ends of exponent and mantissa; of the second, two shifts away."""
+"""Pieces of an 8-bit number for b = 0 and 1: lowest bit, number of bits, and place in a half word. Pieces of the first
+number are where bfloat16 has its sign and the ends of exponent and mantissa; those of the second are two shifts away.
+"""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -46,8 +48,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class PackedWeight:
     """A weight [N, K], or the weights [E, N, K] of experts.
 
-    words: int32 [.., N, K bits / 32]. scales: floating [.., K / group, N]. zeros: like the scales, whole numbers 0..16,
-    int4 only; None: 8. group: consecutive columns with one scale; K: one scale a row.
+    words: int32 [.., N, K bits / 32]. scales: floating [.., K / group, N]. zeros: shaped like scales, whole numbers
+    0..16, int4 only; None: 8. group: consecutive columns per scale; K: one scale per row.
     """
 
     code: str
@@ -72,11 +74,11 @@ class PackedWeight:
 
     @property
     def has_row_scales(self) -> bool:
-        """8 bits and one scale a row: a product applies it to its float32 sum, not to the numbers."""
+        """Is it 8-bit with one scale per row? A product then scales its float32 sum, not the numbers."""
         return self.code == "e4m3" and self.group == self.shape[-1]
 
     def with_repeated_scales(self) -> "PackedWeight":
-        """Returns the weight with groups of at most MAX_GROUP columns; a weight of 8 bits stays as it is."""
+        """Returns the weight with groups of at most MAX_GROUP columns; an 8-bit weight is returned unchanged."""
         if BITS[self.code] != 4 or self.group <= MAX_GROUP:
             return self
         group = gcd(self.group, MAX_GROUP)
@@ -93,11 +95,11 @@ class PackedWeight:
 
 
 Weight = torch.Tensor | PackedWeight
-"""A weight [N, K] that products accept."""
+"""A weight [N, K] for products, plain or packed."""
 
 
 def pack_words(numbers: torch.Tensor, code: str) -> torch.Tensor:
-    """numbers: uint8 [N, K], each in its lowest bits, K a multiple of `BLOCK` -> words int32 [N, K bits / 32]."""
+    """Pack uint8 numbers [N, K] (in their lowest bits; K a multiple of `BLOCK`) into words int32 [N, K bits / 32]."""
     num_rows, num_columns = numbers.shape
     block = BLOCK[BITS[code]]
     assert num_columns % block == 0, f"{numbers.shape=} {code=}"
@@ -118,8 +120,8 @@ def unpack_words(words: torch.Tensor, code: str) -> torch.Tensor:
 
 
 def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-    """Views [N, blocks, 4] of numbers that lie alike in their words: the lowest bit of a number that lies there, a mask
-    of those that do, and where it lies."""
+    """Views [N, blocks, 4] of numbers with equal places in their words. With each: lowest bit of the piece, its mask,
+    and its place."""
     if code == "e4m3":
         pairs = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
         for b, c in product((0, 1), (0, 1)):
@@ -137,7 +139,7 @@ def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, in
 
 
 def numbers_of(weight: PackedWeight) -> torch.Tensor:
-    """float32 [N, K], before their scales."""
+    """The numbers without scales, float32 [N, K]."""
     raw = unpack_words(weight.words, weight.code)
     if weight.code == "e4m3":
         return raw.view(torch.float8_e4m3fn).float()
@@ -151,7 +153,7 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
 
 
 def in_groups(numbers: torch.Tensor, group: int) -> torch.Tensor:
-    """A view [N, K / group, group] of [N, K]."""
+    """View [N, K] as [N, K / group, group]."""
     return numbers.view(len(numbers), -1, group)
 
 
@@ -168,7 +170,7 @@ def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [.., K] W^T + bias -> [.., N], by the dequantised weight."""
+    """x [.., K] W^T + bias -> [.., N], with the dequantised weight."""
     if not isinstance(weight, PackedWeight):
         return F.linear(x, weight, bias)
     if not weight.has_row_scales:

@@ -1,11 +1,12 @@
-"""A word of packed numbers to the tensor core's operand in a few instructions, as PTX.
+"""PTX that unpacks a word of packed numbers into the tensor core's operand in a few instructions.
 
-Of 4 bits in bfloat16, numbers are masked where they are: 4 bits at the bottom of a half word, or above those, are the
-subnormal number q 2^-133 or q 2^-129, so that one multiplication and addition, rounded once, makes q s - 8 s (8 s is a
-bfloat16, which 136 s of the usual trick, 128 + q less 136, is not). All are scaled by 2^-32 on the way: then nothing
-over- or underflows for scales of 2^-90 to 2^26, and the sum takes it back.
+4-bit numbers for bfloat16 are masked in place. The lowest 4 bits of a half word are the subnormal number q 2^-133, the
+next 4 bits q 2^-129, so one fma (rounded once) gives q s - 8 s. (8 s is exact in bfloat16; 136 s of the usual trick,
+128 + q minus 136, is not.) All numbers are scaled by 2^-32, so that nothing over- or underflows for scales of 2^-90 to
+2^26; the sum undoes it.
 
-$0, $1, ... are the numbers (16 bits each, in the order of `packed_tile.py`), then come the word, its scale, its zero.
+$0, $1, ... are the numbers (16 bits each, in the order of `packed_tile.py`), followed by the word, its scale and its
+zero.
 """
 
 import torch
@@ -14,7 +15,7 @@ from specdec.gpu.triton_shim import INTERPRETED, tl
 from specdec.layers.packed.packed_weight import BITS, BLOCK, MAGNITUDES, SIGNS, PackedWeight
 
 LARGE = tl.constexpr(2.0**32)
-"""Factor for sums over numbers of 4 bits in bfloat16."""
+"""Factor for sums over 4-bit numbers in bfloat16."""
 
 
 def _asm(lines: list[str], registers: str) -> str:
@@ -47,7 +48,7 @@ def _int4_zeros_bf16() -> str:
 
 
 def _int4_fp16(zeros: bool) -> str:
-    """1024 + q, or 1024 + 16 q, less what is not (q - z)."""
+    """Make 1024 + q or 1024 + 16 q, then subtract all but q - z."""
     lines = ["mov.b32 s, {$9, $9}"]
     if zeros:  # 1024 + z and -(64 + z)
         lines += ["mov.b32 z, {$10, $10}", "mov.b32 y, 0x64006400", "add.f16x2 y, y, z"]
@@ -66,7 +67,7 @@ def _int4_fp16(zeros: bool) -> str:
 
 
 def _e2m1_bf16() -> str:
-    """Sign and magnitude go where bfloat16 has its sign and the end of its exponent: 2^-126 times the number."""
+    """Move sign and magnitude to bfloat16's sign and the low end of its exponent: 2^-126 times the number."""
     lines = ["mov.b32 s, {$9, $9}", "mov.b32 a, 0x6e806e80", "mul.bf16x2 s, s, a"]  # 2^(126 - 32)
     for number, (sign, low) in enumerate(zip(SIGNS, MAGNITUDES, strict=True)):
         if 15 - sign == 6 - low:
@@ -80,7 +81,7 @@ def _e2m1_bf16() -> str:
 
 
 def _e4m3_bf16() -> str:
-    """Sign and magnitude go where bfloat16 has its sign and the end of its exponent: 2^-120 times the number."""
+    """Move sign and magnitude to bfloat16's sign and the low end of its exponent: 2^-120 times the number."""
     lines = ["mov.b32 m, 0x7b807b80", "and.b32 d, $4, 0x87f087f0", "mul.bf16x2 d, d, m", _outputs(0)]
     lines += ["shl.b32 a, $4, 4", "and.b32 a, a, 0x80f080f0", "shr.u32 d, $4, 4"]
     lines += ["lop3.b32 d, d, 0x07000700, a, 0xea", "mul.bf16x2 d, d, m", _outputs(1)]
@@ -93,12 +94,12 @@ E2M1_BF16, E4M3_BF16 = tl.constexpr(_e2m1_bf16()), tl.constexpr(_e4m3_bf16())
 
 
 def is_fast(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Is there an assembly form for numbers of this weight in this dtype, here? Never asks for the number of rows."""
+    """Is there an assembly form for this weight and dtype on this device? It does not depend on the number of rows."""
     if INTERPRETED or weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) < (9, 0):
         return False
     if weight.code == "e4m3":
         return dtype == torch.bfloat16
     if weight.group % BLOCK[BITS[weight.code]]:
-        return False  # numbers of one word would have different scales
+        return False  # one word's numbers would have different scales
     known = (torch.bfloat16, torch.float16) if weight.code == "int4" else (torch.bfloat16,)
     return weight.scales.dtype == dtype and dtype in known

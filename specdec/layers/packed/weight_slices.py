@@ -1,8 +1,8 @@
-"""Rows and columns of weights, packed or not, that several devices share: views, until they are joined elsewhere.
+"""Rows and columns of weights (packed or not) for several devices: views until they are joined on a device.
 
-Stacked     weights [N_0, K], [N_1, K], .. that are read as one [N, K], and still lie apart, as in a checkpoint
-rows_of     a rank's rows of each of some consecutive sections of rows: of the q, k and v heads, of gate and up
-joined      one weight again, in memory of its own where there was more than one piece
+Stacked     weights [N_0, K], [N_1, K], .. that are read as one [N, K] but stored separately, as in a checkpoint
+rows_of     a rank's rows of each of several sections: of the q, k and v heads, of gate and up
+joined      one weight again, in new memory if there were several pieces
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ import torch
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 
 Put = Callable[..., torch.Tensor]
-"""put(pieces, dim=0): tensors that follow each other along `dim`, as one, to where a rank has it."""
+"""put(pieces, dim=0): join tensors along `dim` and place the result on a rank's device."""
 
 
 class StackedWeights:
-    """Weights [N_i, K] of one form, or biases [N_i], whose rows follow each other. `map_tensors` looks into none."""
+    """Weights [N_i, K] of one form, or biases [N_i], with consecutive rows. `map_tensors` does not descend into it."""
 
     def __init__(self, parts: Sequence[Weight]) -> None:
         self.parts = tuple(parts)
@@ -36,8 +36,8 @@ def is_packed(weight: Weight | StackedWeights) -> bool:
 def rank_rows(
     weight: Weight | StackedWeights, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
 ) -> StackedWeights:
-    """The rows that one of `count` ranks has of each of these sections, which are divided into this many parts: one a
-    rank, or fewer, each on several consecutive ranks. None: one a rank."""
+    """The rows of each section that one of `count` ranks has. parts: how many parts each section has: one per rank, or
+    fewer, each on several consecutive ranks. None: one per rank."""
     pieces: list[Weight] = []
     first = 0
     for section, num_parts in zip(sections, parts or [count] * len(sections), strict=True):
@@ -50,7 +50,7 @@ def rank_rows(
 
 
 def range_of(weight: Weight | StackedWeights, rows: slice) -> list[Weight]:
-    """These rows, in pieces: a view of each part that has some of them."""
+    """These rows as pieces: a view of each part that has some of them."""
     found: list[Weight] = []
     begin = 0
     for part in weight.parts if isinstance(weight, StackedWeights) else (weight,):
@@ -62,7 +62,7 @@ def range_of(weight: Weight | StackedWeights, rows: slice) -> list[Weight]:
 
 
 def place_weight(weight: Weight | StackedWeights, put: Put) -> Weight:
-    """The weight in one piece. What is not `StackedWeights` has been placed."""
+    """The weight in one piece. A weight that is not `StackedWeights` has been placed already."""
     if not isinstance(weight, StackedWeights):
         return weight
     packed = [part for part in weight.parts if isinstance(part, PackedWeight)]

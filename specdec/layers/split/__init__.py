@@ -1,1 +1,1 @@
-"""One model on several devices: what each rank has of a layer, and how ranks go through layers together."""
+"""One model on several devices: each rank's share of a layer, and how ranks run layers together."""

@@ -1,20 +1,20 @@
-r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP, and everything that is narrow.
+r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP, and copies of all narrow tensors.
 
-    W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in pools of its own
-    fewer K/V heads than ranks     rows of one, on several        each K/V head is stored on R / heads ranks
+    W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in its own pools
+    fewer K/V heads than ranks     rows of one head               each K/V head is stored on R / heads ranks
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
-    W_gate, W_up [I, H]            rows                           no sum is shared
+    W_gate, W_up [I, H]            rows                           no sum is divided
     W_down [H, I]                  columns                        parts of a sum
     W_o, W_down otherwise          rows                           ranks exchange their columns of x, then of y
-    experts [E, ..]                whole experts, E / R of them   the parts of those that a token is sent to
+    experts [E, ..]                E / R whole experts            the parts of the token's chosen experts
     norms, routers, biases after sums                                      the same on every rank
     per-layer embeddings           columns of the rank's layers            put side by side once a forward
 
-The ranges of K are those of the whole weight (`Cut`). Where none lies on two ranks, a rank computes the parts that one
-device would have computed, and their sum in the order of ranges has the same bits. Other weights, and packed ones,
-whose ranges follow from the number of their rows, are shared by rows: a row's sum is then whole on one rank. An
-expert's sum over its width is never cut, so an expert lies on one rank, which computes its part as one device would.
-What cannot be shared is refused, with the reason.
+The ranges of K are those of the whole weight (`Cut`). If no range is split between ranks, a rank computes the same
+parts as a single device, and their sum in the order of ranges has the same bits. Other weights are divided by rows, and
+so are packed weights, whose ranges depend on their number of rows: one rank then computes a row's whole sum. An
+expert's sum over its width is never cut, so an expert is on one rank, which computes its part like a single device. A
+model that cannot be divided is refused, with the reason.
 """
 
 from dataclasses import replace
@@ -33,22 +33,22 @@ from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
 PAIR = 2
-"""Ranks exchange columns of 16 bits as numbers of 32."""
+"""Ranks exchange 16-bit columns as 32-bit numbers."""
 
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
-    """The share of one of `count` ranks. A layer at a time: nothing but the share is put anywhere."""
+    """The share of one of `count` ranks, made layer by layer. Only the share is placed on a device."""
     layers = tuple(_placed(layer_share(layer, rank, count), put) for layer in parts.layers)
-    narrow = replace(parts, layers=(), embeddings=None)  # these are apart: `embedding_share`
+    narrow = replace(parts, layers=(), embeddings=None)  # embeddings are separate: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=layers)
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
-    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces
-    (`StackedWeights`)."""
+    """The share of one rank, as views in pieces (`StackedWeights`). `require_shares` has checked that the weights
+    divide."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
-    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
+    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # ranks may share one head
     kv_shares = min(heads.num_kv, count)
     shares = [count] + [kv_shares] * (len(heads.sections) - 1)
     out = sum_share(parts.out, count, even=True)
@@ -70,7 +70,7 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
-    if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
+    if parts.head_gates is not None:  # it has so few rows that the share's cut equals the whole's
         pieces["head_gates"] = rank_rows(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
@@ -78,8 +78,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
 
 
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
-    """Per-layer embeddings of the layers that are one rank's, and how many columns each rank has: of as many layers, or
-    of one more."""
+    """The per-layer embeddings of one rank's layers, and the number of columns of each rank. Ranks have equally many
+    layers, or one more."""
     assert parts.norm.weight is not None
     width = len(parts.norm.weight)
     layers = parts.table.shape[1] // width
@@ -90,14 +90,14 @@ def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> t
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:
-    """Raise UnsupportedModelError for a decoder that cannot be shared by this number of ranks."""
+    """Raise UnsupportedModelError if a decoder cannot be divided among this number of ranks."""
     for number, layer in enumerate(parts.layers):
         if reason := obstacle(layer, count):
             raise UnsupportedModelError(f"tensor_parallel={count} cannot split {name}: layer {number} {reason}")
 
 
 def obstacle(parts: LayerParts, count: int) -> str | None:
-    """Why a layer cannot be shared by `count` ranks, as the end of a sentence."""
+    """Why a layer cannot be divided among `count` ranks, as the end of a sentence."""
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
@@ -120,7 +120,7 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
 
 
 def most_exchanged(parts: DecoderParts, count: int) -> int:
-    """Numbers of 32 bits that a row has, of all ranks, in the largest exchange."""
+    """32-bit numbers per row, over all ranks, in the largest exchange."""
     most = 0
     for layer in parts.layers:
         if layer.wide_norms is not None:
@@ -133,7 +133,8 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
 
 
 def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
-    """How ranks share a weight over whose columns a product sums. even: each has as many of its columns."""
+    """How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many
+    columns."""
     cut, columns = whole_cut(weight), weight.shape[1]
     uneven = columns != cut.splits * cut.split_len and even
     if is_packed(weight) or cut.splits % count or uneven:
@@ -153,14 +154,14 @@ def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any
 
 
 def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slice:
-    """The columns of a rank. The last may have fewer of them, but where ranks share rows of the weight."""
+    """The columns of a rank. The last rank may have fewer, unless ranks divide the weight by rows."""
     columns = weight.shape[1]
     width = columns // count if share.by_rows else share.cut.splits * share.cut.split_len
     return slice(rank * width, min((rank + 1) * width, columns))
 
 
 def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
-    """Rows of gate and of up for the columns of the down weight that the rank has."""
+    """Rows of gate and up for the rank's columns of the down weight."""
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
     return StackedWeights(
@@ -169,7 +170,7 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
 
 
 def _placed(parts: LayerParts, put: Put) -> LayerParts:
-    """A share where the rank has it, each weight in one piece."""
+    """A share on its rank's device, each weight in one piece."""
     there: LayerParts = map_tensors(parts, lambda tensor: put([tensor]))
     mlp = there.mlp
     if mlp is not None:

@@ -1,13 +1,13 @@
-"""A fused decoder and its head on several ranks: each has its share of a layer, and they meet where a sum is whole.
+"""A fused decoder and its head on several ranks. Each rank has a share of every layer; ranks exchange parts of sums.
 
     rank 0    embeddings ---> | heads 0..  o_proj parts | norm, MLP columns, down parts | .. -> final norm, head
     rank 1           sent --> | heads ..   o_proj parts | norm, MLP columns, down parts | ..
                                                    gather                          gather
 
-The parts of every rank are gathered on each, in the order of ranks, which is that of the ranges of K; the kernel that
-adds parts up on one device adds them up here. Of a weight that is shared by rows ranks have columns of its input, then
-of its output, and put them side by side. The residual stream and all norms are computed on every rank, from the
-same bits. One loop of the host launches for all ranks, phase by phase.
+All ranks' parts are gathered on each rank, in the order of ranks, which is the order of the ranges of K; the same
+kernel as on one device adds them. For a weight that is divided by rows, ranks exchange columns of its input and of its
+output, and concatenate them. Every rank computes the residual stream and all norms, from the same bits. One host loop
+launches for all ranks, phase by phase.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from specdec.layers.product import OwnedParts, Product, RankColumns, finish
 from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_cut
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
-"""State of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
+"""State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
 
 
 class SplitLayer(nn.Module):
-    """One layer of every rank."""
+    """One layer on all ranks."""
 
     def __init__(self, layers: Sequence[FusedLayer], ranks: Ranks) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SplitLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: SplitContext
     ) -> tuple[torch.Tensor, list[LayerState]]:
-        """hidden [T, H]: of rank 0, as `states` have it -> the next layer's."""
+        """hidden [T, H] of rank 0 (as in `states`) -> the next layer's."""
         contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.other_ranks]
         walks: list[Walk] = [
             share.walk(*state, context)  # type: ignore[operator]
@@ -60,7 +60,7 @@ class SplitLayer(nn.Module):
 
 
 def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every rank goes on to its next sum, then the sums are made whole, until all have ended: what each returns."""
+    """Run every rank to its next sum, then complete the sums, until all have ended. Returns each rank's result."""
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole: list[Any] = [None] * len(walks)
     while not ended:
@@ -78,7 +78,8 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
 
 
 def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list[Product]:
-    """What each rank has of one product -> the whole product on each, in blocks of the rows that there is room for."""
+    """Exchange the ranks' shares of one product -> the whole product on each rank, in blocks of as many rows as there
+    is room for."""
     if isinstance(shares[0], RankColumns):
         return side_by_side([share.own for share in shares if isinstance(share, RankColumns)], ranks)
     products = [
@@ -105,9 +106,9 @@ def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list
 
 
 def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]:
-    """[T, N / R] of each rank -> [T, N] on each, likewise, and copied to where no later exchange writes."""
+    """Exchange columns [T, N / R] of each rank -> [T, N] on each, copied to memory that no later exchange writes."""
     num_rows = len(columns[0])
-    numbers = [own.contiguous().view(torch.float32) for own in columns]  # as they are, whatever they mean
+    numbers = [own.contiguous().view(torch.float32) for own in columns]  # bits are moved unchanged
     at_once = ranks.room // (len(ranks) * numbers[0].shape[1])
     assert at_once, f"{ranks.room=} {columns[0].shape=}"
     values: list[list[torch.Tensor]] = [[] for _ in columns]
@@ -116,14 +117,14 @@ def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]
         for rank, whole in enumerate(gathered):
             with ranks.on(rank):
                 by_rank = whole.view(len(ranks), -1, numbers[0].shape[1])  # [R, T, N / R]
-                block = torch.cat(by_rank.unbind(), dim=1)  # a copy, of one row, too
+                block = torch.cat(by_rank.unbind(), dim=1)  # a copy, even for one row
                 values[rank].append(block.view(columns[0].dtype))
     return [Product.from_value(blocks[0] if len(blocks) == 1 else torch.cat(blocks)) for blocks in values]
 
 
 class SplitDecoder(nn.Module):
-    """Stands where a `FusedDecoder` stood, of these parts, wherever they lie: every rank has its share of the layers.
-    `embedding` is rank 0's, and there; of Gemma 4's per-layer embeddings each rank makes those of some layers."""
+    """Replaces a `FusedDecoder` with these parts, wherever they are stored: every rank gets its share of the layers.
+    Rank 0 has the `embedding`; each rank computes Gemma 4's per-layer embeddings for some layers."""
 
     def __init__(self, config: Any, parts: DecoderParts, embedding: nn.Module, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class SplitDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: SplitContext, **unused: Any
     ) -> BaseModelOutputWithPast:
-        """Computes what the forward of a `FusedDecoder` does, for all rows."""
+        """The forward of a `FusedDecoder`, for all rows."""
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
         sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
@@ -183,7 +184,7 @@ class SplitDecoder(nn.Module):
             with self.ranks.on(rank):
                 parts, columns = self.per_layer[rank]
                 every = product.parts[0]
-                if min(columns) < max(columns):  # what filled up the narrower ones goes again
+                if min(columns) < max(columns):  # remove the padding of narrower shares
                     by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
                     every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
                 whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
@@ -191,18 +192,18 @@ class SplitDecoder(nn.Module):
 
 
 def divides_head(weight: Weight, count: int) -> bool:
-    """Whether ranks can have as many rows of this weight each."""
+    """Can ranks have equally many rows of this weight?"""
     return len(weight) % (PAIR * count) == 0
 
 
 class SplitHead(nn.Module):
-    """The head's product on several ranks: each has rows of the weight, and rank 0 gets the logits of all.
+    """The head's product on several ranks: each has some rows of the weight, and rank 0 collects all logits.
 
         rank r    y_r = x W_r^T     W_r [V / R, H]          every logit is one row's sum, the same as on one device
-        rank 0    y = y_0 | y_1 | ..                        collected; sampling is rank 0's
+        rank 0    y = y_0 | y_1 | ..                        collected; rank 0 samples
 
-    It is a forward of its own: x is sent, so that it may be called between any others, and by drafters that share the
-    head. weights: for each rank the whole weight, from wherever it takes its rows.
+    It is a separate forward: x is sent to all ranks, so it may be called at any time, also by drafters that share the
+    head. weights: for each rank, the whole weight from which it takes its rows.
     """
 
     def __init__(self, weights: Sequence[Weight], bias: torch.Tensor | None, ops: Operations, ranks: Ranks) -> None:

@@ -1,1 +1,1 @@
-"""Which draft a round has: measured times, learned acceptance, a choice, and an account that bounds the loss."""
+"""Chooses the draft of each round, from measured times and learned acceptance; an account bounds the loss."""

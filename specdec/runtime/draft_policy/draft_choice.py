@@ -1,10 +1,10 @@
-"""Chooses the draft of each round: the one, or none, with the highest hopeful rate of tokens per second.
+"""Chooses the draft of each round (or none): the one with the highest hopeful rate in tokens per second.
 
     rate[draft] = tokens[draft] / seconds[draft]
 
-The rate of a draft that has rarely run is uncertain. So the *hopeful* rate counts, the upper end of what is plausible:
-the draft chosen is either the best, or its rate is soon known better. After the first trial of a source (model or
-lookup), its account must cover the cost (`draft_account.py`). The target draws the same tokens with any draft.
+The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
+range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source (model
+or lookup), its account must cover the cost (`draft_account.py`). The target draws the same tokens with any draft.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from specdec.runtime.rounds.result import DraftShape
 
 
 class DraftChoice:
-    """Chooses and learns for one engine. shapes: its drafts, the first is none. times: by batch size."""
+    """Chooses and learns for one engine. shapes: its drafts; the first is no draft. times: by batch size."""
 
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
         self.shapes = shapes
@@ -36,9 +36,8 @@ class DraftChoice:
     def choose(
         self, rows: IntArray, max_drafts: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
     ) -> DraftShape:
-        """Choose for a round of these rows [B], which can accept at most `max_drafts` [B] drafts each. batch: seats,
-        padding included. least: the smallest draft allowed, as a row has fixed it. unsettled: drafts of rounds in
-        flight."""
+        """Choose for a round of rows [B] that can accept at most `max_drafts` [B] drafts each. batch: seats, padding
+        included. least: the smallest allowed draft, since a row has fixed it. unsettled: drafts of rounds in flight."""
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
         tokens = self.acceptance.tokens(rows, max_drafts)  # [2, K]
@@ -47,7 +46,7 @@ class DraftChoice:
             allowed = [number for number, shape in enumerate(self.shapes) if shape.covers(least)]
         elif not is_known:
             allowed = [0]
-        elif self._untried:  # the smallest draft of a source, once, whatever it takes
+        elif self._untried:  # try the smallest draft of each source once, whatever it costs
             allowed = [self._source.index(self._untried.pop(0), 1)]
         else:
             cost, left = seconds[0] - seconds[0, 0], self.account.balance(times)
@@ -55,7 +54,7 @@ class DraftChoice:
                 left[self._source[number]] -= cost[number]
             allowed = [number for number, source in enumerate(self._source) if cost[number] <= max(0.0, left[source])]
         best, chosen = max(allowed, key=rate.__getitem__), max(allowed, key=hope.__getitem__)
-        if self.shapes[chosen] in unsettled:  # it will be known better, and one trial is enough for that
+        if self.shapes[chosen] in unsettled:  # one trial at a time is enough
             chosen = best
         self._rounds[chosen] += 1
         self._tried[chosen] += chosen != best
@@ -64,8 +63,8 @@ class DraftChoice:
         return self.shapes[chosen]
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
-        """Learn from a settled round. seconds: including a catch-up before it. drafted: see `DraftAcceptance.learn`.
-        brought: tokens that a request gained on average; 0: one had fixed the draft, and nothing is charged."""
+        """Learn from a settled round. seconds: includes a catch-up before it. drafted: see `DraftAcceptance.learn`.
+        brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing is charged."""
         number, times = self._number(shape), self.times_of(batch)
         if shape == self.shapes[number]:
             times.learn(number, seconds)
@@ -84,11 +83,11 @@ class DraftChoice:
         return self.times[size]
 
     def _number(self, shape: DraftShape) -> int:
-        """The smallest of `shapes` that covers this one, which may be shortened to what requests can use."""
+        """Number of the smallest of `shapes` that covers this one, which may be shortened for its requests."""
         return next(number for number, each in enumerate(self.shapes) if each.covers(shape))
 
     def use(self) -> DraftUse:
-        """The use of drafts, as it is now. Any thread may ask."""
+        """The present use of drafts. Any thread may call this."""
         milliseconds = {size: (1e3 * times.seconds[0]).tolist() for size, times in sorted(self.times.items())}
         rounds, tried, chance = list(self._rounds), list(self._tried), self.acceptance.chance[0].tolist()
         return self._use._replace(rounds=rounds, tried=tried, milliseconds=milliseconds, chance=chance)

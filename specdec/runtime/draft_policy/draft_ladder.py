@@ -1,10 +1,10 @@
-"""The drafts that a round may have, from none to the whole one.
+"""The draft ladder: the drafts from which each round's draft is chosen, from none to the engine's full draft.
 
-    captured, chain of 6     none   chains of 1, 2, 3, 4, 6       few, since each is captured for every batch size
+    captured, chain of 6     none   chains of 1, 2, 3, 4, 6       few: each is captured for every batch size
     captured, tree of 60     none   chains of 1, 2, trees of 8, 16, 32, 60 nodes
-    not captured             none   the whole one
+    not captured             none   the full draft
 
-A lookup next to a model adds its whole draft, and where rounds are captured a chain of half as many levels.
+A lookup next to a model adds its full draft and, if rounds are captured, a chain of half as many levels.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 
 CHAINS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Levels of the chains; next to trees only the first two."""
+"""Levels of the chains. If the full draft is a tree, only the first two are used."""
 
 TREES = (8, 16, 32, 64, 128, 256)
-"""Nodes of the trees, the root included."""
+"""Nodes of the trees, root included."""
 
 
 def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> Sequence[DraftShape]:
-    """No draft first, then the model's, the engine's whole draft last, then those of a lookup."""
+    """The ladder: no draft, the model's drafts up to the engine's full draft, then those of a lookup."""
     whole = whole_draft(spec)
     half = max(1, whole.depth // 2)
     chains, trees = (CHAINS, ()) if whole.topk == 1 else (CHAINS[:2], TREES)
@@ -34,6 +34,6 @@ def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> S
 
 
 def _tree(spec: SpecConfig, num_nodes: int) -> DraftShape:
-    """A tree as deep as pays where every second node is on the best path: one level deeper for twice the nodes."""
+    """A tree of `num_nodes` nodes. Its depth rises by one level for twice the nodes."""
     steps, most = spec.shortened(num_nodes.bit_length())
     return DraftShape(steps, spec.topk, min(num_nodes, most))

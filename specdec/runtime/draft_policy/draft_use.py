@@ -1,4 +1,4 @@
-"""The use of drafts in words and numbers, for statistics, metrics and the doctor."""
+"""Use of drafts in words and numbers, for statistics, metrics and the doctor."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,12 +9,13 @@ from specdec.runtime.rounds.result import DraftShape
 
 
 class DraftUse(NamedTuple):
-    """Drafts of an engine, and why its newest round had none.
+    """An engine's drafts, and why its newest round had none.
 
-    shapes: (levels, branches, nodes with the root, whether a lookup drafts) of each draft; the first is no draft.
-    rounds: with each; tried: those that were trials. milliseconds: of a round with each, by batch size, measured or
-    guessed. chance: by depth, of a chain's draft if the one before was accepted. last: rows of the newest choice, and
-    tokens and milliseconds expected of each draft; best: the best one. judged: settled drafts; begun: accepted in part.
+    shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft. rounds:
+    rounds with each draft; tried: trials among them. milliseconds: round time with each, by batch size, measured or
+    guessed. chance: by depth, acceptance of a chain's draft after an accepted one. last: the newest choice: rows,
+    expected tokens and milliseconds of each draft; best: the best draft. judged: settled drafts; begun: at least partly
+    accepted.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -39,7 +40,7 @@ class DraftUse(NamedTuple):
 
     @property
     def off(self) -> str:
-        """Why no draft was best in the newest choice; empty where one was."""
+        """Why no draft was best in the newest choice; empty if one was."""
         rows, tokens, milliseconds = self.last
         if self.best or not rows:
             return ""

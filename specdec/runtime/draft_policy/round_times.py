@@ -1,10 +1,11 @@
 """Seconds of a round with each draft.
 
 The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when the
-engine was made, or a guess, is one more sample: a shorter round is believed at once, a longer one after three. If the
-draft with the most samples takes longer than measured at the start, the measured times of all drafts rise by the same
-factor. A draft, or none, that has not run in the newest MEMORY rounds is hoped to take half its time, and so tried
-again. If a draft takes less than a plain round, other work ran while plain rounds were timed: all samples go.
+engine was made (or a guess) is one more sample, so a shorter time is believed at once and a longer one after three
+rounds. If the draft with the most samples takes longer than measured at the start, the measured times of all drafts
+rise by the same factor. A draft (or no draft) that has not run in the newest MEMORY rounds counts with half its time,
+so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other work, and all
+samples are dropped.
 """
 
 from collections import deque
@@ -15,23 +16,23 @@ import numpy as np
 from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 
 NEWEST = 8
-"""Newest rounds of each draft whose times are kept."""
+"""Number of newest rounds per draft whose times are kept."""
 
 FIRST_GUESS = 1.5
-"""In plain rounds: the time assumed for a draft that was never timed."""
+"""Assumed time of a draft that was never timed, in plain rounds."""
 
 DOUBT = 0.95
-"""In plain rounds: if a round with drafts takes less than this, the time of plain rounds is wrong."""
+"""If a round with drafts takes less than this many plain rounds, the time of plain rounds is wrong."""
 
 
 class RoundTimes:
-    """Times of one batch size. timed: seconds [K] with each draft (the first is no draft) as measured at the start; 0:
-    unknown. seconds: the believed times and the hopeful ones, [2, K]."""
+    """Round times for one batch size. timed: seconds [K] with each draft (the first is no draft), measured at the
+    start; 0: unknown. seconds: believed and hopeful times, [2, K]."""
 
     def __init__(self, timed: Sequence[float]) -> None:
         self.timed = np.array(timed)
         self._own: list[deque[float]] = [deque(maxlen=NEWEST) for _ in timed]
-        self._last = [0] * len(timed)  # the round that had it last
+        self._last = [0] * len(timed)  # number of the last round with each draft
         self._rounds = 0
         self.seconds = self._believed()
 
@@ -40,7 +41,7 @@ class RoundTimes:
         self._rounds += 1
         is_doubtful = number > 0 and seconds < DOUBT * self.seconds[0, 0]
         if is_doubtful or not self.timed[0]:
-            self.timed[0] = seconds  # a plain round takes no more
+            self.timed[0] = seconds  # a plain round takes at most this
         for own, last in zip(self._own, self._last, strict=True):
             if is_doubtful or self._rounds - last > MEMORY:
                 own.clear()
@@ -51,7 +52,7 @@ class RoundTimes:
     def _believed(self) -> FloatArray:
         own, plain = self._own, low(self.timed[0], self._own[0])
         timed = np.where(self.timed > 0, self.timed, FIRST_GUESS * plain)
-        seen = max(range(1, len(own)), key=lambda number: len(own[number]))  # its times are known best
+        seen = max(range(1, len(own)), key=lambda number: len(own[number]))  # the draft with the most samples
         timed[1:] *= max(1.0, low(timed[seen], own[seen]) / max(timed[seen], 1e-9))
         believed = np.array([low(*each) for each in zip(timed.tolist(), own, strict=True)])
         hoped = np.where([len(each) == 0 for each in own], believed / 2, believed)

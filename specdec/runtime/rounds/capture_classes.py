@@ -1,6 +1,6 @@
-"""Classes of parameters that share a captured round. They are few, since kernels read a row's parameters as data.
+"""Classes of sampling parameters that share a captured round. Few are needed, since kernels read parameters as data.
 
-    class       what its rounds can do                                              and cost more than the one before
+    class       what its rounds can do                                              cost beyond the previous class
     plain       temperature, filters and seed of each row                           -
     penalised   the repetition penalty                                              three small launches
     edited      presence and frequency penalty, logit bias (up to 512 entries)      logits as float32, about ten times
@@ -8,9 +8,9 @@
     scored      log-probabilities, up to 20 alternatives                            about ten times more
     grammar     the mask of a grammar, with edited or scored                        three programs, the host between
 
-Without kernels plain is two classes, greedy and sampled, since torch sorts the vocabulary for top-k and top-p. A row
-that needs less than its class offers draws the same token: penalties of 1 and 0 and empty biases and masks change no
-bit of a logit. Biases with more entries have classes of 8 times as many, further alternatives powers of two.
+Without kernels, "plain" is two classes, greedy and sampled, since torch sorts the vocabulary for top-k and top-p. A row
+draws the same token in any class that covers it: penalties of 1 and 0, empty biases and empty masks change no bit of a
+logit. Larger biases have classes of 8 times as many entries each; more alternatives have classes by powers of two.
 """
 
 from specdec.gpu.buckets import next_power_of_two, step_up
@@ -18,16 +18,16 @@ from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, SamplerUses
 
 BIAS_ENTRIES = 512
-"""Entries of a logit bias in the smallest class of edited rounds."""
+"""Logit-bias entries in the smallest class of edited rounds."""
 
 FEW_ALTERNATIVES = 20
-"""Alternatives of a token in the smallest class of scored rounds."""
+"""Alternatives per token in the smallest class of scored rounds."""
 
 
 def share(uses: SamplerUses, logprobs: int | None, *, on_kernels: bool) -> tuple[SamplerUses, int | None]:
-    """The smallest class that covers these uses and alternatives -> its uses and alternatives.
+    """Find the smallest class that covers these uses and alternatives. Returns its uses and alternatives.
 
-    on_kernels: rows are drawn by kernels, which sort nothing.
+    on_kernels: kernels draw the tokens, without a sort.
     """
     if not (uses.edits or logprobs is not None):
         if uses.penalty:
@@ -43,5 +43,5 @@ def is_large(shape: RoundShape) -> bool:
 
 
 def _alternatives(count: int) -> int:
-    """Smallest number of 20, 32, 64, ..., 1024 that is not below `count`."""
+    """The smallest of 20, 32, 64, ..., 1024 that is at least `count`."""
     return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else next_power_of_two(count)

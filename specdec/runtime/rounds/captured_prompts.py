@@ -1,12 +1,12 @@
-"""Captured forwards over packed prompts, padded to few numbers of tokens.
+"""Captured forwards over packed prompts, padded to a few numbers of tokens.
 
-Launching a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
-on an H200), whatever its length, and twice as long on a host that others share. So an eager short prompt waits for the
-host alone, all decoding requests wait with it, and the time of a long one varies. The draw and the drafter's
-observation after the forward are small, and run eagerly.
+Launching a forward kernel by kernel takes the host as long as the device needs for a thousand tokens (40 ms for 42
+layers on an H200), whatever its length, and twice as long on a shared host. So an eager forward over a short prompt is
+bound by the host, and all decoding requests wait for it. The draw and the drafter's observation after the forward are
+small and run eagerly.
 
-A shape is a number of places and a choice of final states; prefixes, and the division of the places among requests, are
-data. So there are at most 52 shapes: 23 whole sizes and three in parts, each with and without final states.
+A shape is a number of places and a choice of final states. Prefixes, and the division of places among requests, are
+data. So there are at most 52 shapes: 23 sizes as a whole and three in parts, each with and without final states.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -24,25 +24,25 @@ from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 8192
-"""Tokens, padding included, above which chunks are not captured: the memory that captured forwards share grows with
-them. A step reads no more by itself."""
+"""Largest captured chunks in tokens, padding included: the memory that captured forwards share grows with it. By
+default no step reads more."""
 
 LONG = 2048
-"""Tokens from which on sizes lie closer, since padding takes as long as tokens; forwards over more are captured only if
-there is memory to spare."""
+"""From this many tokens on sizes are closer together, since padding takes as long as tokens. Larger forwards are
+captured only if there is memory to spare."""
 
 MIN_TOKENS = 16
-"""Few tokens take as long as one, since the weights are read all the same."""
+"""Smallest size: this few tokens take as long as one, since the weights are read in any case."""
 
 SIZES_IN_PARTS = 64, 128, 256
-"""Places of forwards that are also captured in parts. While other requests decode, a step that has time for more tokens
-has time for a whole forward; one with fewer tokens takes as long as the smallest of these."""
+"""Sizes that are also captured in parts. While other requests decode, a step with time for more tokens has time for a
+whole forward, and fewer tokens take as long as the smallest of these sizes."""
 
 TOKENS_A_RUN = 8
-"""Places of a captured forward for each request that it has room for: its tables are as long."""
+"""Places of a captured forward per request that it has room for, which is the length of its tables."""
 
 MIN_RUNS = 8
-"""Lower bound on the requests that a captured forward has room for."""
+"""A captured forward has room for at least this many requests."""
 
 
 class ChunkShape(NamedTuple):
@@ -56,8 +56,8 @@ class ChunkShape(NamedTuple):
 
 
 class ChunkBuffers:
-    """Tensors in which captured forwards leave their results for the drafter and the first draw: one set for all
-    shapes, since the results of one forward are read before the next runs."""
+    """Tensors that receive the results of captured forwards, for the drafter and the first draw. All shapes share one
+    set, since results are read before the next forward runs."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
@@ -68,7 +68,7 @@ class ChunkBuffers:
 
     @torch.inference_mode()
     def copy_chunk(self, chunk: Chunk) -> Chunk:
-        """Returns the chunk, copied into these tensors. The first forward, which no capture is made of, allocates
+        """Copy a chunk into these tensors and return the copy. The first forward, which is not captured, allocates
         them."""
         return chunk._replace(
             pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
@@ -88,7 +88,7 @@ class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses once it is captured.
 
-    Runs of padding have no tokens. ends: where its parts end, each a program; empty: it is not divided.
+    Padding runs have no tokens. ends: layers at which the parts end, each part a program; empty: not divided.
     """
 
     def __init__(self, round: Round, shape: ChunkShape, results: ChunkBuffers) -> None:
@@ -140,7 +140,7 @@ class ChunkGraphs(Captures):
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = ChunkBuffers()
-        self._made: dict[ChunkShape, ChunkProgram] = {}  # one a shape: captures read its inputs
+        self._made: dict[ChunkShape, ChunkProgram] = {}  # one per shape: captures read its inputs
         super().__init__(round, store, strict=strict)
 
     @property
@@ -152,7 +152,7 @@ class ChunkGraphs(Captures):
         return SPARE_POOL if shape.tokens > LONG else self.what
 
     def warning(self, shape: Hashable) -> str:
-        """The text for a forward over many tokens names its size, so that each size warns: shorter ones may be
+        """See `Captures.warning`. For many tokens the text names the size, so that each size warns: smaller ones may be
         captured."""
         assert isinstance(shape, ChunkShape)
         if shape.tokens > LONG:
@@ -160,10 +160,10 @@ class ChunkGraphs(Captures):
         return "prompts run without CUDA graphs: %s"
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
-        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.
+        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured.
 
-        Too many tokens are not, nor chunks that are scored by a target that otherwise makes fewer final states, which
-        is rare. states: see `Chunk`.
+        Not captured: too many tokens, and (rare) chunks with scores if the target otherwise makes fewer final states.
+        states: see `Chunk`.
         """
         found = self._program_for(rows, chunk_len, states)
         if found is None:
@@ -174,7 +174,7 @@ class ChunkGraphs(Captures):
         return self._read_by(program, shape)
 
     def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """Prepare the forward of `read` in parts; None: this number of tokens is not captured in parts."""
+        """Prepare the forward of `read` in parts; None: this size is not captured in parts."""
         found = self._program_for(rows, chunk_len, states, divided=True)
         if found is None:
             return None
@@ -189,12 +189,12 @@ class ChunkGraphs(Captures):
     def _program_for(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
     ) -> tuple[ChunkProgram, ChunkShape] | None:
-        """The program for these chunks, loaded with them, and its shape; None: such chunks are not captured."""
+        """The program for these chunks, with their inputs loaded, and its shape; None: such chunks are not captured."""
         shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
             return None
-        self.round.weights.generation()  # another model may have other layers
+        self.round.weights.generation()  # checked first: another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
@@ -209,7 +209,7 @@ class ChunkGraphs(Captures):
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
     ) -> ChunkShape | None:
-        """The captured shape for `num_tokens` tokens, padded to the next size."""
+        """The captured shape for `num_tokens` tokens, rounded up to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
@@ -218,7 +218,7 @@ class ChunkGraphs(Captures):
 
 
 def token_buckets(limit: int) -> list[int]:
-    """16, 24, 32, 48, 64, 96, ..., `limit`: powers of two, and half between; from LONG on quarters between."""
+    """Sizes 16, 24, 32, 48, 64, 96, ..., `limit`: powers of two with one size between, or three from LONG on."""
     sizes, size = [], MIN_TOKENS
     while size <= limit:
         sizes += [size * quarters // 4 for quarters in ((4, 6) if size < LONG else (4, 5, 6, 7))]

@@ -1,13 +1,13 @@
-"""Captured rounds: the device's part of a round recorded once for each shape, then replayed without Python.
+"""Captured rounds: the device side of a round is recorded once per shape, then replayed without Python.
 
     1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
     2nd                    is captured, then replayed
     later                  replayed
 
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
-sampling parameters, the drafter's state. Page tables, translations, write locations and views are computed from them
-at every replay: nothing made in one round outlives it. A captured round belongs to the view that it was captured under,
-and to a live cache; a replay under anything else is an error. When weights have moved, all are captured again.
+sampling parameters, the drafter's state. Each replay computes page tables, slot translations and write slots from them,
+so nothing outlives a round. A captured round is bound to the view of its capture and to a live cache; a replay with any
+other view is an error. If weights have moved, all rounds are captured again.
 """
 
 import logging
@@ -39,17 +39,17 @@ from specdec.runtime.rounds.unread import MAX_UNREAD
 logger = logging.getLogger(__name__)
 
 Between = Callable[[int, torch.Tensor], None]
-"""Host work after each program of a round but the last: (number of the program, its result)."""
+"""Host work after each program of a round except the last: (number of the program, its result)."""
 
 MIN_TABLE_WIDTH = 4096
-"""Tokens of the narrowest page tables in a captured round: narrower ones gain nothing."""
+"""Width in tokens of the narrowest page tables in a captured round. Narrower ones save nothing."""
 
 LARGE_PATIENCE = 4
 """Eager runs of a large shape before it is captured: there are many such shapes, and a capture takes as long as a dozen
 rounds."""
 
 MAX_ATTEMPTS = 3
-"""Failed captures of a shape after which it always runs eagerly, unless the last one failed for lack of memory."""
+"""After this many failed captures a shape always runs eagerly, unless the last one failed for lack of memory."""
 
 MAX_BACKOFF_RUNS = 1024
 """Upper bound on the runs of a shape between two attempts to capture it."""
@@ -59,12 +59,12 @@ NEVER = 1 << 62
 
 
 def no_host_work(_number: int, _out: torch.Tensor) -> None:
-    """The host has nothing to do within the round."""
+    """A round without host work between its programs."""
 
 
 class Captures:
-    """Captured programs of one kind, by shape, of one engine. strict: a failed capture is an error; otherwise the
-    program runs eagerly, is counted (`CaptureStore.use`), and is tried again later."""
+    """An engine's captured programs of one kind, by shape. strict: a failed capture is an error; otherwise the program
+    runs eagerly, is counted (`CaptureStore.use`), and its capture is tried again later."""
 
     what: ClassVar[str]
 
@@ -75,7 +75,7 @@ class Captures:
         """Failed captures of each shape since the weights moved."""
         self._number = store.join(self)
         self._strict = strict
-        self._captured: dict[Hashable, CapturedProgram | None] = {}  # None: it ran once, or was let go
+        self._captured: dict[Hashable, CapturedProgram | None] = {}  # None: it ran once, or was dropped
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
         self._generation = round.weights.generation()
@@ -83,25 +83,25 @@ class Captures:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the tensors that captured programs leave their results in."""
+        """Bytes of the tensors that receive the results of captured programs."""
         return 0
 
     def pool(self, shape: Hashable) -> str:
-        """The name of the pool that this shape takes its memory from."""
+        """Name of the memory pool of this shape."""
         return self.what
 
     def warning(self, shape: Hashable) -> str:
-        """Says, before an error, that this shape could not be captured; each is written once."""
+        """Log text, with %s for the error, if this shape could not be captured. Each text is logged once."""
         raise NotImplementedError
 
     def patience(self, shape: Hashable) -> int:
-        """Eager runs of a new shape, after the first, before it is captured."""
+        """Number of eager runs of a new shape, after the first, before its capture."""
         return 0
 
     def run_captured(
         self, shape: Hashable, programs: Sequence[Program], between: Between = no_host_work
     ) -> torch.Tensor:
-        """Replay the captured programs of this shape, or run these -> the result of the last."""
+        """Replay the captured programs of this shape, or run `programs`. Returns the result of the last."""
         captured = self.find_captured(shape, programs)
         if captured is None:
             return run_programs(programs, between)
@@ -112,7 +112,7 @@ class Captures:
         return out
 
     def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
-        """The captured programs of this shape, if they may be replayed now; None: run them eagerly."""
+        """The captured programs of this shape if they can be replayed now; None: run eagerly."""
         if self._generation != (now := self.round.weights.generation()):
             self._generation = now
             self.clear()
@@ -132,7 +132,7 @@ class Captures:
         return captured
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
-        """Capture the programs of a shape that has run and waits no longer, so that its next run is a replay."""
+        """Capture the programs of a shape if it has run and need not wait, so that its next run is a replay."""
         if shape in self._captured and self._captured[shape] is None and self._waits.get(shape, 0) <= 0:
             self._captured[shape] = self._try(shape, programs)
 
@@ -143,7 +143,7 @@ class Captures:
             memory.clear()
 
     def forget(self, shape: Hashable) -> None:
-        """Drop the capture of this shape. It is captured again after some runs, about twice as many each time."""
+        """Drop the capture of this shape. It is captured again after some runs; their number doubles each time."""
         self._captured[shape] = None
         self._evictions[shape] += 1
         self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, MAX_BACKOFF_RUNS)
@@ -151,7 +151,7 @@ class Captures:
     def _try(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         try:
             return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
-        except Exception as error:  # any kind: whatever the model does that a graph cannot record
+        except Exception as error:  # of any kind: a model may do anything that a graph cannot record
             lacks_room = is_out_of_memory(error) or isinstance(error, OverBudget)
             if self._strict and not (lacks_room and self.pool(shape) == SPARE_POOL):
                 raise ConfigError(
@@ -174,7 +174,7 @@ class Captures:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first error: ending a failed capture raises another one, which says nothing more."""
+    """The first error of a chain: ending a failed capture raises another, less informative one."""
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -189,21 +189,21 @@ class RoundGraphs(Captures):
         return "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
-        """The captured shape that a round runs under: padded to the next size, with the parameters of its class."""
+        """The captured shape for a round: padded to the next size, with the parameters of its class."""
         table = self.round.cache.table
         uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
         shape = shape._replace(uses=uses, logprobs=logprobs)
         large = is_large(shape)
         sizes = few_batch_buckets(table.max_requests) if large else batch_buckets(table.max_requests)
         batch = min(size for size in sizes if size >= shape.batch)
-        if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
+        if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
             shape = shape._replace(forced=shape.num_nodes)
-        most = table.slots.host.shape[1] - 1  # unsettled rounds count whole, and may seem to go past the end of a row
+        most = table.slots.host.shape[1] - 1  # unsettled rounds count in full, so the bound may exceed a row
         longest = min(width for width in prefix_buckets(most) if width >= min(shape.longest, most))
         return shape._replace(batch=batch, longest=longest)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
-        """Nodes of rounds with forced tokens: one size, but where rows have no room for it. room: slots of all rows."""
+        """Nodes of rounds with forced tokens: one size, unless rows lack the slots. room: slots that every row has."""
         most = max(num_nodes, 1 + MAX_FORCED_TOKENS)
         return most if most <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
 
@@ -214,24 +214,24 @@ class RoundGraphs(Captures):
         return LARGE_PATIENCE if isinstance(shape, RoundShape) and is_large(shape) else 0
 
     def run(self, shape: RoundShape, between: Between = no_host_work) -> torch.Tensor:
-        """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
+        """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
         return self.run_captured(shape, decode_programs(self.round, shape), between)
 
     def catch_up(self, shape: RoundShape) -> None:
-        """The drafter reads unread tokens of the rows seated for a round of this shape."""
+        """Let the drafter read unread tokens of the rows seated for a round of this shape."""
         self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, MAX_UNREAD)])
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
-    """Run a round eagerly -> its packed result."""
+    """Run a round eagerly. Returns its packed result."""
     for number, program in enumerate(programs[:-1]):
         between(number, program())
     return programs[-1]()
 
 
 def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture | None:
-    """Capture by `EngineConfig.cuda_graphs` on these devices, the target's own first; None: rounds run eagerly. Raises
-    ConfigError when the setting is True and there is no GPU."""
+    """The capture for `EngineConfig.cuda_graphs` on these devices, the target's first; None: rounds run eagerly. Raises
+    ConfigError if the setting is True and there is no GPU."""
     if devices[0].type != "cuda":
         if setting is True:
             raise ConfigError(
@@ -242,22 +242,21 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
 
 
 def batch_buckets(limit: int) -> list[int]:
-    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it,
-    `limit`."""
+    """Captured numbers of seats: 1, 2, 4, 8, then multiples of 8 up to 64, multiples of 32 after that, and `limit`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit + 32, 32)]
     return [size for size in sizes if size < limit] + [limit]
 
 
 def few_batch_buckets(limit: int) -> list[int]:
-    """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `limit`."""
+    """Captured numbers of seats for large rounds (they change or report logits): 1, 4, 8, 16, 32, ..., `limit`."""
     sizes = [1, *(1 << i for i in range(2, limit.bit_length()))]
     return [size for size in sizes if size < limit] + [limit]
 
 
 def prefix_buckets(limit: int) -> list[int]:
-    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `limit`. There are few widths, since a
-    wide table costs kernels no time: they stop where a row ends. There is more than one, since attention allocates its
-    partial results by the width."""
+    """Captured table widths in tokens: 4096, 32768, 262144, ..., `limit`. Few are enough, since a wide table costs
+    kernels no time: they stop where a row ends. One is not enough, since the buffer of attention's partial results
+    grows with the width."""
     widths, width = [], MIN_TABLE_WIDTH
     while width < limit:
         widths.append(width)

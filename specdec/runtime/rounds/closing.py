@@ -1,13 +1,13 @@
-"""The end of a round, in one launch: walk the accepted path, commit it, write its tokens and pack the result.
+"""Closes a round in one launch: walks the accepted path, commits it, writes its tokens and packs the result.
 
-    path, length    as `reference_accept`, cut to max_path[b]: later nodes count as not drafted
-    emitted[b, i]   the target's token after path[b, i]; the first `length` count, the last of them is the bonus
+    path, length    as in `reference_accept`, cut to max_path[b] nodes
+    emitted[b, i]   the target's token after path[b, i]; the first `length` count, the last of these is the bonus token
     committed_len   S -> S + length;   tokens[row, S + 1 + i] = emitted[b, i]
-    slots[row]      pages of one slot: the path's slots move to S, S + 1, ... (`path_order`), so rejected nodes stay in
-                    the lookahead and are overwritten; larger pages: the K/V to move are returned
-    packed[b]       length   path [W]   emitted [D]         zeros where there are no such nodes
+    slots[row]      pages of one slot: the path's slots move to S, S + 1, ... (`path_order`); slots of rejected nodes
+                  stay in the lookahead and are overwritten. Larger pages: returns the K/V to move
+    packed[b]       length   path [W]   emitted [D]         padded with zeros
 
-One program a request. Padding seats get a result, but their row does not change.
+One program runs per request. Padding seats get a result, but their row does not change.
 """
 
 import torch
@@ -102,10 +102,10 @@ def _closing_kernel(
     tl.store(p_committed_len + row, start + gained)
     first = row * row_width + start
     tl.store(p_tokens + first + 1 + o_node, b_emitted, mask=o_node < gained)
-    if PERMUTES:  # of padding, null slots
+    if PERMUTES:  # padding: null slots
         left_out = tl.cumsum(tl.where(m_node & (place >= length), 1, 0).to(tl.int64), axis=0)
         b_slot = tl.load(p_slots + first + o_node, mask=m_node, other=0)
-        tl.debug_barrier()  # all are read before any is written
+        tl.debug_barrier()  # all reads come before any write
         to_place = tl.where(place < length, place, length + left_out - 1)
         tl.store(p_slots + first + to_place, b_slot, mask=m_node)
     if p_source is not None:
@@ -131,8 +131,9 @@ def closing(
     """Accept and commit B trees of N nodes, whose roots are at positions `start` [B] of their rows.
 
     drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
-    tokens: token ids by row and position, appended to. packed [B, 1 + W + D]: the result, written here; W >= N, and D
-    is at least any path's length. -> length [B], bonus token [B], and with larger pages the K/V still to be moved.
+    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]:
+    receives the result; W >= N, and D is at least the length of every path. Returns length [B], bonus token [B], and with larger pages the K/V to
+    move.
     """
     batch, num_nodes = tree.tokens.shape
     slots, committed_len = table.slots.tensor, table.committed_len.tensor

@@ -1,10 +1,10 @@
 """One speculative round of the seated rows, as a program on the device.
 
-    draft    the drafter proposes a tree for each row          nothing is read that the round changes
+    draft    the drafter proposes a tree for each row; it reads nothing that the round changes
     verify   one forward of the target over all nodes
     accept   the target's token at every node, the walk down the tree, the commit, the drafter's observation
 
-The host gives it a `RoundShape` and takes one packed result, nothing else. So it can be captured once a shape and
+The host passes only a `RoundShape` and reads only one packed result. So a round can be captured once per shape and
 replayed. With grammars it is three programs, and the host computes masks between them.
 """
 
@@ -26,7 +26,7 @@ from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import MaskedFirstLevel, ReferenceSampler
 
 DECODE_STAGES = ("other", "draft", "verify", "other")
-"""Stages that the clock times in a round."""
+"""Stages of a round that the clock times."""
 
 
 def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
@@ -36,33 +36,33 @@ def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], to
     `Round.masks` holds the masks of the roots (N = 1) before draft, and those of all nodes of the trees before accept.
     """
     if not shape.uses.masked:
-        return [lambda: DecodeRound(round, shape).run()]  # drops its tensors when it returns
+        return [lambda: DecodeRound(round, shape).run()]  # its tensors are freed when it returns
     round.masks.view(shape.batch, shape.width)  # allocated before the capture
     decode = DecodeRound(round, shape)
     return [decode.draft, decode.verify, decode.accept]
 
 
 class DecodeRound:
-    """One round, and the tensors that its three parts share. Every seated row gains at least one token."""
+    """One round, with the tensors that its three parts share. Every seated row gains at least one token."""
 
     def __init__(self, round: Round, shape: RoundShape) -> None:
         self.round = round
         self.shape = shape
 
     def run(self) -> torch.Tensor:
-        """Run all three parts -> the packed result."""
+        """Run all three parts. Returns the packed result."""
         self.draft()
         self.verify()
         return self.accept()
 
     @torch.inference_mode()
     def draft(self) -> torch.Tensor:
-        """Propose `self.tree` -> its tokens and parents [2, B, N]."""
+        """Propose `self.tree`. Returns its tokens and parents [2, B, N]."""
         round, shape = self.round, self.shape
         round.clock.start("other")
         table = round.cache.table
         rows = self.rows = Rows(round.seats.tensor[: shape.batch], shape.longest)
-        # as the drafter knows them; a lookup reads tokens alone
+        # the rows as the drafter reads them; a lookup reads only tokens
         self.read_rows = rows if shape.by_lookup else Rows(round.draft_seats.tensor[: shape.batch], shape.longest)
         state = (table.committed_len.tensor, round.tokens.tensor, round.max_drafts.tensor, round.sampling.cells.tensor)
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
@@ -87,7 +87,7 @@ class DecodeRound:
                 num_nodes=shape.num_nodes,
                 sample=draws.sample,
                 best=draws.best,
-                params=None if shape.uses.masked else sampler.params,  # or it would draw with no row to mask
+                params=None if shape.uses.masked else sampler.params,  # its own draws could not be masked
                 prefix=self.prefix,
                 level_pos=opened.level_pos[:-1],
                 by_lookup=shape.by_lookup,
@@ -106,7 +106,7 @@ class DecodeRound:
 
     @torch.inference_mode()
     def verify(self) -> torch.Tensor:
-        """Run the target over all nodes: `self.states` of its forward, and `self.logits`."""
+        """Run the target over all nodes. Sets `self.states` and `self.logits`."""
         round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
         round.clock.mark("verify")
         self.plan = plan_verify(
@@ -115,18 +115,18 @@ class DecodeRound:
             self.rows,
             tree,
             committed_len=opened.committed_len,
-            # a drafter may propose less than it was asked for
+            # a drafter may propose fewer nodes than requested
             prefix=self.prefix if tree.num_nodes == shape.width else None,
             positions=opened.chain_pos if opened.fits(tree) else None,
         )
-        self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
+        self.fed = without_blanks(tree) if shape.forced else tree  # every node gets a valid token
         self.states = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
         self.logits, self.softcap = round.logits(self.states[0], shape.logprobs)  # [B, N, V]
-        return self.fed.tokens  # small: a program returns something, and this is kept
+        return self.fed.tokens  # a program must return a tensor to keep: this one is small
 
     @torch.inference_mode()
     def accept(self) -> torch.Tensor:
-        """Draw, walk down the tree, commit, and let the drafter observe -> the packed result."""
+        """Draw, walk down the tree, commit, and let the drafter observe. Returns the packed result."""
         round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
         round.clock.mark("other")
         allowed = round.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
@@ -142,7 +142,7 @@ class DecodeRound:
         if move is not None:
             round.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
-        path = nodes[:, : shape.depth]  # none is longer
+        path = nodes[:, : shape.depth]  # no path is longer
         if round.seen_bits is not None and shape.uses.penalty:
             round.seen_bits.add(rows.index, tokens, length)
         if round.unread is not None and unread_tokens(shape):

@@ -1,11 +1,11 @@
-"""Inputs of a round, read by one launch from the seated rows before the round changes any of them.
+"""Opens a round: one launch reads its inputs from the seated rows, before the round changes them.
 
-    row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the round before
+    row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the previous round
     max_path[b]     = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
     chain_pos[b, n] = S + n                    positions of the nodes of a chain, 0 <= n < D
     drawn_pos[b, n] = S + n + 1                positions of the tokens drawn after them
-    params                                     the row's sampling parameters, a vector each (`ParamVectors`)
+    params                                     the row's sampling parameters, one vector per parameter (`ParamVectors`)
 
 Each lane reads one row. Padding seats read the padding row, which has nothing committed.
 """
@@ -33,12 +33,12 @@ class Opening(NamedTuple):
 
     @property
     def committed_len(self) -> torch.Tensor:
-        """S of each row before the round commits anything, [B]."""
+        """S of each row before this round's commit, [B]."""
         return self.level_pos[0]
 
     @property
     def history_len(self) -> torch.Tensor:
-        """Tokens of each row, the root included: S + 1, [B]."""
+        """Number of tokens of each row, root included: S + 1, [B]."""
         return self.level_pos[1]
 
     def fits(self, tree: DraftTree) -> bool:
@@ -114,8 +114,8 @@ def opening(
     cells: torch.Tensor,
     depth: int,
 ) -> Opening:
-    """Read the opening of seats [B] of a table of R rows. By row: committed_len and max_drafts [R], tokens [R, W],
-    cells [R, columns] of a `SamplingTable`; depth: D >= 1, of a chain with its root. All int64."""
+    """Read the opening of seats [B] from tables of R rows: committed_len and max_drafts [R], tokens [R, W], cells [R,
+    columns] of a `SamplingTable`. depth: D >= 1, nodes of a chain with its root. All tensors are int64."""
     (batch,), (num_rows, row_width) = seats.shape, tokens.shape
     assert committed_len.shape == max_drafts.shape == cells.shape[:1] == (num_rows,), f"{tokens.shape=} {cells.shape=}"
     given = (seats, committed_len, tokens, max_drafts, cells)

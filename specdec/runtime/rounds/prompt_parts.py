@@ -1,10 +1,9 @@
-"""A group of prompt chunks that the target reads in parts, a few layers each, with rounds in between.
+"""Prompt chunks that the target reads in parts: each part runs a few layers, and rounds run in between.
 
-    layers  0 .. 2 | 3 .. 5 | ... | up to the one that stores the last K/V | the rest, for last tokens only
+    layers  0 .. 2 | 3 .. 5 | ... | up to the last layer that stores K/V | the rest, for last tokens only
 
-The state between two parts survives rounds, but not another group of chunks, so one group is in progress at a time. No
-token of the chunks is committed before the last part. If a row is lost, or weights move, the finished parts are
-dropped.
+The state between two parts survives rounds but not other chunks, so one group of chunks is in progress at a time. No
+token of the chunks is committed before the last part. If a row is lost or weights move, the finished parts are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +18,16 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 LAYERS_A_PART = 3
-"""Layers of a captured part. Each part is a launch, so they are few; but a part of a long prompt should fit half a
-round."""
+"""Layers per captured part. Each part is a launch, so there should be few parts; yet a part of a long prompt should fit
+half a round."""
 
 LAST_LAYERS_A_PART = 3
-"""A part has this many times as many layers if they run for last tokens only."""
+"""A part whose layers run only for last tokens has this many times as many layers."""
 
 
 class PartShare(NamedTuple):
-    """Shares of a forward's time that a part takes: `forward`, of all but attention over the prefix; `pairs`, of that
-    attention; `ending`, of the layers that run for last tokens only."""
+    """A part's share of a forward's time: `forward`, everything but attention over the prefix; `pairs`, that attention;
+    `ending`, the layers that run only for last tokens."""
 
     forward: float = 1.0
     pairs: float = 1.0
@@ -36,8 +35,8 @@ class PartShare(NamedTuple):
 
 
 class PromptParts(NamedTuple):
-    """Chunks in the parts that read them: the time share and the program of each. read: returns the result of the last
-    part. generation: of the weights."""
+    """The parts that read some chunks: time share and program of each. read: returns the result after the last part.
+    generation: of the weights."""
 
     shares: Sequence[PartShare]
     programs: Sequence[Callable[[], object]]
@@ -46,7 +45,7 @@ class PromptParts(NamedTuple):
 
 
 def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalStates, layers_a_part: int) -> list[int]:
-    """Ends of the parts, as numbers of layers."""
+    """Layer number at which each part ends."""
     num_layers = len(target.layout.layers)
     narrow = target.narrows_at(aux_layers)
     every = num_layers if states is FinalStates.EVERY or narrow is None else narrow + 1
@@ -57,8 +56,7 @@ def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalState
 
 
 def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
-    """Divide these layers into as few parts as possible, each of at most `max_layers` layers -> the ends of the
-    parts."""
+    """Divide these layers into as few parts of at most `max_layers` as possible. Returns the ends of the parts."""
     count = -(-(end - begin) // max_layers)
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
@@ -66,8 +64,8 @@ def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
 def part_shares(
     target: TargetModel, aux_layers: Sequence[int], states: FinalStates, ends: Sequence[int]
 ) -> list[PartShare]:
-    """Shares of the parts that end at `ends`: by number of layers, and for attention by number of layers that see the
-    whole prefix for every token."""
+    """Time shares of the parts that end at `ends`, in proportion to their layers; for attention, to those layers in
+    which every token sees the whole prefix."""
     narrow = target.narrows_at(aux_layers)
     narrowed = states is not FinalStates.EVERY and narrow is not None
     every = narrow + 1 if narrowed and narrow is not None else len(target.layout.layers)
@@ -84,13 +82,13 @@ def part_shares(
 
 
 def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
-    """A forward in one part."""
+    """A forward as a single part."""
     found: list[Chunk] = []
     return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
 
 
 def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
-    """Divides a forward that is not captured: each layer is a part."""
+    """Divide a forward that is not captured: each layer is a part."""
     ends = part_ends(round.target, round.aux_layers, states, 1)
     runs = upload(np.stack([rows, chunk_len]), round.device)
     paused: list[PausedChunk] = []

@@ -1,11 +1,11 @@
-"""Log-probabilities of prompt tokens, from the states that a forward over prompt chunks leaves.
+"""Log-probabilities of prompt tokens, computed from the states of a forward over prompt chunks.
 
     chunk      s ................ e          tokens whose K/V the forward makes, and whose states it has
     scored       s + 1 ............ e + 1    each state predicts the token after its own
 
-The logits of a whole chunk would be V numbers a token, so they are made and reduced a few rows at a time. A row's
-numbers do not depend on other rows where the target is deterministic: head and softmax work row by row, as in a round
-(`LogProbs`), so the same tokens have the same scores as output and as prompt. The host never waits here.
+The logits of a whole chunk would take V numbers per token, so they are computed and reduced a few rows at a time. If
+the target is deterministic, a row's numbers do not depend on other rows: head and softmax work row by row as in a round
+(`LogProbs`), so a token has the same score in an output and in a prompt. The host never waits here.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from specdec.runtime.rounds.round import Chunk, Round
 from specdec.sampling.log_probs import LogProbs, TokenScores
 
 MAX_LOGITS = 1 << 24
-"""Logits of one tile: 64 rows of a vocabulary of 262,144. Their reduction takes about 24 bytes of memory for each."""
+"""Logits per tile: 64 rows of a vocabulary of 262,144. Reducing them takes about 24 bytes of memory per logit."""
 
 
 class ScoredSpan(NamedTuple):
-    """Tokens of one chunk to be scored: `length` of them, the first at position `first` of the prompt. number: of the
-    chunk in its step; column: of the state in the chunk that predicts the token at `first`."""
+    """Tokens of one chunk to score: `length` tokens from position `first` of the prompt on. number: the chunk's index
+    in its step. column: index in the chunk of the state that predicts the token at `first`."""
 
     number: int
     column: int
@@ -34,19 +34,19 @@ class ScoredSpan(NamedTuple):
 
 
 class ChunkScoring(NamedTuple):
-    """Tokens of a step's chunks to be scored, M in all. alternatives: K, the most that a request asks for."""
+    """All tokens of a step's chunks to score, M in all. alternatives: K, the most that any request asks for."""
 
     spans: Sequence[ScoredSpan]
     alternatives: int
 
     def cells(self) -> IntArray:
-        """Chunk and column of each state, span by span, [2, M]."""
+        """Chunk and column of the state that scores each token, span by span, [2, M]."""
         numbers = [np.full(span.length, span.number) for span in self.spans]
         columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
         return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)
 
     def split(self, packed: "np.ndarray[Any, Any]") -> list[tuple[ScoredSpan, TokenScores]]:
-        """packed [M, 1 + 2K] int32 of `score_chunk`, on the host -> each span with its scores."""
+        """Split the host copy of `score_chunk`'s result, [M, 1 + 2K] int32, into the scores of each span."""
         alternatives = (packed.shape[1] - 1) // 2
         chosen, values, ids = np.split(np.ascontiguousarray(packed), [1, 1 + alternatives], axis=1)
         ends = np.cumsum([span.length for span in self.spans])[:-1]
@@ -57,10 +57,9 @@ class ChunkScoring(NamedTuple):
 
 @torch.inference_mode()
 def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Log-probabilities, under the unmodified logits, of the M prompt tokens that follow the target's final states, and
-    of the K likeliest tokens in the place of each.
+    """Log-probabilities, under the unmodified logits, of M prompt tokens, and of the K likeliest tokens at each place.
 
-    cells [2, M]: of `ChunkScoring`. -> [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
+    cells [2, M]: see `ChunkScoring.cells`. Returns [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
     assert chunk.states is FinalStates.EVERY, f"a chunk is scored from every state: {chunk.states}"
     number, column = cells

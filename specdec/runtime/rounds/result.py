@@ -1,10 +1,10 @@
-"""The shape of a round, fixed before it runs, and its result: one packed array for the host.
+"""The shape of a round, fixed before it runs, and its result, packed into one array for the host.
 
     B rows    length   path [N]   tokens [D]   and if any request asks for log-probabilities, for each of the D tokens:
                                                its own, the K highest at its position, and their token ids
     then      the stamps of the round's clock
 
-All of it is int64, so that one copy brings it to the host; floats travel as the bits of a float64.
+Everything is int64, so that one copy moves it to the host; a float is stored as the bits of a float64.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from specdec.sampling.sampling_table import SamplerUses
 
 
 class DraftShape(NamedTuple):
-    """A draft of `num_steps` levels and `topk` branches a node; `num_nodes` nodes are verified, the root included.
-    by_lookup: the lookup drafts it, not the model next to it."""
+    """A draft of `num_steps` levels and `topk` branches per node; `num_nodes` nodes are verified, root included.
+    by_lookup: the lookup drafts it, not the model next to the lookup."""
 
     num_steps: int
     topk: int
@@ -35,7 +35,7 @@ class DraftShape(NamedTuple):
         return min(self.num_steps, self.num_nodes - 1)
 
     def covers(self, other: "DraftShape") -> bool:
-        """Has it all that the other has, from the same drafter?"""
+        """Is it from the same drafter as `other`, and at least as large in every number?"""
         return self.by_lookup == other.by_lookup and all(has >= wants for has, wants in zip(self, other, strict=True))
 
     def __str__(self) -> str:
@@ -49,9 +49,9 @@ class RoundShape(NamedTuple):
     """Key of a captured round: all parameters of a round that are not data on the device.
 
     batch: seats, padding included. longest: upper bound on committed prefixes. num_steps, topk, num_nodes, by_lookup:
-    the draft, see `DraftShape`. uses: which sampling parameters any row uses. logprobs: most alternatives that a
-    request asks for; None: no request asks. forced: nodes of the round, at least `num_nodes`, if a grammar forces
-    tokens in the place of drafts; 0: none does.
+    the draft, see `DraftShape`. uses: sampling parameters that some row uses. logprobs: most alternatives that a
+    request asks for; None: no request asks. forced: nodes of the round (at least `num_nodes`) if a grammar forces
+    tokens; 0: none does.
     """
 
     batch: int
@@ -73,12 +73,12 @@ class RoundShape(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Has it neither drafts nor forced tokens? Every row commits one token."""
+        """Does it have neither drafts nor forced tokens? Then every row commits one token."""
         return self.width == 1
 
     @property
     def drafts_by_model(self) -> bool:
-        """Does it have drafts that are not a lookup's? Then the model has read all that is committed."""
+        """Does the model draft, not a lookup? Then it must have read all committed tokens."""
         return not (self.is_plain or self.by_lookup)
 
     @property
@@ -87,12 +87,13 @@ class RoundShape(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Upper bound on the tokens that a request can gain: no path is longer."""
+        """Upper bound on the tokens that a request can gain, and on the length of a path."""
         return self.forced or min(self.num_nodes, self.num_steps + 1)
 
 
 class RoundResult(NamedTuple):
-    """The accepted path [B, N] of nodes and its length [B]; the first `length` of tokens [B, D] are emitted.
+    """Result of a round: the accepted path of nodes [B, N] and its length [B]; the first `length` of tokens [B, D] are
+    emitted.
 
     logprobs: log-probabilities of each request's D tokens; empty if it did not ask. drafts [B]: deepest draft that each
     row could accept. seconds: time of each stage. forced [B]: leading tokens that the grammar forced. ended: end of the
@@ -117,15 +118,15 @@ class RoundResult(NamedTuple):
 def empty_result(
     shape: RoundShape, num_stamps: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A packed result without log-probabilities, to be written: all of it int64, its rows [B, 1 + N + D], its stamps
-    [M]; the second and third are views of the first."""
+    """Allocate a packed result without log-probabilities. Returns the whole int64 array, and views of its rows [B, 1 +
+    N + D] and its stamps [M]."""
     columns = 1 + shape.width + shape.depth
     numbers = torch.empty(shape.batch * columns + num_stamps, dtype=torch.int64, device=device)
     return numbers, numbers[:-num_stamps].view(shape.batch, columns), numbers[-num_stamps:]
 
 
 def pack_round_result(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
-    """rows [B, 1 + N + D] of length, path and tokens, stamps [M] -> int64 [B * W + M]."""
+    """Pack rows [B, 1 + N + D] of length, path and tokens, the scores, and stamps [M] into int64 [B * W + M]."""
     if scores is not None:
         columns = [rows, _bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
         rows = torch.cat(columns, dim=1)

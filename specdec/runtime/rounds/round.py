@@ -1,11 +1,11 @@
-"""State on the device that rounds and prompt chunks read and change, and the programs of prompt chunks.
+"""The device state that rounds and prompt chunks read and change, and the programs of prompt chunks.
 
 NOTICE: captured programs replay this file without Python. Do not add here: a request, a text or a policy; a branch on a
 model family or a kind of drafter; the state of one feature (a class of its own holds it, as `SeenBits` and `MaskBuffer`
-do); a host value in what a program computes, unless `RoundShape` has it; a tensor that is replaced between rounds.
+do); a host value that a program uses, unless it is in `RoundShape`; a tensor that is replaced between rounds.
 
-State lies by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's own. A
-round (`decode_round.py`) is a program over it; the host launches programs and settles their results.
+State is indexed by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's
+state. A round (`decode_round.py`) is a program over this state; the host launches programs and settles their results.
 """
 
 from collections.abc import Iterator
@@ -40,15 +40,14 @@ from specdec.sampling.sampling_table import SamplingTable
 from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
 
 PREFILL_STAGES = ("prefill",)
-"""Stages that the clock times in a group of prompt chunks."""
+"""Stages of a group of prompt chunks that the clock times."""
 
 
 class Chunk(NamedTuple):
     """Prompt tokens that the target has read, and its final states at them.
 
-    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. states: which final states `hidden`
-    has: those of every token [T, H], of the last token of each run [R, H], or none (zeros [R, H]). aux_states:
-    [T, A * H].
+    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. states: the final states in `hidden`:
+    of every token [T, H], of the last token of each run [R, H], or none (zeros [R, H]). aux_states: [T, A * H].
     """
 
     pack: Pack
@@ -61,18 +60,18 @@ class Chunk(NamedTuple):
     def from_pack(
         cls, pack: Pack, fed: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], states: FinalStates
     ) -> "Chunk":
-        """A chunk from the result of the target's forward, hidden and auxiliary states."""
+        """Make a chunk from the result of the target's forward: hidden and auxiliary states."""
         hidden, aux_states = done
         hidden = hidden[0].expand(len(pack.rows), -1) if states is FinalStates.NONE else hidden[0]
         return cls(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
 
     def last_hidden(self) -> torch.Tensor:
-        """Final states at the end of each run [R, H], zeros if none were made."""
+        """Final states at the end of each run [R, H]; zeros if none were made."""
         return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
 
 
 class PausedChunk(NamedTuple):
-    """A `Chunk` of which some layers have run."""
+    """A `Chunk` in progress: some of its layers have run."""
 
     pack: Pack
     fed: torch.Tensor
@@ -89,15 +88,15 @@ class PausedChunk(NamedTuple):
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
-    """Does a round open, draw and close by kernels? Not in Triton's interpreter, where they are slow."""
+    """Do kernels open, draw and close a round? Not in Triton's interpreter, where they are slow."""
     return backend.name == "triton" and device.type == "cuda"
 
 
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
 
-    lags: let the drafter read the tokens of rounds without drafts later, if it can (`unread.py`). finished_tokens:
-    how many tokens of finished requests the drafter may propose from.
+    lags: if the drafter can, it reads the tokens of rounds without drafts later (`unread.py`). finished_tokens: number
+    of tokens of finished requests that the drafter may propose from.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Round:
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
-        # a drafter that inherits no defaults may be older than this attribute
+        # a drafter that does not inherit our base class may lack this attribute
         self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
@@ -126,14 +125,14 @@ class Round:
         self.on_kernels = runs_on_kernels(backend, self.device)
         self.sampler = KernelSampler if self.on_kernels else ReferenceSampler
         self.sampling = SamplingTable(len(self.tokens.host), self.device)
-        self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # that a row accepts in a round
+        self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # per row and round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
-        self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # how many, and which
+        self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # number, then tokens
         self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
-        self.draft_seats = self.seats  # the drafter's: padding in place of rows that have ended for it
+        self.draft_seats = self.seats  # the drafter's seats: padding replaces rows past its last position
         self.unread: UnreadTokens | None = None
         self.max_positions: int | None = getattr(drafter, "max_positions", None)
         if reads_late(drafter, lags):
@@ -143,7 +142,7 @@ class Round:
         self.weights = RoundWeights(target, drafter)
 
     def reset(self) -> None:
-        """Clear the state of all rows after an interrupted step; no worker holds a view after it."""
+        """Clear the state of all rows after an interrupted step, and detach all views."""
         if self.worker is not None:
             self.worker.view = None
         if self.unread is not None:
@@ -161,7 +160,7 @@ class Round:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Make this device the current one, on which Triton launches, and turn autocast off: K/V have the model's
+        """Make this the current device, on which Triton launches, and turn autocast off, since K/V have the model's
         dtype."""
         with torch.cuda.device_of(self.seats.tensor), torch.autocast(self.device.type, enabled=False):
             yield
@@ -180,13 +179,13 @@ class Round:
             self.draft_seats[:] = seats
 
     def flush(self) -> None:
-        """Upload every change of the host's arrays at once; new finished texts in a second upload."""
+        """Upload all changes of the host's arrays in one copy, and new finished texts in a second one."""
         self.cache.flush(*self._mirrored())
         if self.finished is not None:
             self.finished.flush()
 
     def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
-        """Final states that chunks need; every one if fewer would save no layer.
+        """Which final states chunks need; all of them if fewer would save no layer.
 
         scored: the chunks' tokens need log-probabilities. ends: a prompt ends with one of the chunks, so a draw or a
         draft needs its last state.
@@ -199,7 +198,7 @@ class Round:
     def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
         """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together.
 
-        Makes their K/V and the final states that `states` names. Layers that neither needs do not run.
+        Makes their K/V and the final states that `states` names. Layers that are needed for neither do not run.
         """
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
@@ -209,7 +208,7 @@ class Round:
     def begin_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> "PausedChunk":
-        """Begin the forward of `read` and stop before its first layer. Requires a target that can pause."""
+        """Begin the forward of `read`, stopped before its first layer. Requires a target that can pause."""
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
 
@@ -241,13 +240,13 @@ class Round:
         *,
         begins: int = 0,
     ) -> torch.Tensor:
-        """Draw the first token after the chunks numbered `through` [B], which end their prompts, and show all chunks to
-        the drafter -> the packed result, as of B rounds of one node.
+        """Draw the first token after the chunks with indices `through` [B], which end their prompts, and show all
+        chunks to the drafter. Returns the packed result, like that of a round of one node for B rows.
 
-        longest: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier:
-        device nanoseconds of parts that ran in earlier steps. begins: the first position that was read. The drawn
-        tokens are already in `tokens`, so a round may follow. The host commits the chunks after the launch; the drafter
-        observes them as committed.
+        longest: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier: device
+        nanoseconds of parts that ran in earlier steps. begins: the first position that was read. Drawn tokens are
+        written to `tokens`, so a round may follow. The host commits the chunks after the launch; the drafter observes
+        them as committed.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
@@ -274,7 +273,7 @@ class Round:
         return pack_result(one_node, scores, stamps)
 
     def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, begins: int) -> None:
-        """Show the drafter the chunks and the target's states, unless all lie beyond the drafter's last position."""
+        """Show the drafter the chunks and the target's states, unless all are after the drafter's last position."""
         if self.worker is None:
             return
         pack = chunk.pack
@@ -294,15 +293,15 @@ class Round:
         self.worker.observe_prompts(seen)
 
     def history(self, rows: Rows) -> torch.Tensor:
-        """Tokens by position [B, L], up to the root after the longest prefix."""
+        """Tokens by position [B, L], up to the root of the longest row."""
         return self.tokens.tensor[rows.index, : rows.longest + 1]
 
     def sampler_of(
         self, rows: Rows, history_len: torch.Tensor, shape: RoundShape, opened: Opening | None = None
     ) -> ReferenceSampler:
-        """Sampler of these rows, which have `history_len` [B] tokens, for the parameters that the shape allows.
+        """The sampler for these rows of `history_len` [B] tokens, with the parameters that the shape allows.
 
-        opened: the round's opening, which has read the parameters already; None: they are read here.
+        opened: the round's opening, which has read the parameters; None: read them here.
         """
         prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
         seen = self.seen_bits.select_rows(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
@@ -312,17 +311,17 @@ class Round:
         )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
-        """Logits, and the softcap that is still to be applied, or None.
+        """Logits, and the softcap that the caller must still apply, or None.
 
-        Drawing kernels apply the softcap while they read, with another rounding. So it is applied here if
-        log-probabilities are reported, or if bits must not depend on the batch.
+        Drawing kernels apply the softcap as they read, with different rounding. So it is applied here if
+        log-probabilities are reported or if bits must not depend on the batch.
         """
         if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
 
     def observe(self, seen: Observation) -> None:
-        """Show the drafter the target's states at the tokens that rows have gained, and their next token."""
+        """Show the drafter the target's states at the rows' new tokens, and the token after them."""
         if self.worker is None:
             return
         if self.unread is not None:
@@ -337,9 +336,9 @@ class Round:
         aux_states: torch.Tensor | None,
         path: torch.Tensor,
     ) -> None:
-        """Keep the states [B, N, H] of a round that the drafter does not read: nodes of `path` [B, D], committed from
-        `start` [B] on. States of rejected nodes are stored as well, but later rounds overwrite them before any is
-        read."""
+        """Keep the states [B, N, H] of a round that the drafter does not read now: nodes of `path` [B, D], committed
+        from `start` [B] on. States of rejected nodes are stored too; later rounds overwrite them before they are read.
+        """
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
         if (depth := path.shape[1]) == 1:
@@ -351,7 +350,7 @@ class Round:
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape, most: int) -> torch.Tensor:
-        """Let the drafter read the unread tokens of seated rows, at most `most` of each row -> number of tokens [B]."""
+        """Let the drafter read at most `most` unread tokens of each seated row. Returns the number of tokens [B]."""
         assert self.unread is not None, "this drafter reads every round"
         table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
         committed = table.committed_len.tensor[index]
@@ -364,7 +363,7 @@ class Round:
         states = self.unread.states[index[:, None], position % MAX_UNREAD]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(
-            rows=Rows(torch.where(has_unread, index, table.padding_row), shape.longest),  # others keep their state
+            rows=Rows(torch.where(has_unread, index, table.padding_row), shape.longest),  # other rows keep their state
             start=start,
             tokens=tokens,
             hidden=states,

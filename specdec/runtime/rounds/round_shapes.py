@@ -1,7 +1,7 @@
-"""The smallest shape of a round that is enough for every request in it.
+"""The smallest shape of a round that suffices for all of its requests.
 
-    draft      steps, topk and nodes: the largest that any of its requests can use
-    forced     nodes if grammars force tokens: as many as every row has slots for
+    draft      steps, topk and nodes: the largest that any request can use
+    forced     number of nodes if grammars force tokens: limited by the slots of every row
     longest    upper bound on committed prefixes, unsettled rounds included
 
 This file knows rows and counts, no request.
@@ -19,7 +19,7 @@ from specdec.runtime.rounds.round import Round
 from specdec.sampling.log_probs import max_logprobs
 
 NO_DRAFT = DraftShape(0, 1, 1)
-"""The root alone."""
+"""No draft: the root only."""
 
 
 def whole_draft(spec: SpecConfig) -> DraftShape:
@@ -29,7 +29,7 @@ def whole_draft(spec: SpecConfig) -> DraftShape:
 
 
 def largest(drafts: Sequence[DraftShape]) -> DraftShape:
-    """Smallest draft that covers all of these; no draft if there are none."""
+    """The smallest draft that covers all of these; no draft if the list is empty."""
     return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
 
 
@@ -40,15 +40,16 @@ def round_shape(
     drafts: Sequence[DraftShape],
     unsettled_nodes: int,
 ) -> RoundShape:
-    """Shape of a round of these rows, with the draft of each request. unsettled_nodes: tokens by which a prefix may be
-    longer than the host knows."""
+    """Shape of a round of these rows, given each request's draft. unsettled_nodes: upper bound on the tokens of a
+    prefix that the host does not know yet."""
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
     asked = round.sampling.uses(params), max_logprobs(params)
     return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
 
 
 def end_drafts(round: Round, rows: IntArray, ahead: int) -> IntArray:
-    """End the drafts of rows within `ahead` tokens of the drafter's last position -> those that it ends for now."""
+    """Turn off drafts for rows within `ahead` tokens of the drafter's last position. Returns the rows that this call
+    ended."""
     if round.max_positions is None:
         return rows[:0]
     reached = rows[round.cache.table.committed_len.host[rows] + ahead > round.max_positions]
@@ -59,7 +60,7 @@ def end_drafts(round: Round, rows: IntArray, ahead: int) -> IntArray:
 def with_forced(
     shape: RoundShape, round: Round, rows: IntArray, most_forced: int, graphs: RoundGraphs | None
 ) -> RoundShape:
-    """This shape with room for forced tokens, as far as all rows have slots; captured rounds have few sizes."""
+    """This shape with nodes for forced tokens, within the slots that all rows have. Captured rounds have few sizes."""
     table = round.cache.table
     last = np.minimum(table.capacity[rows], table.slots.host.shape[1] - 1)
     room = int((last - table.committed_len.host[rows]).min())

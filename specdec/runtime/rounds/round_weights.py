@@ -1,4 +1,4 @@
-"""The weights of target and drafter, looked up once a step."""
+"""Identity of the weights of target and drafter, looked up once per step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,17 +8,17 @@ from specdec.layers.fuse import watched_weights
 
 
 class RoundWeights:
-    """Numbers that change with the weights: see `Weights`."""
+    """Values that change when the weights change: see `Weights`."""
 
     def __init__(self, target: Any, drafter: Any) -> None:
         self._weights = watched_weights(target, drafter)
         self._in_step = False
-        # in the current step, once they were looked up
+        # set once looked up in the current step
         self._generation: int | None = None
         self._version: tuple[object, ...] | None = None
 
     def generation(self) -> int:
-        """Changes whenever weights were re-pointed."""
+        """A number that changes when weights are re-pointed to other storage."""
         if self._generation is not None:
             return self._generation
         now = sum(weights.generation() for weights in self._weights)
@@ -26,7 +26,7 @@ class RoundWeights:
         return now
 
     def version(self) -> tuple[object, ...]:
-        """Changes whenever weights were re-pointed or updated in place."""
+        """A value that changes when weights are re-pointed or updated in place."""
         if self._version is not None:
             return self._version
         found = self.generation(), *(weights.updates() for weights in self._weights)
@@ -35,7 +35,7 @@ class RoundWeights:
 
     @contextmanager
     def cached_lookups(self) -> Iterator[None]:
-        """Look the weights up once within the block: it costs the host 0.3 us a tensor."""
+        """Within the block, look the weights up only once: a look-up costs the host 0.3 us per tensor."""
         self._generation, self._version, self._in_step = None, None, True
         try:
             yield

@@ -1,10 +1,10 @@
-"""A drafter with K/V of its own skips rounds without its drafts, and reads their tokens later, many at once.
+"""Lets a drafter that keeps K/V skip rounds without its drafts, and read their tokens later, many at once.
 
-    a round without its drafts   keeps the target's states at each token that it commits: states[row, position % KEPT]
-    catching up                  the drafter observes the unread tokens of each row at once, as it does a prompt chunk
+    a round without its drafts   keeps the target's state at each committed token: states[row, position % KEPT]
+    catching up                  the drafter observes the unread tokens of all rows in one forward, like a prompt chunk
 
-All rows of a round catch up together. They do so before the drafter drafts, before a row could have more than KEPT
-unread tokens, and once more when a row reaches the drafter's last position.
+All rows of a round catch up together: before the drafter drafts, before a row could have more than KEPT unread tokens,
+and once when a row reaches the drafter's last position.
 """
 
 import numpy as np
@@ -16,39 +16,39 @@ from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.rounds.result import RoundShape
 
 MAX_UNREAD = 16
-"""Tokens of a row whose states are kept. The drafter catches up before a round that could leave more tokens unread."""
+"""Number of states kept per row. The drafter catches up before a round that could leave more tokens unread."""
 
 
 def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
-    """Does the drafter read tokens rounds after they were committed? adaptive: rounds may have no drafts."""
-    # a drafter that inherits no defaults may be older than these attributes
-    has_end = getattr(drafter, "max_positions", None) is not None  # it reads nothing beyond that
+    """May the drafter read tokens some rounds after their commit? adaptive: rounds may have no drafts."""
+    # a drafter that does not inherit our base class may lack these attributes
+    has_end = getattr(drafter, "max_positions", None) is not None  # it reads nothing after that position
     return (adaptive or has_end) and getattr(drafter, "may_lag", False)
 
 
 def unread_tokens(shape: RoundShape) -> int:
-    """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them in it."""
+    """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them within the round."""
     return 0 if shape.drafts_by_model or shape.depth > MAX_UNREAD else shape.depth
 
 
 class UnreadTokens:
-    """Unread tokens by row. width: numbers of a state. count: upper bound on the unread tokens of each row, on the
-    host. ended: rows that have grown past the drafter's last position; it has read them up to there."""
+    """Unread tokens by row. width: size of a state. count: upper bound on the unread tokens of each row, on the host.
+    ended: rows longer than the drafter's last position; it has read them up to that position."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, MAX_UNREAD, width), dtype=dtype, device=device)
-        self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
+        self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # number of first tokens that were read
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def clear_rows(self, rows: IntArray | slice) -> None:
-        """These rows have new requests."""
+        """Reset these rows, which have new requests."""
         self.count[rows] = 0
         self.ended[rows] = False
 
     def before_round(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> int:
-        """Count a round of this shape over these rows, which is about to be launched -> how many tokens of a row, at
-        most, the drafter must read before it; 0: none. ending: rows whose drafts end with this round (`end_drafts`)."""
+        """Count a round of this shape over these rows before its launch. Returns the most tokens per row that the
+        drafter must read first; 0: none. ending: rows whose drafts end with this round (`end_drafts`)."""
         more, most = unread_tokens(shape), int(self.count[rows].max(initial=0))
         must_read = most > 0 and (more == 0 or most + more > MAX_UNREAD or self.count[ending].any())
         if must_read:

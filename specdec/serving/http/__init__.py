@@ -1,1 +1,1 @@
-"""The HTTP side of the server, for any route: connections, bodies, keys, limits, errors, probes."""
+"""The HTTP side of the server for all routes: bodies, keys, limits, errors, probes."""

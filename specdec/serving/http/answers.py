@@ -1,4 +1,4 @@
-"""Answers that every route may give: errors, and how a route declares its refusals."""
+"""Answers common to all routes: errors, and the declaration of a route's refusals."""
 
 from typing import Any, Literal
 
@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Answer(BaseModel):
-    """A field with a default is there when a request asks for it."""
+    """Base of answer models. A field with a default is present only if a request asks for it."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ErrorDetail(Answer):
-    """An error, in OpenAI's shape. param: the field of the body that is at fault. code: kind of error, for programs."""
+    """An error in OpenAI's shape. param: the faulty field of the body. code: kind of error, for programs."""
 
     message: str
     type: Literal[
@@ -40,5 +40,5 @@ REFUSED = {
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Refusals with these statuses, as a route declares them in `responses`."""
+    """Refusals with these statuses, for a route's `responses`."""
     return {status: {"model": Error, "description": REFUSED[status]} for status in statuses}

@@ -1,9 +1,9 @@
-"""API keys: the one that a request comes with, and those of a file, one a line, with a name before it for the log.
+"""API keys: a request's key, and the keys of a file, one per line, optionally after a name for the log.
 
     research      sk-4f1c...
-    sk-7d20...                    a key without a name is called by its line, such as line-2
+    sk-7d20...                    a key without a name is named after its line, such as line-2
 
-Blank lines, and what follows a # at the beginning or after white space, say nothing. Keys are never in a message.
+Blank lines are ignored, and text after a # at the beginning or after white space. Messages never contain keys.
 """
 
 import re
@@ -16,20 +16,20 @@ from specdec.text.text_files import read_text_file
 
 
 def bearer_token(headers: Mapping[str, str]) -> str:
-    """The key, of headers whose names are in small letters; empty without one."""
+    """The key in these headers (with lower-case names); empty if there is none."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
 
 
 def by_name(keys: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
-    """Every key by a name of its own: those that have one, then the others as key-1, key-2, ..., without the names that
-    are taken."""
+    """All keys by unique names: the named keys, then the others as key-1, key-2, ..., skipping taken names."""
     free = (name for number in count(1) if (name := f"key-{number}") not in named)
     return {**named, **dict(zip(free, [key for key in keys if key not in named.values()], strict=False))}
 
 
 def read_key_file(path: Path) -> dict[str, str]:
-    """Name -> key. Raises ConfigError, with the number of the line, for what is none, given twice, or no file."""
+    """Read a file: name -> key. Raises ConfigError, with the line's number, for an invalid or repeated key, or if there
+    is no file."""
     keys: dict[str, str] = {}
     for number, line in enumerate(read_text_file(path, "the file of API keys").splitlines(), 1):
         place = f"line {number} of {str(path)!r}"

@@ -1,10 +1,11 @@
-"""Bodies of requests: bounded before they are parsed, parsed off the event loop, refused at their first mistake.
+"""Bodies of requests: their shape is bounded before parsing, they are parsed off the event loop, and the first mistake
+is reported.
 
     raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
 
-Small bodies are read on the event loop, larger ones on a thread for bodies, one at a time. A route whose router has
-`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. When its client leaves,
-whatever is done for it is cancelled, from the parsing on, and nothing keeps the body.
+Small bodies are parsed on the event loop, larger ones on a thread for bodies, one at a time. A route whose router has
+`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. If its client leaves, all work
+for it is cancelled, from parsing on, and the body is released.
 """
 
 import json
@@ -28,23 +29,23 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 200
 MAX_CONTAINERS = 1 << 15
-"""Objects and arrays of a body: each takes up to 232 bytes."""
+"""Most objects and arrays in a body: each takes up to 232 bytes."""
 MAX_MEMBERS = 1 << 16
-"""Members of all objects of a body together: each has a key of its own."""
+"""Most members of all objects of a body together: each has its own key."""
 BYTES_PER_VALUE = 8
 """A body may hold at most `max_body_bytes` / BYTES_PER_VALUE values."""
 MIN_VALUES = 1 << 16
 SMALL = 1 << 15
-"""Bytes that are parsed on the loop: in less time than a thread takes to begin."""
+"""Bodies up to this many bytes are parsed on the loop, in less time than a thread takes to start."""
 WINDOW = 1 << 16
-"""Bytes looked at between two moments at which other threads may run."""
+"""Bytes that are scanned before other threads may run."""
 
 _parser = FairPool(1, "specdec-bodies", spares=0)
 
 
 @dataclass(slots=True)
 class JsonCounts:
-    """Counts of the JSON text outside of its strings."""
+    """Counts in a JSON text outside of strings."""
 
     containers: int = 0
     members: int = 0
@@ -53,13 +54,13 @@ class JsonCounts:
 
 
 def shape_of(raw: bytes) -> Iterator[JsonCounts]:
-    """The shape of UTF-8 JSON so far, after each window; any numbers for text that is no JSON."""
+    """Yields the shape of UTF-8 JSON so far, after each window; arbitrary numbers for text that is not JSON."""
     shape, inside, escaped, depth = JsonCounts(), False, False, 0
     for at in range(0, len(raw), WINDOW):
         window = raw[at : at + WINDOW]
         if escaped:
             window = b"__" + window[1:]
-        # an escaped quote or backslash ends nothing; a lone one at the end goes on in the next window
+        # an escaped quote or backslash ends no string; a backslash at the end belongs to the next window
         window = window.replace(b"\\\\", b"__").replace(b'\\"', b"__")
         escaped = window.endswith(b"\\")
         parts = window.split(b'"')
@@ -79,12 +80,12 @@ def shape_of(raw: bytes) -> Iterator[JsonCounts]:
 
 
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")
-"""Brackets as int8: a level more, or less."""
+"""Change of level by bracket, as int8."""
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"{}[]")
 
 
 def require_shape(raw: bytes, max_values: int) -> None:
-    """Raise ApiError for a body whose parsing would take more than in proportion to its length."""
+    """Raise ApiError if parsing a body would take more than proportional time or memory."""
     for shape in shape_of(raw):
         for count, most, what in (
             (shape.depth, MAX_DEPTH, "levels"),
@@ -98,10 +99,10 @@ def require_shape(raw: bytes, max_values: int) -> None:
 
 
 def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str = "refuse") -> Model:
-    """The body as a model says. Raises ApiError with the first thing that is wrong with it.
+    """Parse the body as a model. Raises ApiError for the first mistake.
 
-    An error lives until it is answered, seconds later where refusals wait, and so does what the frames that it came
-    through hold: none of these holds the values of the body, which may take tens of megabytes."""
+    An error lives until it is answered (refusals may wait for seconds), and so do the frames that it passed through. So
+    none of these frames holds the body's values, which may take tens of megabytes."""
     require_shape(raw, max_values)
     found = _parsed(raw, model, unknown_fields)
     if isinstance(found, ApiError):
@@ -114,7 +115,7 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
         value = json.loads(raw.decode())
     except RecursionError:
         return ApiError(400, "there was an error parsing the body: it is nested too deep", code="invalid_json")
-    except ValueError as error:  # bytes that are no UTF-8 among them, and numbers of thousands of digits
+    except ValueError as error:  # also for invalid UTF-8 and numbers of thousands of digits
         reason = getattr(error, "msg", None) or str(error).partition(";")[0]
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     try:
@@ -124,7 +125,7 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request, which keeps no copy of it. Raises ApiError."""
+    """Read the body of a request; the request keeps no copy. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         raw = b"".join([piece async for piece in request.stream()])
@@ -140,7 +141,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) -> Model:
-    """`parse`, on the thread for bodies where it takes long; dropped when its task is cancelled before it begins."""
+    """`parse`, on the thread for bodies if it takes long. It is dropped if the task is cancelled before it begins."""
     max_values = max(MIN_VALUES, settings.max_body_bytes // BYTES_PER_VALUE)
     how = partial(parse, raw, model, max_values, settings.unknown_fields)
     small = len(raw) <= SMALL
@@ -149,7 +150,7 @@ async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) ->
 
 
 class ParsedRequest(Request):
-    """A request whose body has been read: FastAPI finds the model in the place of JSON, and takes it as it is."""
+    """A request whose body is parsed already: FastAPI gets the model instead of JSON and uses it unchanged."""
 
     parsed: BaseModel
 
@@ -161,7 +162,7 @@ class ParsedRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """Reads and checks bodies as this module does, not on the loop as FastAPI does."""
+    """A route that reads and checks bodies by this module, not on the loop like FastAPI."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()

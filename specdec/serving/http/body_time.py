@@ -1,6 +1,6 @@
-"""The time in which the body of a request must be whole. A body that is not is refused: 408, or 503 at the stop.
+"""Time limit for the body of a request. A late body is refused with 408, or with 503 when the server stops.
 
-How long a head may take, and how many connections may be open, is a proxy's business (docs/deployment.md).
+A proxy limits the time of heads and the number of connections (docs/deployment.md).
 """
 
 import asyncio
@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.http.faults import ApiError
 
-CLOSE = {"Connection": "close"}  # what is left of the body is not read
+CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 class BodyTimes:
-    """The bodies of one server that are awaited; belongs to its event loop."""
+    """The bodies that one server awaits. It belongs to the server's event loop."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -21,7 +21,7 @@ class BodyTimes:
         self._awaited: set[asyncio.Timeout] = set()
 
     def stop(self, seconds: float) -> None:
-        """Wait no longer than this for any body."""
+        """From now on, wait at most `seconds` for any body."""
         self.stopping = True
         self.seconds = min(self.seconds, seconds)
         latest = asyncio.get_running_loop().time() + seconds
@@ -29,7 +29,7 @@ class BodyTimes:
             timeout.reschedule(min(latest, timeout.when() or latest))
 
     async def receive(self, receive: Receive, began: float) -> Message:
-        """The next message of a request whose body is awaited since `began`. Raises ApiError when it is late."""
+        """The next message of a request whose body is awaited since `began`. Raises ApiError if it is late."""
         try:
             async with asyncio.timeout_at(began + self.seconds) as timeout:
                 self._awaited.add(timeout)
@@ -45,7 +45,7 @@ class BodyTimes:
 
 
 class BodyTime:
-    """Middleware around the routes, inside the one that checks keys and sizes."""
+    """Middleware around the routes, inside the middleware that checks keys and sizes."""
 
     def __init__(self, app: ASGIApp, times: BodyTimes) -> None:
         self.app = app

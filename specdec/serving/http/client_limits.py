@@ -1,8 +1,8 @@
-"""Limits of one client: requests a minute and at a time, whose cached prompts it shares, who is served first.
+"""Limits per client: requests per minute and at a time, sharing of cached prompts, and priority.
 
-A client is an API key, or an address where the server has no keys. Requests are counted before their bodies are read;
-a refusal is 429 with Retry-After. Only POST requests that need the API key count. Invariant: requests with different
-API keys never have the same cache salt, unless the server was told that its clients share cached prompts.
+A client is an API key, or an address if the server has no keys. Requests are counted before their bodies are read; a
+refusal is 429 with Retry-After. Only POST requests that need the API key count. Invariant: requests with different API
+keys never have the same cache salt, unless the server was told that its clients share cached prompts.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Beginnings of paths that need the API key; health and metrics need none."""
+"""Prefixes of paths that need the API key; health and metrics do not."""
 QUIET_SECONDS = 10.0
-"""Between two lines of the log about refusals: one that asks again at once would fill it."""
+"""Seconds between two log lines about refusals: a client that retries at once would fill the log."""
 
 
 def route_path(scope: Scope) -> str:
-    """The path as routes have it, without the prefix under which a proxy shows this server."""
+    """The path without the prefix that a proxy adds for this server."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 class ClientLimits:
-    """Around the routes, inside the check of the API key, which says whose request it is.
+    """Middleware around the routes, inside the check of the API key, which identifies the client.
 
-    Of one client, 0: no limit. per_minute: requests, of which all may come at once. at_a_time: open requests.
+    Limits per client, 0: none. per_minute: requests, which may all arrive at once. at_a_time: open requests.
     """
 
     def __init__(self, app: ASGIApp, *, per_minute: int = 0, at_a_time: int = 0) -> None:
@@ -42,7 +42,7 @@ class ClientLimits:
         self.at_a_time, self.per_minute = at_a_time, per_minute
         self._open: Counter[str] = Counter()
         self._minutes = ClientPace(per_minute / 60, per_minute) if per_minute else None
-        self._refused: Counter[str] = Counter()  # since the last line of the log
+        self._refused: Counter[str] = Counter()  # refusals since the last log line
         self._quiet_until = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ class ClientLimits:
             self._refused.clear()
 
     def refusal(self, client: str, now: float) -> ApiError | None:
-        """Why this client may not ask now; None: it may, and one request is taken from its minute."""
+        """The refusal of this client's request; None: it is allowed and counted."""
         most = self.at_a_time
         if most and self._open[client] >= most:
             return _refused(f"{most} of your requests are open, as many as may be; wait for one to end", 1.0)
@@ -87,11 +87,12 @@ def _refused(message: str, seconds: float) -> ApiError:
 
 
 MIN_BLOCK = 16
-"""Tokens: cached prompts are reported in whole blocks, so that a prompt cannot be guessed token by token."""
+"""Block size in tokens: cached prompts are reported in whole blocks, so that a prompt cannot be guessed token by
+token."""
 
 
 def salt_for(client: str, cache_salt: str | None, settings: ServeSettings) -> str | None:
-    """The engine's salt for a request of this client, by its API key, with the salt that its body has."""
+    """The engine's salt for a request, made of the client's API key and the body's salt."""
     if settings.share_prefix_cache:
         client = ""
     if not client and cache_salt is None:
@@ -101,13 +102,13 @@ def salt_for(client: str, cache_salt: str | None, settings: ServeSettings) -> st
 
 
 def require_priority(priority: int, settings: ServeSettings) -> None:
-    """Raises ApiError for one that is not allowed here; 0 always is. The engine checks the range."""
+    """Raise ApiError if this priority is not allowed; 0 always is. The engine checks the range."""
     if priority and not settings.allow_priority:
         message = f"priority={priority}: this server treats all requests alike; leave it out, or start the server with "
         raise ApiError(400, message + "--allow-priority", param="priority", code="priority_not_allowed")
 
 
 def in_whole_blocks(cached_tokens: int, page_size: int) -> int:
-    """Cached tokens as clients are told: rounded down to whole blocks."""
+    """Cached tokens to report, rounded down to whole blocks."""
     block = max(MIN_BLOCK, page_size)
     return cached_tokens // block * block

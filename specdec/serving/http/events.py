@@ -1,10 +1,10 @@
-"""Answers on their way out: server-sent events, and work that ends when its client goes away.
+"""Sending answers: server-sent events, and work that is cancelled when its client disconnects.
 
-A client that goes away, streaming or not, cancels the task of its request:
+A client that disconnects, streaming or not, cancels the task of its request:
 
     `while_connected`  ->  `Streams.abort`  ->  `EngineThread.abort`  ->  `Inbox.abort`: the next step frees its slots
 
-A failure after the first event is an event of its own, in the shape of an error, since the status has been sent.
+A failure after the first event is sent as an error event, since the status has been sent already.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from specdec.serving.streams import Streams
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
-"""Status in the log for a request whose client went away; it is not sent."""
+"""Status in the log for a request whose client disconnected; it is never sent."""
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client closed the connection before it got its answer."""
 
 
 MANY_TOKENS = 64
-"""Tokens of one delta, which a slow reader gets, that a thread puts into words: it takes longer than a thread takes to
-begin."""
+"""A delta with at least this many tokens (for a slow reader) is converted on a thread: it takes longer than starting
+the thread."""
 
 
 def json_bytes(data: Any) -> bytes:
-    """JSON as it is sent. Half a surrogate pair, which a model may write, is escaped: UTF-8 has none."""
+    """JSON to send. Lone surrogates, which a model may write, are escaped, since UTF-8 cannot encode them."""
     try:
         return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
@@ -42,14 +42,14 @@ def json_bytes(data: Any) -> bytes:
 
 
 class JsonResponse(JSONResponse):
-    """Any data as JSON."""
+    """A response with any data as JSON."""
 
     def render(self, content: Any) -> bytes:
         return json_bytes(content)
 
 
 async def off_loop(tokens: int, work: Callable[[], T]) -> T:
-    """Returns the result of `work`, which runs on another thread if it is about many tokens."""
+    """Returns the result of `work`, run on another thread if there are many tokens."""
     return work() if tokens < MANY_TOKENS else await asyncio.to_thread(work)
 
 
@@ -58,7 +58,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`; if the client goes away first, cancels it and raises ClientGoneError."""
+    """Returns the result of `work`. If the client disconnects first, cancels it and raises ClientGoneError."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,7 +72,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """The events of one submission; sent as fast as the client reads, with nothing piled up."""
+    """The events of one submission, sent as fast as the client reads, without a queue."""
 
     last = DONE
     encode = staticmethod(event)
@@ -81,12 +81,12 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self.headers["Cache-Control"] = "no-cache"
-        self.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
+        self.headers["X-Accel-Buffering"] = "no"  # otherwise nginx buffers events
         self._streams = streams
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["events"] = True  # a comment may stand between any two writes
+        scope.setdefault("state", {})["events"] = True  # a comment may be sent between any two writes
         async with self._streams:
             try:
                 await while_connected(receive, self._send(send))
@@ -94,7 +94,7 @@ class EventStream(Response):
                 scope.setdefault("state", {})["client_gone"] = True
 
     def failure(self, error: Exception) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """The last event of a stream that cannot continue."""
         return self.encode(as_api_error(error).body)
 
     async def _send(self, send: Send) -> None:
@@ -103,7 +103,7 @@ class EventStream(Response):
             async for data in self._events:
                 await send({"type": "http.response.body", "body": self.encode(data), "more_body": True})
             last = self.last
-        except Exception as error:  # the status is sent: whatever fails, the client is told
+        except Exception as error:  # the status has been sent: report any failure as an event
             last = self.failure(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

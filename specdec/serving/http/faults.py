@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}} and an HTTP status.
+"""Errors in the form of OpenAI's clients: {"error": {"message", "type", "param", "code"}} and an HTTP status.
 
-Every way in which a request can go wrong ends here, so that no other shape ever leaves the server.
+All failures of a request end here, so that no error of another shape leaves the server.
 """
 
 import json
@@ -29,7 +29,7 @@ from specdec.errors import (
 logger = logging.getLogger(__name__)
 
 TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
-"""Parts of a place in a body that name a member of a union, and no field."""
+"""Parts of pydantic's location that name a member of a union, not a field."""
 EXPECTED = {
     kind: words
     for words, kinds in {
@@ -46,7 +46,7 @@ EXPECTED = {
     }.items()
     for kind in kinds.split()
 }
-"""What a value should have been, by pydantic's type of error, whose own messages are not for a server's clients."""
+"""The expected value, by pydantic's error type. Pydantic's own messages are not meant for clients of a server."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -56,14 +56,14 @@ ANSWERS: dict[type[Exception], tuple[int, str | None]] = {
     ConfigError: (400, "invalid_value"),
     UnsupportedModelError: (400, "invalid_value"),
     StoppingError: (503, "stopping"),
-    SpecDecError: (500, None),  # such as a round that failed
+    SpecDecError: (500, None),  # such as a failed round
 }
-"""Status and code of the product's errors; the first that fits counts."""
+"""Status and code of the product's errors; the first match counts."""
 AGAIN = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
-    """A refusal with its status."""
+    """A refusal with a status."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def response(self) -> Response:
-        # ascii: a message may show half a surrogate pair
+        # ASCII: a message may contain a lone surrogate
         return Response(json.dumps(self.body), self.status, self.headers, media_type="application/json")
 
 
@@ -91,13 +91,13 @@ def error_body(status: int, message: str, param: str | None, code: str | None) -
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error of the product, as an answer."""
+    """Convert any error of the product to an answer."""
     if isinstance(error, ApiError):
         return error
     for kind, (status, code) in ANSWERS.items():
         if isinstance(error, kind):
             message = str(error).replace("max_new_tokens", "max_tokens")
-            setting = re.match(r"(\w+)=", message) if status == 400 else None  # as the Python API names it: top_p=2
+            setting = re.match(r"(\w+)=", message) if status == 400 else None  # named as in the Python API: top_p=2
             param = setting and setting[1]
             return ApiError(status, message, param=param, code=code, headers=AGAIN if status in (429, 503) else None)
     logger.error("a request failed", exc_info=error)
@@ -105,7 +105,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def invalid_body(errors: Sequence[Any]) -> ApiError:
-    """Says what pydantic found first in a body that is JSON; an unknown field comes before all others."""
+    """The error for pydantic's first finding in a JSON body; unknown fields come first."""
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     error = (unknown or list(errors))[0]
     param = _place(error["loc"])
@@ -121,7 +121,7 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
 
 
 def expected(error: Mapping[str, Any]) -> str:
-    """Names the value that one of pydantic's errors expected: "a number"."""
+    """The value that a pydantic error expected, in words: "a number"."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in EXPECTED:
         return EXPECTED[kind]
@@ -137,7 +137,7 @@ def expected(error: Mapping[str, Any]) -> str:
 
 
 def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Says all that one place might have been: "a number or null is expected"; else the reason of a check of ours."""
+    """All values that one place may have, in words: "a number or null is expected"; or the reason of our own check."""
     wanted = list(dict.fromkeys(filter(None, map(expected, errors))))
     if wanted:
         return f"{' or '.join(wanted)} is expected"
@@ -148,7 +148,7 @@ METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 def allowed_methods(request: Request) -> list[str]:
-    """Methods of all routes of its path together: the router names those of the first one only."""
+    """Methods of all routes of the request's path (the router names only those of the first)."""
 
     def taken(method: str) -> bool:
         scope = dict(request.scope) | {"method": method}
@@ -159,7 +159,7 @@ def allowed_methods(request: Request) -> list[str]:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every exception that leaves a route leaves the server in this shape."""
+    """Convert every exception of a route to this shape."""
 
     async def refused(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
@@ -178,7 +178,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
         app.add_exception_handler(kind, refused)
-    # innermost: a handler of `Exception` would answer outside of what counts, names and logs answers
+    # innermost: a handler of `Exception` would answer outside of the middleware that counts, names and logs answers
     app.add_middleware(ExceptionMiddleware, handlers={Exception: refused})
 
 

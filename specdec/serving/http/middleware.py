@@ -1,6 +1,6 @@
-"""Around every route: a request id, a line in the log, the API key, and the size of bodies.
+"""Middleware around all routes: request ids, the access log, API keys, and the size of bodies.
 
-Plain ASGI: nothing is buffered, and a client that goes away is noticed at once.
+It is plain ASGI: nothing is buffered, and a client's disconnect is noticed at once.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from specdec.serving.tracing import Tracing
 
 logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
-"""Paths that machines request over and over."""
+"""Paths that monitoring requests often."""
 DISCARDED_BYTES = 16 << 20
-"""Upper bound on the bytes of a refused request's body that are read before the answer."""
+"""Most bytes of a refused request's body that are read before the answer."""
 DISCARD_SECONDS = 1.0
-"""Upper bound on the seconds that reading them takes."""
+"""Most seconds for reading them."""
 
 
 class RootPath:
-    """Tells what is below the prefix under which a proxy shows this server, whether the proxy strips it or not."""
+    """Removes the path prefix that a proxy adds for this server, whether or not the proxy strips it."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
@@ -48,7 +48,7 @@ class RootPath:
 
 
 class HeadRequests:
-    """HEAD is GET wherever there is one; the server sends no body then."""
+    """Handles HEAD as GET if the path has GET; the server then sends no body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -59,12 +59,12 @@ class HeadRequests:
 
 
 def printable(path: str) -> str:
-    """A path as a log line can show it: a line end, or a terminal's escape, is no part of a line."""
+    """A path for the log, with line ends and terminal escapes replaced."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in path[:2048])
 
 
 class RequestLog:
-    """Outermost: takes or makes the id, returns it as X-Request-Id, and writes one line after each answer."""
+    """Outermost middleware: takes or makes the id, returns it as X-Request-Id, and logs one line after each answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -91,7 +91,7 @@ class RequestLog:
             self._write(scope, status, time.perf_counter() - began)
 
     def _write(self, scope: Scope, status: int, seconds: float) -> None:
-        # a client over its own limits is counted where it is refused
+        # a client over its own limits is counted at the refusal
         level = logging.DEBUG if route_path(scope) in QUIET or OVER_LIMIT in scope["state"] else logging.INFO
         if not logger.isEnabledFor(level):
             return
@@ -104,10 +104,10 @@ class RequestLog:
 
 
 class Guard:
-    """The API key first, then the size of the body, by its header and as it comes.
+    """Checks the API key, then the size of the body: first by its header, then while it arrives.
 
-    It also says whose request this is, in the scope's state ("client") and in CLIENT: the name of the key, or the
-    client's address where there are no keys.
+    It also sets the client in the scope's state ("client") and in CLIENT: the name of the key, or the address if there
+    are no keys.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Guard:
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            if "100-continue" not in headers.get("expect", "").lower():  # such a client waits to be told
+            if "100-continue" not in headers.get("expect", "").lower():  # such a client waits before it sends the body
                 await _discard_body(receive)
             await refusal.response()(scope, receive, send)
             return
@@ -150,7 +150,7 @@ class Guard:
         client = (scope.get("client") or ("",))[0]
         if self.api_keys and route_path(scope).startswith(GUARDED):
             given = bearer_token(headers).encode()
-            # all are compared, in constant time, so that time tells nothing of any
+            # compare with all keys in constant time, so that time reveals nothing
             matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
             client = matches[0] if matches else client
             if not matches:
@@ -170,7 +170,8 @@ class Guard:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read on for a while: closing a connection resets a client that still sends, and it never sees the answer."""
+    """Read on for a while: closing the connection would reset a client that is still sending, and it would not see the
+    answer."""
     left = DISCARDED_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
@@ -182,7 +183,7 @@ async def _discard_body(receive: Receive) -> None:
 
 
 def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
-    """The last added is the outermost."""
+    """Add all middleware; the last one added is the outermost."""
     app.add_middleware(HeadRequests)
     app.state.body_times = BodyTimes(settings.timeout_body)
     app.add_middleware(BodyTime, times=app.state.body_times)
@@ -201,7 +202,7 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # those asked for: OpenAI's client sends a dozen of its own
+            allow_headers=["*"],  # all requested ones: OpenAI's client sends a dozen
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(Tracing)

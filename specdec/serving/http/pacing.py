@@ -1,9 +1,10 @@
-"""How fast one client, an API key or an address, is answered and read: the rest waits, each on its own connection.
+"""Limits how fast each client (API key or address) gets refusals and has its bodies read; excess waits on its
+connection.
 
-Refusals and bodies take Python's lock from the thread that steps the engine. So each client has a pail of refusals that
-are answered at once and one of bytes that are read at once; when it is empty they wait. Nothing is dropped.
+Refusals and bodies take Python's lock from the engine's thread. So each client has a token bucket for refusals and one
+for body bytes; if a bucket is empty, they wait. Nothing is dropped.
 
-    due[client]    when the pail is full again     | `burst` units before now ......... now | what is owed ...
+    due[client]    when the bucket is full again   | `burst` units before now ......... now | debt ...
 """
 
 import asyncio
@@ -14,42 +15,43 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PER_SECOND = 10
 BURST = 64
-"""Units of refusals at once: a refusal takes one for itself, and one for every UNIT_BYTES of its body."""
+"""Burst of refusals in units: a refusal takes one unit, and one more for every UNIT_BYTES of its body."""
 UNIT_BYTES = 1 << 16
 BODY_BYTES_PER_SECOND = 8 << 20
-"""Bytes of one client's bodies that are read a second: more than an engine reads of prompts."""
+"""Body bytes read per client and second: more than an engine can prefill."""
 BODY_BURST_BYTES = 8 << 20
-"""Bytes of one client's bodies that are read at once: two of the largest."""
+"""Burst of body bytes per client: two of the largest bodies."""
 MAX_SECONDS = 2.0
-"""No answer, and no piece of a body, waits longer."""
+"""Longest wait in seconds of an answer or a piece of a body."""
 MIN_SECONDS = 1e-3
-"""Less is not worth a timer."""
+"""Shorter waits are not worth a timer."""
 MAX_WAITING = 64
-"""Answers that wait at a time, or clients could fill the server with connections that wait; more are given at once."""
+"""Most answers that wait at a time; further ones are sent at once, so that clients cannot fill the server with waiting
+connections."""
 MAX_REMEMBERED = 10_000
 OVER_LIMIT = "over_limit"
-"""In a request's state: it is refused for a limit of its client's own, who was told when to come again, and does not
-wait. Other 429s are answered at once, so that a proxy can try another server."""
+"""Key in a request's state: it is refused because its client exceeds its own limits, and its answer waits. Other 429s
+are answered at once, so that a proxy can try another server."""
 
 
 class ClientPace:
-    """What each client got lately, in units of which `burst` are free at once and `per_second` after that. Of more than
-    MAX_REMEMBERED clients those are forgotten that have used nothing lately."""
+    """Token buckets of all clients: `burst` units at once, refilled with `per_second`. Above MAX_REMEMBERED clients,
+    those with full buckets are forgotten."""
 
     def __init__(self, per_second: float = PER_SECOND, burst: float = BURST) -> None:
         self._per_second = per_second
-        self._full = burst / per_second  # seconds in which an empty pail fills
+        self._full = burst / per_second  # seconds until an empty bucket is full
         self._due: dict[str, float] = {}
 
     def delay(self, client: str, now: float, units: float = 1) -> float:
-        """Seconds that this many more units have to wait."""
+        """Take `units`. Returns the seconds to wait for them."""
         due = self._due_after(client, now, min(units / self._per_second, self._full))
         wait = min(due - now, MAX_SECONDS) if due - now > MIN_SECONDS else 0.0
-        self._set_due(client, now, now + wait if wait else due)  # a client owes no more than the time it waits
+        self._set_due(client, now, now + wait if wait else due)  # a client's debt is limited to its longest wait
         return wait
 
     def take(self, client: str, now: float) -> float:
-        """One unit, if there is one left. -> seconds until there is; 0: it was taken"""
+        """Take one unit if there is one. Returns the seconds until there is one; 0: it was taken."""
         due = self._due_after(client, now, 1 / self._per_second)
         if due - now > MIN_SECONDS:
             return due - now
@@ -66,7 +68,7 @@ class ClientPace:
 
 
 class Paced:
-    """Middleware in which each refusal (400 to 499) and each piece of a body waits for its turn."""
+    """Middleware that delays refusals (400 to 499) and pieces of bodies by their client's buckets."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -81,7 +83,7 @@ class Paced:
         size = 0
 
         def client() -> str:
-            """Known once the API key was looked at."""
+            """The client; known after the API key was checked."""
             name: str = scope.get("state", {}).get("client") or (scope.get("client") or ("",))[0]
             return name
 
@@ -110,7 +112,7 @@ class Paced:
 
 
 def is_paced(status: int, scope: Scope) -> bool:
-    """Is it a client's mistake, or its own limit? Not 408: its connection is closed."""
+    """Is this status paced: a client's mistake or its own limit? Not 408, which closes the connection."""
     if status == 429:
         return OVER_LIMIT in scope.get("state", {})
     return 400 <= status < 499 and status != 408

@@ -1,7 +1,6 @@
-"""GET /: a page to try the model with. `page.html`, with `markdown.js` in it, asks this server's own API.
+"""GET /: a page for trying the model. `page.html`, with `markdown.js` inserted, uses this server's API.
 
-Nothing else is loaded and nothing else may run: the policy allows the script and the style that the file holds, by
-their digests, and requests to this server.
+The content security policy allows only the file's own script and style, by their digests, and requests to this server.
 """
 
 import base64
@@ -18,7 +17,7 @@ PAGE = PAGE.replace("{{markdown.js}}", Path(__file__).with_name("markdown.js").r
 
 
 def _digests(tag: str) -> str:
-    """Digests of the text between such tags, in the form that a policy has."""
+    """Digests of the text between these tags, in the policy's form."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
 

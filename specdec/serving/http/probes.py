@@ -1,7 +1,7 @@
-"""GET /live, /ready, /ping and /health: is this process worth keeping, and should it get requests now.
+"""GET /live, /ready, /ping and /health: should this process be kept, and should it get requests now?
 
-A server whose engine only fails is not sent requests any more, so it would never show that it is well again, or that it
-is not: `EngineWatch` asks it for a token now and then, and calls it dead when it fails those too.
+A server whose rounds fail gets no more requests, so nothing would show whether it has recovered. `EngineWatch`
+therefore requests one token now and then, and declares the engine dead if these requests fail too.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ logger = logging.getLogger("specdec.serving")
 router = APIRouter()
 
 PROBE_SECONDS = 2.0
-"""Between two requests of our own to an engine whose rounds fail."""
+"""Seconds between two probes of an engine whose rounds fail."""
 MAX_FAILED = 3
-"""Requests in a row that fail until the engine counts as dead."""
+"""Consecutive failed probes after which the engine counts as dead."""
 
 
 class Health(Answer):
@@ -46,7 +46,7 @@ async def read_live(state: StateDep) -> Response:
 @router.get("/health", name="read_health", description="Answers like /ready.", **HEALTH)
 @router.get("/ready", **HEALTH)
 async def read_ready(state: StateDep) -> Response:
-    """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
+    """200 while it accepts requests; 503 if it is stopping, hangs, or its rounds fail repeatedly."""
     return _answer(why_not_alive(state.engine, state.settings.liveness_seconds) or state.engine.trouble)
 
 
@@ -67,14 +67,14 @@ def _answer(reason: str | None) -> Response:
 
 
 class EngineWatch:
-    """Looks after the engine of one server, on its event loop. died: why the process must end; None: it need not."""
+    """Watches the engine of one server, on its event loop. died: why the process must end; None: it need not."""
 
     def __init__(self, engine: AsyncEngine, liveness_seconds: float) -> None:
         self.died: str | None = None
         self._engine = engine
         self._liveness_seconds = liveness_seconds
         self._said_hung = False
-        self._failed = 0  # probes in a row
+        self._failed = 0  # consecutive failed probes
         self._next = 0.0
         self._probe: asyncio.Task[Any] | None = None
 
@@ -91,7 +91,7 @@ class EngineWatch:
             self._probe = asyncio.create_task(self._probe_engine())
 
     async def _probe_engine(self) -> None:
-        """One token of one request; an engine that can make it is not failing any more."""
+        """Request one token. An engine that can generate it is no longer failing."""
         self._next = time.monotonic() + PROBE_SECONDS
         try:
             await self._engine.generate([[0]], SamplingParams(max_new_tokens=1, ignore_eos=True))

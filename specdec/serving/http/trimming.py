@@ -1,8 +1,8 @@
-"""Gives back to the system what the C library keeps of memory that was freed.
+"""Returns freed memory that the C library keeps to the operating system.
 
-glibc keeps what bodies and grammars free, each on a thread with an arena of its own, and a compiled grammar hangs on a
-circle of small objects until Python looks for circles. So where the process has grown, circles are collected, and the
-rest is asked back (`malloc_trim`). Where there is no such call, only circles are.
+glibc keeps memory that bodies and grammars free on threads, each with its own arena, and a compiled grammar is part of
+a reference cycle until Python collects cycles. So if the process has grown, cycles are collected and `malloc_trim`
+returns the memory; where there is no such call, only cycles are collected.
 """
 
 import ctypes
@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 GROWN_BYTES = 16 << 20
-"""Growth since the last trim, above the least that the process held, from which on another is worth its time."""
+"""A trim is worth its time if the process has grown by this much above its minimum since the last trim."""
 LATER_SECONDS = 30.0
-"""Time between this growth and the trim: what is in use only for a moment, such as a refused body, is free by then."""
+"""Seconds between this growth and the trim: memory that is used briefly, such as a refused body, is free by then."""
 
 ARENAS = 8
 MAPPED_BYTES = 1 << 20
 SPARE_BYTES = 1 << 20
 M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
-"""glibc's numbers of these settings (malloc.h)."""
+"""glibc's numbers for these settings (malloc.h)."""
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not tell."""
+    """Resident memory of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[1])
@@ -39,7 +39,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Within, what is there now is no part of what Python looks through for circles."""
+    """Within the block, Python's cycle collection skips all objects that exist now."""
     gc.collect()
     gc.freeze()
     try:
@@ -49,7 +49,7 @@ def objects_frozen() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Collect circles, and have glibc, where it is that, give back what is free; that call lets go of Python's lock."""
+    """Collect cycles, and let glibc (if present) return free memory; that call releases Python's lock."""
     gc.collect()
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
@@ -57,12 +57,12 @@ def give_back() -> None:
 
 
 def give_back_when_freed() -> None:
-    """Three settings of glibc, made before there are threads.
+    """Make three settings of glibc; must run before there are threads.
 
-    Blocks from MAPPED_BYTES on come from the system one by one: otherwise the first one that is freed raises that
-    bound, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are smaller, or the
-    system would hand out each of their pages anew, and so are SPARE_BYTES that an arena keeps. And threads share
-    ARENAS: otherwise each of dozens keeps a part of what it freed that no other can use."""
+    Blocks of at least MAPPED_BYTES are mapped one by one: otherwise the first such block to be freed raises that limit,
+    and later large blocks lie between small ones that stay. Pieces of bodies and tensors of a round are smaller, so
+    that the system need not map their pages anew; so are the SPARE_BYTES that an arena keeps. Threads share ARENAS
+    arenas: otherwise each of dozens keeps freed memory that no other thread can use."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(None)
@@ -72,12 +72,12 @@ def give_back_when_freed() -> None:
 
 
 class Trimmer:
-    """`look` is called now and then, on one thread; the work is done on another."""
+    """Trims memory. Call `look` regularly on one thread; the work runs on another."""
 
     def __init__(self, held: Callable[[], int] = resident_bytes, work: Callable[[], object] = give_back) -> None:
         self._held = held
         self._give_back = work
-        self._least = held()  # since the last time
+        self._least = held()  # minimum since the last trim
         self._due = math.inf
 
     def look(self, now: float | None = None) -> None:

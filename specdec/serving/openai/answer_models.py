@@ -1,5 +1,5 @@
-"""Models of answers, for `/openapi.json`. Routes name them as response models and return JSON that is ready, so that no
-answer is validated; tests hold real answers against these. A field with a default is there when a request asks for it.
+"""Models of answers, for `/openapi.json`. Routes name them as response models but return finished JSON, so answers are
+not validated at run time; tests validate real answers. A field with a default is present only if a request asks for it.
 """
 
 from typing import Any, Literal
@@ -47,7 +47,7 @@ class Usage(Answer):
 
 
 class SpeculativeDecoding(Answer):
-    """vLLM's figures of the drafts of all samples together (`vllm_figures`)."""
+    """vLLM's figures of drafts, over all samples (`vllm_figures`)."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -63,7 +63,7 @@ class Metrics(Answer):
 
 
 class Timings(Answer):
-    """llama.cpp's, of all samples together (`llama_timings`)."""
+    """llama.cpp's timings, over all samples (`llama_timings`)."""
 
     cache_n: int
     prompt_n: int
@@ -84,8 +84,8 @@ class WithFigures(Answer):
 
 
 class SpeculationFigures(Answer):
-    """Effect of the drafts of all samples together: figures of `RequestStats`, which answers take by these names; and
-    drafts_off: why the server's newest round had no draft, empty where it had one."""
+    """Effect of drafts, over all samples: figures of `RequestStats` under the same names. drafts_off: why the server's
+    newest round had no draft; empty if it had one."""
 
     rounds: int
     drafted_rounds: int
@@ -124,7 +124,7 @@ class CompletionLogprobs(Answer):
 
 
 class RankedLikelihood(Answer):
-    """Log-probability of a token, with its rank. rank: 1 for the likeliest; null beyond those asked for."""
+    """Log-probability of a token, with its rank. rank: 1 for the likeliest; null beyond the requested number."""
 
     logprob: float
     rank: int | None
@@ -236,7 +236,8 @@ class ResponseUsage(Answer):
 
 
 class Response(WithFigures):
-    """A response of OpenAI's shape; `instructions`, `tools`, `tool_choice`, `text`, `metadata` are the request's."""
+    """A response in OpenAI's shape. `instructions`, `tools`, `tool_choice`, `text` and `metadata` repeat the
+    request's."""
 
     id: str
     object: Literal["response"]
@@ -268,7 +269,7 @@ class Response(WithFigures):
 
 
 class InputItems(Answer):
-    """The newest first."""
+    """Input items, newest first."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

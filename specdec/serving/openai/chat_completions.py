@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
+"""POST /v1/chat/completions: answers messages through the model's chat template, whole or streamed."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ from specdec.serving.tools.tool_choice import ToolChoice
 
 router = APIRouter(route_class=BodyRoute)
 PROMPT_END = 64
-"""Tokens in which a template opens an answer, and maybe a thought in it."""
+"""Tokens at the end of a prompt in which a template may open an answer, and a thought in it."""
 
 
 @router.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=answers.ASKING | answers.STREAMED)
@@ -41,12 +41,12 @@ class ChatTextAnswer(TextAnswer):
     body: ChatRequest
     chunk_kind = "chat.completion.chunk"
     scored = False
-    """Are the scores of its texts told apart from those of its thoughts and calls?"""
+    """Do answers contain only the scores of texts, without those of thoughts and calls?"""
 
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)
         super().__init__(body, state, "chatcmpl", "chat.completion")
-        self._folds: dict[int, MessageFold] = {}  # of the choices of a stream
+        self._folds: dict[int, MessageFold] = {}  # by choice of a stream
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         self.engine.require_places(max(1, self.n))
@@ -67,10 +67,10 @@ class ChatTextAnswer(TextAnswer):
         return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
 
     def _parsers(self, params: SamplingParams, prompt: list[int]) -> Callable[[], AnswerParser] | None:
-        """Makes the parser of one answer; None: all of it is content."""
+        """A factory of parsers, one per answer; None: answers are content only."""
         thoughts = reasoning_format(self.settings.reasoning_parser)
         kind, native = self.choice.parser, self.state.tool_parser
-        if params.grammar is not None:  # it leaves no room for thoughts
+        if params.grammar is not None:  # a grammar leaves no room for thoughts
             thoughts = None
         elif kind is None and native is not None and native.thinks:
             kind = native
@@ -129,7 +129,7 @@ class ChatTextAnswer(TextAnswer):
             yield {"choices": [_chunk(index, {}, reply.finish_reason(delta.output))]}
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply, fold: MessageFold) -> list[dict[str, Any]]:
-        """The choices of the chunks of a delta, in order; the first has what there is next to its text."""
+        """The choices of a delta's chunks, in order. The first has the details next to the text."""
         deltas, details = fold.deltas(reply.read(delta)), self._details(index, delta, reply)
         if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
             deltas.append({"content": ""})

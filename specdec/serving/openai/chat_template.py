@@ -1,4 +1,4 @@
-"""A chat as the model's template takes it: its messages, and what fields of the request tell the template."""
+"""Converts a chat for the model's template: its messages, and request fields that are template options."""
 
 import json
 import re
@@ -10,19 +10,19 @@ from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
 ROLES = {"developer": "system"}
-"""Roles that OpenAI renamed; templates know the old name."""
+"""Roles that OpenAI renamed, with the old name, which templates know."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names by which templates know the thoughts of an answer that is sent back."""
+"""Fields from which templates read the thoughts of an earlier answer."""
 NOT_OPTIONS = {
     "chat_template": "a template is a program, and this server runs its own",
     "tools": "tools say it",
     "special_tokens_in_content": "the server's own setting says it",
 }
-"""Keys that `chat_template_kwargs` may not have, and why."""
+"""Keys that `chat_template_kwargs` may not have, with the reason."""
 
 
 async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any]) -> list[int]:
-    """The token ids of a chat. tools: what its template is told of them."""
+    """The token ids of a chat. tools: the template's arguments about tools."""
     options = body.chat_template_kwargs or {}
     for name, said in NOT_OPTIONS.items():
         if name in options:
@@ -39,8 +39,8 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any
 
 
 class MessageShape(NamedTuple):
-    """What a chat template expects of messages. thoughts: the field that it reads thoughts from. asks_none: does it
-    ask whether a content is none? Others add it to text."""
+    """What a chat template expects of messages. thoughts: the field from which it reads thoughts. asks_none: does it
+    test whether a content is none? Others concatenate it with text."""
 
     thoughts: str
     asks_none: bool
@@ -52,8 +52,8 @@ class MessageShape(NamedTuple):
 
 
 def _options(body: ChatRequest, text: str) -> dict[str, Any]:
-    """What fields of a chat tell its template, whose text this is: efforts and verbosity to one that reads them, a
-    hint elsewhere."""
+    """Template options from a chat's fields. text: the template. It gets efforts and verbosity only if it reads
+    them."""
     options: dict[str, Any] = {}
     if body.continue_final_message:
         goes_on = "continue_final_message=true goes on with the last message"
@@ -74,8 +74,8 @@ def _options(body: ChatRequest, text: str) -> dict[str, Any]:
 
 
 def _plain(place: str, message: Message, shape: MessageShape) -> dict[str, Any]:
-    """A message as its template expects it: parts of text are joined by line ends, arguments of calls are objects, what
-    is not said is left out. Raises ApiError for parts that are no text, with their place."""
+    """Convert a message for the template: text parts are joined by line ends, call arguments become objects, absent
+    fields are left out. Raises ApiError for parts that are no text, with their place."""
     plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
     plain["role"] = ROLES.get(message.role, message.role)
     if isinstance(message.content, list):
@@ -94,7 +94,7 @@ def _plain(place: str, message: Message, shape: MessageShape) -> dict[str, Any]:
     if thought := plain.pop("reasoning_content", None):
         plain[shape.thoughts] = thought
         if shape.thoughts == "thinking" and plain.get("tool_calls") and plain["content"]:
-            # GPT-OSS writes either before a call, as the same kind of message, and refuses both
+            # before a call GPT-OSS writes either as the same kind of message, and refuses both
             plain |= {"thinking": f"{thought}\n{plain['content']}", "content": ""}
     return plain
 

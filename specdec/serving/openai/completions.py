@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids continued as they are, whole or as they come."""
+"""POST /v1/completions: continues texts or token ids, whole or streamed."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from specdec.serving.tools.answer_events import Said, Text
 
 router = APIRouter(route_class=BodyRoute)
 MAX_TOKENS = 16
-"""Tokens of an answer where a request says nothing: OpenAI's default."""
+"""Default tokens of an answer, as in OpenAI's API."""
 
 
 @router.post("/v1/completions", response_model=answers.Completion, responses=answers.ASKING | answers.STREAMED)
@@ -41,14 +41,14 @@ class CompletionTextAnswer(TextAnswer):
 
     def __init__(self, body: CompletionRequest, state: ServeState) -> None:
         super().__init__(body, state, "cmpl", self.chunk_kind)
-        self.echoes: list[str] = []  # of each prompt; empty without `echo`
-        self._begun: set[int] = set()  # choices that had their first delta
+        self.echoes: list[str] = []  # one per prompt; empty without `echo`
+        self._begun: set[int] = set()  # choices whose first delta was sent
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         params = await self.engine.off_loop(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
-        if self.body.max_tokens is None:  # a default never makes a prompt too long
+        if self.body.max_tokens is None:  # the default never exceeds the room left
             room = min(map(self.engine.most_new_tokens, map(len, self.prompts)))
             params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room, params.min_tokens)))
         scored = self.body.logprobs is not None
@@ -63,7 +63,7 @@ class CompletionTextAnswer(TextAnswer):
         max_new_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
         echoed = body.logprobs if body.echo else None
         if body.echo and max_new_tokens == 0 and echoed is None:
-            echoed = 0  # what asks for no token has its prompt scored
+            echoed = 0  # a request for no tokens scores its prompt
         return sampling_params(body, self.state, max_new_tokens, body.logprobs, echoed=echoed)
 
     async def _read_prompts(self, params: SamplingParams) -> None:
@@ -96,7 +96,7 @@ class CompletionTextAnswer(TextAnswer):
     ) -> AsyncIterator[dict[str, Any]]:
         first = index not in self._begun
         self._begun.add(index)
-        if first and self.body.echo and self.body.logprobs is not None:  # the prompt's scores are known only now
+        if first and self.body.echo and self.body.logprobs is not None:  # only now are the prompt's scores known
             scores = streams.samples[index].handle.prompt_logprobs or ()
             logprobs = await self.engine.off_loop(partial(self._echoed, index, scores))
             yield {"choices": [_text(index, self.echoes[index // self.n]) | {"logprobs": logprobs}]}
@@ -106,7 +106,7 @@ class CompletionTextAnswer(TextAnswer):
             yield {"choices": [choice]}
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
-        """The choice of a chunk; None where it would say nothing."""
+        """The choice of a chunk; None if it would be empty."""
         text = _joined(reply.read(delta))
         reason = None if delta.output is None else reply.finish_reason(delta.output)
         details = self._details(index, delta, reply)
@@ -120,7 +120,7 @@ class CompletionTextAnswer(TextAnswer):
         return completion_logprobs(self.tokenizer, logprobs, offsets)
 
     def _echoed(self, index: int, scores: Scores) -> dict[str, Any]:
-        """Log-probabilities of the prompt of choice `index`, as it is echoed."""
+        """Log-probabilities of the echoed prompt of choice `index`."""
         prompt, echo = self.prompts[index // self.n], self.echoes[index // self.n]
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
 

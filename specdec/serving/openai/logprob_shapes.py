@@ -1,7 +1,7 @@
-"""Log-probabilities as answers have them: those of chats and of completions, and vLLM's `prompt_logprobs`.
+"""Shapes of log-probabilities in answers: for chats, for completions, and vLLM's `prompt_logprobs`.
 
-It knows token ids, their texts and numbers, and no request. Decoding a long prompt token by token takes long, so what
-is about prompts is called on another thread than the event loop's.
+It knows token ids, texts and numbers, but no request. Decoding a long prompt token by token is slow, so functions for
+prompts are called on another thread than the event loop's.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from specdec.text.detokenize import REPLACEMENT, token_bytes, token_text
 MIN_LOGPROB = -9999.0
 """JSON has no infinity."""
 Scores = Sequence[TokenLogprob | None]
-"""One for each token of a prompt; None for the first."""
+"""One entry per prompt token; None for the first."""
 
 
 def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The shape of chats."""
+    """Log-probabilities in the shape for chats."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = token_text(tokenizer, token)
@@ -31,29 +31,30 @@ def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str,
 
 
 def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
-    """The shape of completions. offsets: of each token, the character of the text that it begins with."""
+    """Log-probabilities in the shape for completions. offsets: for each token, the index of its first character in the
+    text."""
     tokens = [token_text(tokenizer, one.token_id) for one in logprobs]
     return _completion_shape(tokenizer, tokens, logprobs, offsets, None)
 
 
 def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Scores, count: int) -> dict[str, Any]:
-    """The shape of completions for a prompt `ids` that is echoed as `text`, with `count` alternatives a token."""
+    """The shape for completions, for a prompt `ids` that is echoed as `text`, with `count` alternatives per token."""
     tokens = [token_text(tokenizer, token) for token in ids]
     return _completion_shape(tokenizer, tokens, scores, text_offsets(tokens, text), count)
 
 
 def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two of the shape of completions, one after the other."""
+    """Concatenate two objects in the shape for completions."""
     return {name: [*first[name], *second[name]] for name in first}
 
 
 def _completion_shape(
     tokenizer: Any, tokens: Sequence[str], scores: Scores, offsets: list[int], count: int | None
 ) -> dict[str, Any]:
-    """count: alternatives a token, None: all that there are."""
+    """Make the shape for completions. count: alternatives per token; None: all."""
 
     def top(text: str, one: TokenLogprob) -> dict[str, float]:
-        """Log-probabilities by text; of tokens with the same text, such as parts of characters, the highest."""
+        """Log-probabilities by text. Tokens with the same text, such as parts of characters, share the highest."""
         found = {text: max(one.logprob, MIN_LOGPROB)}
         for token, value in list(one.top.items())[:count]:
             other = token_text(tokenizer, token)
@@ -69,16 +70,16 @@ def _completion_shape(
 
 
 def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
-    """Offsets at which tokens begin in the text of all, given each one's text by itself.
+    """Offsets of tokens in the whole text, given the text of each token alone.
 
-    What is not in the text, as special tokens are not, takes no room there. Parts of a character stand where it does;
-    the next token says where it ends.
+    Tokens that are not in the text (special tokens) take no room. Parts of a character have the character's offset; the
+    next token shows where it ends.
     """
-    offsets, at, parts = [], 0, 0  # parts: tokens since `at` that are parts of characters
+    offsets, at, parts = [], 0, 0  # parts: tokens since `at` that are parts of a character
     for token in tokens:
         shifts = range(1, parts + 1) if parts else (0, 1)
         shift = next((shift for shift in shifts if token and text.startswith(token, at + shift)), None)
-        if shift == 1 and not parts and text[at] != " ":  # decoding one token alone leaves out a space, and no more
+        if shift == 1 and not parts and text[at] != " ":  # decoding a token alone drops only a space
             shift = None
         if shift is None:
             offsets.append(at)
@@ -90,7 +91,8 @@ def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
 
 
 def vllm_prompt_logprobs(tokenizer: Any, scores: Scores, count: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: of each token but the first, by token id, itself and the `count` likeliest.
+    """vLLM's `prompt_logprobs`: for each token except the first, entries by token id for itself and the `count`
+    likeliest.
 
     rank: 1 for the likeliest; None for a token that is not among the `count` likeliest.
     """

@@ -1,4 +1,4 @@
-"""GET /v1/models and /version: what is served. Whether it is well: probes.py."""
+"""GET /v1/models and /version: the served model. For health see probes.py."""
 
 from typing import Any
 

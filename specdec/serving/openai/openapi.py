@@ -1,6 +1,5 @@
-"""GET /openapi.json: bodies and answers as FastAPI reads them off the routes, and next to them what depends on the
-settings (names of models, the API key), headers, and bounds of values that the Python API checks.
-"""
+"""GET /openapi.json: FastAPI's description of bodies and answers, plus parts that depend on settings (model names, the
+API key), headers, and bounds that the Python API checks."""
 
 import functools
 import math
@@ -57,14 +56,14 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "messages": {"maxItems": MAX_MESSAGES},
     "length_penalty": {"const": 1},
 }
-"""Bounds of fields by their name, in whatever body they are."""
+"""Bounds of fields by name, in any body."""
 _ONE_PROMPT = [{"type": "string"}, _TOKENS]
 PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}
 """A text, token ids, or a list of these."""
 
 
 def install_openapi(app: FastAPI, settings: ServeSettings) -> None:
-    """The application describes itself."""
+    """Add the route of the description."""
 
     @functools.cache
     def document() -> dict[str, Any]:
@@ -76,13 +75,13 @@ def install_openapi(app: FastAPI, settings: ServeSettings) -> None:
 
 
 def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
-    """The document of an application with these settings."""
+    """The OpenAPI document of an application with these settings."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes, separate_input_output_schemas=False)
     if settings.root_path:
         found["servers"] = [{"url": settings.root_path}]
     keys = bool(settings.api_keys or settings.named_keys)
     schemas = found["components"]["schemas"]
-    for name in ("HTTPValidationError", "ValidationError"):  # of FastAPI, which never leave this server
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which this server never sends
         schemas.pop(name, None)
     for name, schema in schemas.items():
         if not hasattr(answer_models, name):  # a part of a body
@@ -103,7 +102,7 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
 
 
 def _bound(schema: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Add what the Python API allows to the properties of a body."""
+    """Add the Python API's bounds to the properties of a body."""
     for name, value in schema.get("properties", {}).items():
         value.update(BOUNDS.get(name, {}))
         if name == "model":

@@ -1,7 +1,7 @@
-"""Bodies of requests: those of OpenAI's API, vLLM's additions to them, and `speculation`.
+"""Bodies of requests: OpenAI's fields, vLLM's additions, and `speculation`.
 
-Strict: an unknown field, or a value of another type, is refused with its place. A field is here because it has an
-effect, or because nothing it can say has one (`user`). Ranges are checked where the Python API checks them.
+Parsing is strict: an unknown field, or a value of another type, is refused with its place. Fields without effect are
+accepted only if no value of them can have one (`user`). The Python API checks ranges.
 """
 
 import logging
@@ -32,22 +32,22 @@ PromptList = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 """A string, token ids, or a list of these."""
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""A field of answers that clients send back."""
+"""A field of answers that clients may send back."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
 MAX_STOP_MEMBERS = 1024
-"""Members of `stop`, checked before each of them is; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
+"""Most members of `stop`, checked before each member; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """400: what this field of a body says cannot be."""
+    """The error 400 for an invalid field of a body."""
     return ApiError(400, message, param=param, code=code)
 
 
 def _only(allowed: bool) -> BeforeValidator:
-    """To pydantic 0 is one of `Literal[False]`, even where it is strict; to JSON Schema it is not."""
+    """Accept only this bool. Even strict pydantic accepts 0 for `Literal[False]`; JSON Schema does not."""
 
     def check(value: Any) -> Any:
         if value is not allowed:
@@ -64,7 +64,7 @@ def _one(value: float) -> float:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses a longer list or object before any member of it is looked at."""
+    """Refuse a longer list or object before its members are checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > count:
@@ -95,8 +95,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any, info: ValidationInfo) -> Any:
-        """Leaves out fields that no part of a body knows where they are not refused ("unknown_fields" of the context);
-        of those that are refused, all but the first: a million of them would be an error each."""
+        """Drop unknown fields if they are not to be refused ("unknown_fields" of the context). If they are, keep only
+        the first, since each would be an error and there may be a million."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -118,7 +118,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """How one request speculates, within what the engine was made for; it changes no token."""
+    """Draft settings of one request, within the engine's limits. They change no token."""
 
     num_steps: int | None = None
     topk: int | None = None
@@ -142,7 +142,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """Constraints of the output, named as in vLLM; at most one."""
+    """Constraints of the output, named as in vLLM; at most one is given."""
 
     json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -152,7 +152,7 @@ class StructuredOutputs(Body):
 
 if TYPE_CHECKING:
 
-    class NumberFields(Body):  # of its fields, those that answers repeat
+    class NumberFields(Body):  # the fields that answers repeat
         temperature: float | None = None
         top_p: float | None = None
 
@@ -160,11 +160,11 @@ else:
     NumberFields = create_model(
         "NumberFields", __base__=Body, **{name: (number.kind | None, None) for name, number in NUMBERS.items()}
     )
-"""The numbers of `SamplingParams` under their own names."""
+"""The numbers of `SamplingParams` under the same names."""
 
 
 class RequestFields(NumberFields):
-    """Fields of all requests for text: chats, completions and responses."""
+    """Fields common to chats, completions and responses."""
 
     model: str | None = None
     seed: int | None = None
@@ -175,7 +175,7 @@ class RequestFields(NumberFields):
     cache_salt: str | None = None
     timings_per_token: bool | None = None
     store: bool | None = None
-    # whatever they say, nothing changes
+    # accepted without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -206,7 +206,7 @@ class SamplingFields(RequestFields):
     speculation: bool | Speculation | None = None
     # whatever it says, nothing changes
     request_id: str | None = None
-    # vLLM's, of which one value changes nothing and others would need what this server does not have
+    # vLLM's fields with one accepted value; other values would need features that this server lacks
     use_beam_search: OnlyFalse | None = None
     length_penalty: Annotated[float, AfterValidator(_one)] | None = None
     early_stopping: OnlyFalse | None = None
@@ -221,7 +221,7 @@ class SamplingFields(RequestFields):
 
     @property
     def usage(self) -> StreamOptions:
-        """Which chunks say it."""
+        """The chunks that have usage."""
         return self.stream_options or StreamOptions()
 
     @property
@@ -250,8 +250,8 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    type: Literal["text"] | None = None  # of the content, which some clients send too
-    # answers that a client sends back have these, with nothing in them
+    type: Literal["text"] | None = None  # some clients send the content's type too
+    # empty fields in answers that a client sends back
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -259,7 +259,7 @@ class Message(Body):
 
 
 class OfFunction(Body):
-    """Its type is read first: of a tool of another type nothing else is known."""
+    """A tool whose type is checked first: the fields of other types are not known."""
 
     type: Literal["function"]
 
@@ -284,7 +284,7 @@ class NamedTool(OfFunction):
 
 
 class Prediction(Body):
-    """A guess at the answer, for speed: this server drafts by other means."""
+    """A guess at the answer, for speed. It is ignored, since this server has its own drafter."""
 
     type: Literal["content"]
     content: str | ContentParts
@@ -316,7 +316,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def forced_tools(self) -> list[Function]:
-        """The tools of which one must be called."""
+        """The tools, if one of them must be called."""
         if self.tool_choice in (None, "none", "auto"):
             return []
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -351,16 +351,16 @@ class Reasoning(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class FunctionTool(Function, OfFunction):  # fields of the last base come first
-    """A tool as responses have it: in one object with its function."""
+class FunctionTool(Function, OfFunction):  # fields of the last base class come first
+    """A tool in the form of responses: one object with the function's fields."""
 
 
 class NamedFunction(FunctionName, OfFunction):
-    """A tool's name as responses have it."""
+    """A tool's name in the form of responses."""
 
 
 class ResponsesRequest(RequestFields):
-    """OpenAI's, and sampling parameters of chats."""
+    """OpenAI's fields, and the sampling parameters of chats."""
 
     input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
@@ -376,7 +376,7 @@ class ResponsesRequest(RequestFields):
     chat_template_kwargs: dict[str, Any] | None = None
     # whatever it says, nothing changes
     max_tool_calls: int | None = None
-    # what would change the answer
+    # other values would change the answer
     truncation: Literal["disabled"] | None = None
     background: OnlyFalse | None = None
     conversation: None = None

@@ -1,9 +1,9 @@
-"""What one choice says: the deltas of an answer in, its events in order out, each with its tokens; and a chat's message
-out of these events, streamed and whole.
+"""One choice of an answer: converts deltas to events in order, each with its tokens, and events to a chat's message,
+streamed or whole.
 
-It knows deltas of any number of tokens, and no HTTP. The events of all deltas, joined, are those of the whole answer.
-A message has one text, one thought and a list of calls, so the order of several texts is in the deltas alone. Texts
-that are apart in the answer are a line apart in the message; around a call they are as the model wrote them.
+Deltas may have any number of tokens; it knows no HTTP. The events of all deltas, joined, are those of the whole answer.
+A message has one text, one thought and a list of calls, so only the deltas show the order of several texts. Separate
+texts of the answer are joined by a line end in the message; around a call they are kept as written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from specdec.text.detokenize import DraftColours
 
 
 class Reply:
-    """One choice. max_calls: calls beyond, and what follows them, are left out. scored: are its tokens asked for?"""
+    """One choice. max_calls: further calls, and everything after them, are left out. scored: are tokens requested?"""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Reply:
         scored: bool = False,
     ) -> None:
         self.thought_tokens = 0
-        """Tokens of thoughts among those read so far, without their marks."""
-        self._calls = False  # the last call is whole
+        """Number of thought tokens read so far, without markers."""
+        self._calls = False  # is the last call complete?
         self._scores: list[TokenLogprob] = []
         self._colours = DraftColours(tokenizer, stops) if show_drafts else None
         self._max_calls = max_calls
@@ -58,16 +58,16 @@ class Reply:
 
     @property
     def begins(self) -> list[int]:
-        """The character of the text that each token read so far begins with. The reply is a scored one."""
+        """For each token read so far, the index of its first character in the text. Requires a scored reply."""
         assert self._reader is not None
         return self._reader.begins
 
     def colours(self, delta: StreamDelta) -> list[tuple[str, bool]] | None:
-        """(text, out of accepted drafts?) of the text that this delta adds; None: not asked for."""
+        """(text, is it from accepted drafts?) for the text that this delta adds; None: not requested."""
         return None if self._colours is None else self._colours.read(delta)
 
     def scores(self, tokens: range) -> list[TokenLogprob]:
-        """Log-probabilities of tokens that were read; none where none were asked for."""
+        """Log-probabilities of tokens that were read; empty if not requested."""
         return self._scores[tokens.start : tokens.stop]
 
     def finish_reason(self, output: GenerationOutput) -> str:
@@ -77,7 +77,7 @@ class Reply:
         return "tool_calls" if output.finish_reason == "stop" and self._calls else output.finish_reason
 
     def _kept(self, said: list[Said]) -> list[Said]:
-        """The events before the first call that is one too many."""
+        """The events before the first call beyond `max_calls`."""
         for at, (event, _) in enumerate(said):
             if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
                 self._max_calls = -1
@@ -87,11 +87,11 @@ class Reply:
 
 
 MakeReply = Callable[[], Reply]
-"""Makes the reader of one reply of a request."""
+"""Makes the reader of one reply."""
 
 
 def whole_delta(output: GenerationOutput) -> StreamDelta:
-    """All that an output says, as one delta."""
+    """A whole output as one delta."""
     return StreamDelta(output.text, output.token_ids, output.drafted, output, output.logprobs)
 
 
@@ -100,7 +100,7 @@ Delta = dict[str, Any]
 
 
 class MessageFold:
-    """One message. thoughts: are they shown?"""
+    """Builds one message from events. thoughts: include thoughts?"""
 
     def __init__(self, *, thoughts: bool = True) -> None:
         self._thoughts = thoughts
@@ -108,7 +108,7 @@ class MessageFold:
         self._after_call = False
 
     def deltas(self, said: Iterable[Said]) -> list[Delta]:
-        """Deltas as OpenAI's streams have them, with one field each; neighbours of one field are one."""
+        """Deltas in OpenAI's form, with one field each; adjacent ones with the same field are joined."""
         deltas: list[Delta] = []
         for event, _ in said:
             delta = self._delta(event)
@@ -140,7 +140,7 @@ class MessageFold:
 
 
 def whole_message(deltas: Sequence[Delta]) -> Delta:
-    """All deltas as one: calls as a message has them."""
+    """Join all deltas to one message, with complete calls."""
     whole: Delta = {}
     for delta in deltas:
         _extend(whole, delta)
@@ -150,7 +150,7 @@ def whole_message(deltas: Sequence[Delta]) -> Delta:
 
 
 def _extend(delta: Delta, more: Delta) -> None:
-    """The parts of each call in one, texts joined."""
+    """Merge `more` into `delta`: parts of each call together, texts joined."""
     for field, value in more.items():
         if isinstance(value, str):
             delta[field] = delta.get(field, "") + value

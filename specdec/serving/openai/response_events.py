@@ -1,7 +1,7 @@
-"""A response as it grows: items of output in the order of the answer, and the events that tell of them, in OpenAI's.
+"""A growing response: output items in the order of the answer, and their events in OpenAI's order.
 
-One item is open at a time: its `output_item.added`, then deltas and their `done`, in a `content_part` where it is a
-message or a thought, then `output_item.done`. A response that is not streamed is built alike.
+One item is open at a time. Its events are `output_item.added`, deltas and their `done` (within a `content_part` for a
+message or thought), then `output_item.done`. A response that is not streamed is built in the same way.
 """
 
 import uuid
@@ -14,7 +14,7 @@ from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEn
 ResponseEvent = dict[str, Any]
 ITEMS = {"thought": "reasoning", "content": "message"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-"""Prefix of an item's id, by the type of the item."""
+"""Prefix of an item's id, by item type."""
 
 
 class ResponseBuilder:
@@ -26,14 +26,14 @@ class ResponseBuilder:
     def __init__(self, response: dict[str, Any]) -> None:
         self.response = response
         self.output: list[dict[str, Any]] = response["output"]
-        self._open: dict[str, Any] = {}  # the item that grows; empty: none
+        self._open: dict[str, Any] = {}  # the open item; empty: none
         self._sequence = 0
 
     def begin(self) -> list[ResponseEvent]:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[ResponseEvent]:
-        """Events of the response that follow from an event of the answer. logprobs: of its tokens."""
+        """The response events for one event of the answer. logprobs: of its tokens."""
         match event:
             case Text():
                 scores = {"logprobs": logprobs} if event.kind == "content" else {}
@@ -47,7 +47,7 @@ class ResponseBuilder:
                 return self._close("completed" if event.whole else "incomplete")
 
     def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[ResponseEvent]:
-        """status: completed, incomplete or failed."""
+        """End the response. status: completed, incomplete or failed."""
         events = []
         if not self.output and status != "failed":  # an answer without a word is an empty message
             events += self._begin("message")

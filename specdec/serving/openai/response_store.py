@@ -1,7 +1,7 @@
-"""Responses that are kept to be read and continued, in memory: the oldest make room for new ones.
+"""Keeps responses in memory, so that clients can read and continue them. The oldest are dropped for new ones.
 
-What one key has stored no other key can read, continue or delete. Each is kept as the bytes of its JSON, so that the
-bound on bytes is one on memory: as objects they take up to seven times as much.
+One key's responses cannot be read, continued or deleted with another key. Each response is kept as the bytes of its
+JSON, so that the limit on bytes limits memory: as objects they take up to seven times as much.
 """
 
 import json
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PER_KEY = 512
-"""Responses that are kept for one API key."""
+"""Most responses that are kept for one API key."""
 MAX_KEY_BYTES = 16 << 20
-"""Bytes of the responses that are kept for one API key."""
+"""Most bytes of responses that are kept for one API key."""
 MAX_RESPONSES = 4096
-"""Responses that are kept for all keys together."""
+"""Most responses that are kept for all keys together."""
 MAX_BYTES = 64 << 20
-"""Bytes of the responses that are kept for all keys together."""
+"""Most bytes of responses that are kept for all keys together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StoredResponse:
 
     def to_bytes(self) -> bytes:
         parts = [self.response, self.inputs, self.messages]
-        # half a surrogate pair, which clients and models may write, stays what it is
+        # lone surrogates, which clients and models may write, are preserved
         return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
     @classmethod
@@ -42,7 +42,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Used by the event loop, and by threads that put whole answers into words."""
+    """The store. The event loop uses it, and threads that build whole answers."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by key and id, oldest first
@@ -64,7 +64,7 @@ class ResponseStore:
         return StoredResponse.from_bytes(found)
 
     def put(self, key: str, stored: StoredResponse) -> None:
-        """Keep it, unless it alone is larger than a key may have."""
+        """Store a response, unless it alone exceeds the limit of a key."""
         kept = stored.to_bytes()
         if len(kept) > min(MAX_KEY_BYTES, MAX_BYTES):
             return
@@ -74,12 +74,12 @@ class ResponseStore:
             self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
 
     def delete(self, key: str, response_id: str) -> bool:
-        """-> was it there?"""
+        """Delete a response. Returns whether it existed."""
         with self._lock:
             return self._kept.pop((key, response_id), None) is not None
 
     def _make_room(self, places: list[tuple[str, str]], max_count: int, max_bytes: int) -> None:
-        """Drop the first of these until that many, and that many bytes, are left."""
+        """Drop the first of these responses until at most `max_count` of them and `max_bytes` bytes are left."""
         count, left = len(places), sum(len(self._kept[place]) for place in places)
         for place in places:
             if count <= max_count and left <= max_bytes:

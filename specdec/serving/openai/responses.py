@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat, on the path of chats; what is stored can be continued."""
+"""POST /v1/responses: OpenAI's newer chat API, implemented as a chat. Stored responses can be continued."""
 
 import hashlib
 import time
@@ -58,7 +58,7 @@ async def delete_response(response_id: str, request: Request) -> JsonResponse:
 
 
 class NamedEvents(EventStream):
-    """Each event with its name, and no end mark: the last one says that it is the last."""
+    """Events with names and without an end mark: the last event shows that it is the last."""
 
     last = b""
 
@@ -76,7 +76,7 @@ class NamedEvents(EventStream):
 
 
 class ResponseAnswer(ChatTextAnswer):
-    """One request, whose chat is answered. Raises ApiError where it cannot be served."""
+    """One request, answered as a chat. Raises ApiError if it cannot be served."""
 
     events = NamedEvents
     scored = True
@@ -119,7 +119,7 @@ class ResponseAnswer(ChatTextAnswer):
                 yield each
 
     def _end(self, reply: Reply, output: GenerationOutput, stats: RequestStats) -> list[dict[str, Any]]:
-        """End the response, and keep it if the request asks for that."""
+        """End the response, and store it if the request asks for that."""
         cut = reply.finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         events = self._builder.end(
@@ -131,7 +131,7 @@ class ResponseAnswer(ChatTextAnswer):
         return events
 
     def _grow(self, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
-        """The events of what a delta adds."""
+        """The events for a delta."""
         events = []
         for said, tokens in reply.read(delta):
             scores = chat_logprobs(self.tokenizer, reply.scores(tokens))["content"] if self.body.logprobs else []
@@ -187,7 +187,7 @@ def _store(request: Request) -> ResponseStore:
 
 
 def _key(request: Request) -> str:
-    """Whose request it is: of its API key, which is not kept."""
+    """The owner of a request: a digest of its API key; the key itself is not kept."""
     return hashlib.sha256(bearer_token(request.headers).encode()).hexdigest()
 
 

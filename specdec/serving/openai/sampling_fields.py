@@ -1,4 +1,4 @@
-"""From the fields of a body to `SamplingParams`: names, defaults, and nothing else; ranges are checked there."""
+"""Converts the fields of a body to `SamplingParams`: names and defaults only. `SamplingParams` checks ranges."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,9 +13,9 @@ from specdec.serving.state import ServeState
 
 MAX_LOGPROBS = 20
 TRANSLATED = {"logprobs", "logit_bias", "prompt_logprobs", "cache_salt", "speculation"}
-"""Fields of a body that `sampling_params` reads each in its own way."""
+"""Fields of a body that `sampling_params` converts individually."""
 SAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys() - TRANSLATED
-"""Fields that `SamplingParams` has under the same name, where None says nothing."""
+"""Fields with the same name in `SamplingParams`; None means not set."""
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
 
 
@@ -27,13 +27,13 @@ def sampling_params(
     forced: dict[str, Any] | None = None,
     echoed: int | None = None,
 ) -> SamplingParams:
-    """forced: the grammar of a tool that must be called. echoed: alternatives to each token of a prompt that is
-    returned with its log-probabilities. Raises ConfigError or ApiError where a field says what cannot be."""
+    """Make the parameters. forced: the grammar of a tool that must be called. echoed: alternatives per token of an
+    echoed prompt with log-probabilities. Raises ConfigError or ApiError for an invalid field."""
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "stream_options goes with stream=true; set that too")
     given: dict[str, Any] = dict(state.settings.defaults)
     given |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    if given.get("top_k") == -1:  # as 0: all
+    if given.get("top_k") == -1:  # like 0: all tokens
         given["top_k"] = 0
     if body.logit_bias:
         given["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
@@ -59,7 +59,7 @@ def sampling_params(
 
 
 def shortened(body: SamplingFields, engine: AsyncEngine, ids: list[int], max_new_tokens: int) -> list[int]:
-    """The end of a prompt, as long as `truncate_prompt_tokens` says; -1: as leaves room for the output."""
+    """The last `truncate_prompt_tokens` tokens of a prompt; -1: as many as leave room for the output."""
     most, longest = body.truncate_prompt_tokens, engine.max_model_len
     if most is None:
         return ids
@@ -76,8 +76,8 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
 
 
 def naming_field(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
-    """Returns an error that names the field of the body, as the client calls it, where the grammar is at fault; any
-    other error as it is."""
+    """If the grammar is at fault, returns an error with the client's name of the field; other errors are returned
+    unchanged."""
     field, message = next(iter(_requested_grammars(body)), None), str(error)
     if not message.startswith(GRAMMARS):
         return error
@@ -91,7 +91,7 @@ def naming_field(error: ConfigError, body: SamplingFields, renamed: Mapping[str,
 
 
 def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | None:
-    """Draft of one request; a number that the body leaves out is the engine's."""
+    """Draft settings of one request; numbers that the body leaves out are the engine's."""
     asked = body.speculation
     if not isinstance(asked, Speculation):
         return False if asked is False else None
@@ -106,7 +106,7 @@ def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | N
 
 
 def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
-    """The grammar that the body asks for, by the field that does: one or none."""
+    """The grammar that the body asks for, keyed by field: one or none."""
     asked: dict[str, dict[str, Any]] = {}
     if (form := body.response_format) is not None:
         schema = None if form.json_schema is None else form.json_schema.json_schema

@@ -1,9 +1,9 @@
-"""A chat or completion, answered whole or as it grows: what the two routes, and responses, do alike.
+"""A chat or completion, answered whole or streamed: the common part of both routes and of responses.
 
-submit     parameters and prompts -> the streams of the samples, and how replies are read
-whole      one choice for each sample, then usage
-streamed   an opening of each choice, what its deltas add, then usage; the opening is sent with the first delta, as of
-           vLLM's server, since clients take the first chunk for the first token
+submit     parameters and prompts -> the streams of the samples, and the readers of replies
+whole      one choice per sample, then usage
+streamed   an opening of each choice, its deltas, then usage. As in vLLM's server, the opening is sent with the first
+           delta, since clients take the first chunk for the first token
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class TextAnswer(ABC):
     chunk_kind: str
     events: type[EventStream] = EventStream
     renamed: Mapping[str, str] = {}
-    """Fields of the body by the name that they have in what was asked, where it is not this one."""
+    """Fields of the body whose name in the request differs, with that name."""
 
     def __init__(self, body: SamplingFields, state: ServeState, prefix: str, kind: str) -> None:
         self.body = body
@@ -48,7 +48,7 @@ class TextAnswer(ABC):
         self.tokenizer = state.tokenizer
         self.n = 1 if body.n is None else body.n
         self.prompts: list[list[int]] = []
-        self.max_drafts = 0  # that each sample accepts in a round, once they are submitted
+        self.max_drafts = 0  # per round and sample, known once submitted
         self.head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -58,7 +58,7 @@ class TextAnswer(ABC):
         }
 
     async def respond(self, request: Request) -> Response:
-        """The response, whole or begun."""
+        """Make the response, whole or as a stream."""
         try:
             return await self._answer()
         except ConfigError as error:
@@ -66,7 +66,7 @@ class TextAnswer(ABC):
 
     @abstractmethod
     async def submit(self) -> tuple[Streams, MakeReply]:
-        """Read the prompts and submit them. -> the samples' streams, and how their replies are read"""
+        """Read the prompts and submit them. Returns the samples' streams, and the maker of reply readers."""
 
     @abstractmethod
     def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class TextAnswer(ABC):
 
     @abstractmethod
     def _opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk of a choice that is sent before its first delta, without the head."""
+        """The chunk that precedes a choice's first delta, without the head."""
 
     @abstractmethod
     def _grown(self, index: int, delta: StreamDelta, reply: Reply, streams: Streams) -> AsyncIterator[dict[str, Any]]:
@@ -82,10 +82,10 @@ class TextAnswer(ABC):
 
     @abstractmethod
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
-        """The log-probabilities of a choice's next tokens, which the reply has read."""
+        """Log-probabilities of a choice's next tokens, which the reply has just read."""
 
     def _details(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any]:
-        """Fields of a choice, or of a chunk of it, next to its text, as far as the request asks for them."""
+        """The requested fields of a choice (or its chunk) besides the text."""
         scores = delta.logprobs
         details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores, reply)}
         if self.body.return_token_ids:
@@ -132,12 +132,12 @@ class TextAnswer(ABC):
             yield head | {"choices": []} | self._totals(_all_stats(streams))
 
     def _totals(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """Usage of all samples, and the effect of speculation as far as it is asked for."""
+        """Usage of all samples, and the effect of speculation if requested."""
         usage = {"usage": usage_of(self.prompts, stats, self.state)}
         return usage | self._speculation(stats) | self._figures(stats)
 
     def _figures(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """Counts of drafts in the fields of vLLM and llama.cpp."""
+        """Draft counts in the fields of vLLM and llama.cpp."""
         total, wanted = RequestStats.total(stats), self.settings.draft_figures
         found: dict[str, Any] = {}
         if wanted != "none" and self.max_drafts:
@@ -147,7 +147,7 @@ class TextAnswer(ABC):
         return found
 
     def _so_far(self, index: int, stats: RequestStats) -> dict[str, Any]:
-        """Usage and speculation figures of a chunk's sample, if the request asks for them."""
+        """Usage and speculation figures of a chunk's sample, if requested."""
         prompt = self.prompts[index // self.n]
         wanted = self.body.usage.include_usage and self.body.usage.continuous_usage_stats
         usage = {"usage": usage_of([prompt], [stats], self.state)} if wanted else {}
@@ -166,7 +166,7 @@ def _all_stats(streams: Streams) -> list[RequestStats]:
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
-    """Token counts of all samples. A prompt counts once, with the cache hits of its first sample, in whole blocks."""
+    """Token counts of all samples. A prompt counts once, with its first sample's cache hits in whole blocks."""
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
     page_size = state.engine.config.page_size

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: texts and chats as token ids, and token ids as text, as vLLM has them."""
+"""POST /tokenize and /detokenize, as in vLLM: texts and chats to token ids, and token ids to text."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ router = APIRouter(route_class=BodyRoute)
 
 
 class TokenizeRequest(Body):
-    """A prompt, or messages with the fields of a chat that go to its template."""
+    """A prompt, or messages with a chat's template fields."""
 
     model: str | None = None
     prompt: str | None = None
@@ -52,7 +52,7 @@ async def tokenize(body: TokenizeRequest, state: StateDep) -> JsonResponse:
 
 @router.post("/detokenize", response_model=Detokenized, responses=ASKING)
 async def detokenize(body: DetokenizeRequest, state: StateDep) -> JsonResponse:
-    """Special tokens are written out."""
+    """Convert token ids to text, including special tokens."""
     state.model_name(body.model)
     vocab_size, tokenizer = state.engine.vocab_size, state.tokenizer
     outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)

@@ -1,1 +1,1 @@
-"""Tool calls and reasoning: parsed from text, and chosen by grammar."""
+"""Tool calls and reasoning: parsed from text, or enforced by a grammar."""

@@ -1,9 +1,9 @@
-"""Parts of an answer, in the order in which the model wrote them: thoughts, content and tool calls.
+"""Events of an answer in the order of the model's text: thoughts, content and tool calls.
 
     Text("thought") ...  Text("content") ...  CallBegin CallArguments ... CallEnd  Text("content") ...
 
-Every shape of an answer (chat, response; streamed, whole) is a fold over these events. However an answer is cut into
-deltas, the events joined are the same.
+Every form of an answer (chat or response, streamed or whole) is a fold over these events. The joined events do not
+depend on how the answer was cut into deltas.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Kind = Literal["thought", "content"]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of a thought or of the content. begins: it is the first of its text, which goes on from none before."""
+    """More of a thought or of the content. begins: it starts a new text instead of continuing the previous one."""
 
     kind: Kind
     text: str
@@ -32,7 +32,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments. All of them, joined, are JSON, unless the call is not whole."""
+    """More of a call's arguments. Joined, they are JSON, unless the call is incomplete."""
 
     index: int
     text: str
@@ -42,7 +42,7 @@ class CallArguments:
 class CallEnd:
     """The end of a call.
 
-    whole: its arguments are complete; otherwise they were cut off, or malformed from some character on.
+    whole: its arguments are complete; otherwise they were cut off or became malformed.
     """
 
     index: int
@@ -53,7 +53,7 @@ Event = Text | CallBegin | CallArguments | CallEnd
 
 
 class Piece(NamedTuple):
-    """An event, and the characters [start, end) of the written text that it was read from."""
+    """An event, and the characters [start, end) of the text from which it was read."""
 
     event: Event
     start: int
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class Said(NamedTuple):
-    """An event, and its tokens of the answer: each token belongs to one event, those of markup to none."""
+    """An event with its tokens. Each token belongs to one event; tokens of markup belong to none."""
 
     event: Event
     tokens: range

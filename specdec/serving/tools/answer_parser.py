@@ -1,11 +1,11 @@
-"""Reads an answer character by character and tells thoughts, content and tool calls apart, in the order in which they
-stand: what all formats have in common.
+"""Reads an answer character by character and separates thoughts, content and tool calls, in order: the common part of
+all formats.
 
-A format says in `_call` how a call is written, as if all text were there; it waits at every character that is yet to
-come. So how the text is cut into pieces cannot matter. What is read is held until it is known what it is. Invariant:
-every character is of a thought or content, or stands in a call's name and arguments, or is markup. What turns out to
-be no call is content from the first character on that has not been handed out. White space is markup where there is
-nothing else before, between or after calls, and around the markers of a thought.
+A format's `_call` reads a call as if the whole text were available; it is a generator that waits for each missing
+character. So the result cannot depend on how the text is cut into pieces. Characters are held until their role is
+known. Invariant: every character belongs to a thought, to content, to a call's name or arguments, or is markup. If text
+turns out to be no call, it is content from its first unreported character on. White space is markup around the markers
+of a thought, and before, between and after calls if there is nothing else.
 """
 
 import re
@@ -23,45 +23,45 @@ from specdec.text.token_texts import TokenTexts
 
 
 class AnswerParser(CharacterReader):
-    """`feed` it text as it comes, then `finish` it. One answer each. By itself it knows thoughts and no calls.
+    """A parser of one answer: `feed` it text, then `finish` it. This base class knows thoughts but no calls.
 
-    A call that is malformed from some character on has the arguments up to there, and content begins there; one that
-    is cut off has the arguments up to there.
+    If a call becomes malformed, it keeps the arguments before that character, and content begins there. A call that is
+    cut off keeps the arguments so far.
     """
 
     special: tuple[str, ...] = ()
-    """Special tokens that the format is written with: the text must have them. The first begins a call."""
+    """Special tokens of the format, which the text must contain. The first one begins a call."""
     signs: tuple[str, ...] = ()
-    """What a template that teaches the format holds, all of it; none: the first of `special`."""
+    """Strings that a chat template for the format contains (all of them); empty: the first of `special`."""
     thinks = False
-    """Does the format itself say what is thought?"""
+    """Does the format itself mark thoughts?"""
 
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]] | None = None, thoughts: ReasoningFormat | None = None
     ) -> None:
-        """tools: the JSON schema of the parameters of each tool, by its name. thoughts: how they are marked; None:
-        they are not."""
+        """tools: JSON schema of each tool's parameters, by name. thoughts: how thoughts are marked; None: not at
+        all."""
         super().__init__()
         self.num_calls = 0
         self._tools = tools or {}
         self._thoughts = thoughts
         self._pieces: list[Piece] = []
-        self._told = 0  # up to where they were handed out
-        self._gap: str | None = ""  # white space that may be markup; None: after text, where it is not
+        self._told = 0  # number of arguments' characters reported
+        self._gap: str | None = ""  # white space that may be markup; None: after text, so it is not
         self._marked = False  # the gap follows the marker of a thought
-        self._kind: Kind | None = None  # of the text that goes on
+        self._kind: Kind | None = None  # kind of the current text
         self._thinking = False
         self._may_think = thoughts is not None
-        self._phase = ""  # of a call: "" before it is known to be one, "arguments", "closing"
+        self._phase = ""  # phase of a call: "" (not yet certain), "arguments", "closing"
         self._open = False  # a call has begun and not ended
-        self._cut = False  # by the length of the answer
+        self._cut = False  # was the answer cut off by its length?
         marks = [thoughts.opens, thoughts.closes] if thoughts is not None else []
         self._marks = _any_of([*self.special[:1], *marks])
         self._reading = self._parse()
         next(self._reading)
 
     def feed(self, text: str) -> list[Piece]:
-        """Pieces that more of the text adds."""
+        """Read more text. Returns the new pieces."""
         at = 0
         while at < len(text):
             if (end := self._plain_end(text, at)) > at:
@@ -74,19 +74,18 @@ class AnswerParser(CharacterReader):
         return self._take()
 
     def prime(self, text: str) -> None:
-        """Read what the prompt has written of the answer already, such as the marker of a thought."""
+        """Read the part of the answer that the prompt contains, such as the marker of a thought."""
         self._at = self._told = -len(text)
         self.feed(text)
         self._kind = None
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Special tokens that the text must have."""
+        """Special tokens that the text must contain."""
         return self.special + (self._thoughts.special if self._thoughts is not None else ())
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
-        """What `prime` is to read of the end of a prompt. continued: the text of an answer that the prompt goes on
-        with."""
+        """The end of a prompt that `prime` must read. continued: text of an answer that the prompt continues."""
         form = self._thoughts
         if form is None:
             return ""
@@ -96,7 +95,7 @@ class AnswerParser(CharacterReader):
         return form.opens if prompt_end.rstrip().endswith(form.opens) else ""
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """Pieces that were held back, now that the text ends. cut: the answer was not over."""
+        """End the text. Returns the pieces that were held back. cut: the answer was cut off."""
         if not self._ended:
             self._ended, self._cut = True, cut
             with suppress(StopIteration):
@@ -106,7 +105,7 @@ class AnswerParser(CharacterReader):
         return self._take()
 
     def _call(self) -> Reading[None]:
-        """Read one call, or markup. Raises NotACall where it is neither, with what was read still held."""
+        """Read one call, or markup. Raises NotACall if it is neither; the characters stay held."""
         yield from self._next()
         raise NotACall
 
@@ -120,7 +119,7 @@ class AnswerParser(CharacterReader):
             return
 
     def _markup_or_content(self) -> Reading[None]:
-        """A thought, a call, or a character of content. Raises CutOff where nothing comes any more."""
+        """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
         self._phase = ""
         try:
             if self._may_think and self._thoughts is not None and (yield from self._sees(self._thoughts.opens)):
@@ -137,20 +136,20 @@ class AnswerParser(CharacterReader):
                 self._end_call(whole=whole)
                 raise
             self._end_call(whole=whole)
-            for _ in range(len(self._held) - (not in_call)):  # after a call another may begin
+            for _ in range(len(self._held) - (not in_call)):  # another call may begin after a call
                 self._back()
             if self._held:
                 self._content(self._held.pop())
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
-        """Read text up to the marker that closes the thought, or up to a call in a thought that nothing closes."""
+        """Read a thought up to its closing marker, or up to a call if the thought is never closed."""
         self._held.clear()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._next()
-            self._back()  # `feed` may have read text up to here, after which the thought is silent no more
+            self._back()  # `feed` may report text up to here, after which the thought is not empty
             if self._is_silent() and (yield from self._sees(form.opens)):
-                self._gap = ""  # some say it although it is clear
+                self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
             elif self.special and (yield from self._sees(self.special[0])):
@@ -165,12 +164,12 @@ class AnswerParser(CharacterReader):
         self._may_think = form.again
 
     def _is_silent(self) -> bool:
-        """Was nothing said yet of the text that was to come?"""
+        """Is the current text still empty?"""
         return self._kind is None
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
-        """What is held begins a call. If the thought is closed later, it is a quotation, and thought; if it never is,
-        the first whole call ends the thought. -> did it end?"""
+        """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
+        and part of the thought; otherwise the first complete call ends the thought. Returns whether it ended."""
         closed = False
         with suppress(CutOff):
             while not (yield from self._sees(form.closes)):
@@ -188,7 +187,7 @@ class AnswerParser(CharacterReader):
         return not closed and quoted is not None
 
     def _first_call(self, text: str) -> int | None:
-        """Index at which the first whole call in a text begins; None: it has none."""
+        """Index of the first complete call in a text; None: there is none."""
         at = text.find(self.special[0])
         while at >= 0:
             reader, length, pieces = type(self)(self._tools), 0, list[Piece]()
@@ -200,11 +199,11 @@ class AnswerParser(CharacterReader):
                 length = len(self.special[0])
             elif any(isinstance(event, CallEnd) and event.whole for event, _, _ in pieces):
                 return at
-            at = text.find(self.special[0], at + length)  # a text within a call is not read twice
+            at = text.find(self.special[0], at + length)  # do not read text within a call twice
         return None
 
     def _plain_end(self, text: str, at: int) -> int:
-        """Up to where the text from here on is nothing but text, as can be told without reading it closely."""
+        """End of the plain text from here on, found by a quick search for markers."""
         if self._phase or self._held or self._unread or (self._gap is not None and not self._thinking):
             return at
         found = self._marks.search(text, at)
@@ -213,11 +212,11 @@ class AnswerParser(CharacterReader):
     # what is handed out
 
     def _plain(self, text: str) -> None:
-        """The newest characters read are text that holds no mark."""
+        """Report the newest characters as plain text without markers."""
         (self._think if self._thinking else self._content)(text)
 
     def _content(self, text: str) -> None:
-        """The newest characters read are content."""
+        """Report the newest characters as content."""
         if self._gap is not None:
             if text.isspace():
                 self._gap += text
@@ -229,7 +228,8 @@ class AnswerParser(CharacterReader):
         self._tell_text("content", text)
 
     def _think(self, text: str) -> None:
-        """The newest characters read are thought. White space at its end waits: it belongs to a marker after it."""
+        """Report the newest characters as thought. White space at the end waits, since it may belong to a following
+        marker."""
         text = (self._gap or "") + text
         end = text.rstrip()
         self._gap = text[len(end) :]
@@ -237,12 +237,12 @@ class AnswerParser(CharacterReader):
             self._tell_text("thought", said, len(self._gap))
 
     def _tell_text(self, kind: Kind, text: str, later: int = 0) -> None:
-        """later: characters that were read after the text."""
+        """Report text. later: number of characters read after it."""
         begins, self._kind = self._kind != kind, kind
         self._tell(Text(kind, text, begins), self._at - later - len(text), later)
 
     def _begin_call(self, name: str) -> None:
-        """Begin a call: the held characters are its markup up to the arguments."""
+        """Begin a call. The held characters are its markup before the arguments."""
         self._end_call(whole=True)
         start = self._at - len(self._held)
         self._held.clear()
@@ -252,7 +252,7 @@ class AnswerParser(CharacterReader):
         self.num_calls += 1
 
     def _arguments(self, text: str) -> None:
-        """The next of its arguments, which is what was held."""
+        """Report the held characters as more of the call's arguments."""
         self._held.clear()
         if text:
             self._tell(CallArguments(self.num_calls - 1, text), self._told)
@@ -270,7 +270,7 @@ class AnswerParser(CharacterReader):
         return f"call_{secrets.token_hex(12)}"
 
     def _take(self) -> list[Piece]:
-        """Hand out the pieces, with neighbours that continue each other joined."""
+        """Return the pieces, with adjacent ones joined."""
         joined: list[Piece] = []
         for piece in self._pieces:
             if joined and (event := _joined(joined[-1].event, piece.event)):
@@ -282,7 +282,7 @@ class AnswerParser(CharacterReader):
 
 
 def _joined(first: Event, second: Event) -> Event | None:
-    """Both in one, where the second goes on with the first."""
+    """Join two events if the second continues the first."""
     if isinstance(first, Text) and isinstance(second, Text) and not second.begins:
         return replace(first, text=first.text + second.text)
     if isinstance(first, CallArguments) and isinstance(second, CallArguments):
@@ -291,15 +291,15 @@ def _joined(first: Event, second: Event) -> Event | None:
 
 
 def _any_of(marks: list[str]) -> "re.Pattern[str]":
-    """The first character of any of these."""
+    """A pattern for the first character of any of these markers."""
     first = {mark[0] for mark in marks if mark}
     return re.compile(f"[{re.escape(''.join(sorted(first)))}]" if first else r"(?!)")
 
 
 class AnswerReader:
-    """From an answer's tokens to its events, with a parser: one reader an answer, fed a token at a time or whole.
+    """Converts an answer's tokens to events by a parser. One reader per answer, fed token by token or at once.
 
-    parser: a new one; special tokens of its format are read as the text that they are.
+    parser: a new parser; special tokens of its format are read as text.
     """
 
     def __init__(self, tokenizer: Any, parser: AnswerParser, stops: Sequence[str] = ()) -> None:
@@ -309,12 +309,12 @@ class AnswerReader:
 
     @property
     def begins(self) -> list[int]:
-        """The character of the text that each token read so far begins with."""
+        """For each token read so far, the index of its first character in the text."""
         return self._texts.begins
 
     def read(self, delta: StreamDelta) -> list[Said]:
-        """What one delta adds; the last one, with its output, ends it. Tokens that end a text without being in it,
-        such as an end token, belong to the last event, if that is text."""
+        """The events of one delta; the last delta, with its output, ends the answer. Tokens without text at the end,
+        such as an end token, belong to the last event if it is text."""
         output = delta.output
         pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
         if output is not None:

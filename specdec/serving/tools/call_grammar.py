@@ -1,8 +1,8 @@
-"""The schema of an answer that is a call of one of some tools: {"name": ..., "arguments": {...}}.
+"""The JSON schema of an answer that calls one of several tools: {"name": ..., "arguments": {...}}.
 
-The parameters of a tool are a schema document of their own: "#" in them means the arguments, and two tools may both
-define "#/$defs/Place". So within the schema of a call each document has an address (`$id`, as JSON Schema bundles
-documents), and references stay as they are written, wherever they stand and whatever they point to.
+A tool's parameters are a separate schema document: "#" in them means the arguments, and two tools may both define
+"#/$defs/Place". So within the schema of a call each document has an address (`$id`, JSON Schema's way to bundle
+documents), and references need no change.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ from specdec.serving.openai.protocol import Function, refused
 from specdec.serving.tools.schema_types import accepted_types
 
 ADDRESS = "https://tools.invalid/{}/"
-"""Address of the parameters of a tool, by its number; nothing is fetched from there."""
+"""Address of a tool's parameters, by number. Nothing is fetched from it."""
 OPEN_ENDED = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
     *("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef"),
 }
-"""Members of a schema that say themselves which further properties there may be."""
+"""Members of a schema that decide about additional properties."""
 
 
 def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
-    """The schema of a call of one of these tools, in one line, since a small model would fill more with spaces.
+    """The schema of a call of one of these tools. Calls are one line, since a small model would fill more lines with
+    spaces.
 
-    Raises ApiError for parameters that accept no object, and for tools whose schemas have one address.
+    Raises ApiError if parameters accept no object, or if two tools' schemas have the same address.
     """
     arguments = [_arguments(tool, number) for number, tool in enumerate(tools)]
     _require_own_addresses(tools, arguments)
@@ -43,8 +44,8 @@ def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
 
 
 def _arguments(tool: Function, number: int) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, without further properties unless its parameters say otherwise. A
-    tool has no use for what it does not name, and a small model would write more and more of it."""
+    """The schema of a tool's arguments: an object, without additional properties unless its parameters allow them. A
+    tool cannot use unnamed properties, and a small model would write more and more of them."""
     if not tool.parameters:
         return {"type": "object"}
     types = accepted_types(tool.parameters, tool.parameters)
@@ -52,7 +53,7 @@ def _arguments(tool: Function, number: int) -> dict[str, Any]:
         said = " or ".join(sorted(types)) or "nothing"
         message = f'the parameters of tool {tool.name} accept {said}; the arguments of a call are of "type": "object"'
         raise refused("tools", message, "invalid_value")
-    # of a document that is part of another one; the grammar library reads all versions alike
+    # not allowed in a nested document; the grammar library treats all versions alike
     schema = {key: value for key, value in tool.parameters.items() if key != "$schema"}
     if "properties" in schema and not OPEN_ENDED & schema.keys():
         schema["additionalProperties"] = False
@@ -64,15 +65,15 @@ def _arguments(tool: Function, number: int) -> dict[str, Any]:
 
 
 def _address(own: Any, number: int) -> Any:
-    """A document's own `$id` where that is a whole address, else one within the address of the tool."""
+    """A document's own `$id` if it is an absolute address, else one relative to the tool's address."""
     try:
         return urljoin(ADDRESS.format(number), own)
     except (TypeError, ValueError):
-        return own  # the grammar library says what is wrong with it
+        return own  # the grammar library reports what is wrong
 
 
 def _require_own_addresses(tools: Sequence[Function], schemas: Sequence[dict[str, Any]]) -> None:
-    """Two documents with one address would leave it open which of them a reference means."""
+    """Raise ApiError if two documents have one address: references would be ambiguous."""
     owners: dict[str, str] = {}
     for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         found = {_address(value, number) for key, value in members(schema) if key == "$id" and isinstance(value, str)}

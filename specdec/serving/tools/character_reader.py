@@ -1,8 +1,9 @@
-"""Text read a character at a time by a generator that waits for the next one, and puts back what it read too far.
+"""Reads text one character at a time in a generator that waits for more text and can put characters back.
 
-    unread (to be read again)  <-  held (read, not known what it is)  <-  fed
+    unread (to be read again)  <-  held (read, role unknown)  <-  fed
 
-It knows no format. What is read is written as if all text were there, so how the text is cut cannot matter.
+It knows no format. Readers are written as if the whole text were available, so the result cannot depend on how it is
+cut.
 """
 
 import re
@@ -20,30 +21,30 @@ NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 class NotACall(Exception):
-    """The held characters are no call, or no more of it."""
+    """The held characters are not a call, or not its continuation."""
 
 
 class CutOff(NotACall):
-    """The text ended where something was still to come."""
+    """The text ended where more was required."""
 
 
 def require_syntax(holds: object) -> None:
-    """Raise NotACall where this does not hold."""
+    """Raise NotACall unless this holds."""
     if not holds:
         raise NotACall
 
 
 class CharacterReader:
-    """Reading that all formats share."""
+    """Reading functions common to all formats."""
 
     def __init__(self) -> None:
-        self._unread: deque[str] = deque()  # read before, and to be read again
-        self._held: list[str] = []  # read, and not known what it is
-        self._at = 0  # characters read, those held included
+        self._unread: deque[str] = deque()  # put back, to be read again
+        self._held: list[str] = []  # read, role not known yet
+        self._at = 0  # number of characters read, held ones included
         self._ended = False
 
     def _next(self) -> Reading[str]:
-        """The next character, which is held from now on."""
+        """Read the next character; it becomes held."""
         char = self._unread.popleft() if self._unread else END if self._ended else (yield)
         if char == END:
             raise CutOff
@@ -52,12 +53,12 @@ class CharacterReader:
         return char
 
     def _back(self) -> None:
-        """The last character is to be read again."""
+        """Put the last character back."""
         self._unread.appendleft(self._held.pop())
         self._at -= 1
 
     def _sees(self, mark: str) -> Reading[bool]:
-        """Is this what comes next? Only then it is read. Raises CutOff where nothing comes."""
+        """Does this marker come next? If so, read it. Raises CutOff at the end of the text."""
         read = 0
         for expected in mark:
             try:
@@ -76,7 +77,7 @@ class CharacterReader:
         return False
 
     def _solid(self) -> Reading[str]:
-        """The next character that is no white space."""
+        """Read the next character that is not white space."""
         while (char := (yield from self._next())).isspace():
             pass
         return char
@@ -86,7 +87,7 @@ class CharacterReader:
             require_syntax((yield from self._next()) == expected)
 
     def _close(self, *ends: str) -> Reading[None]:
-        """One of these strings, after white space, ends the call."""
+        """Read white space and one of these strings, which ends the call."""
         self._phase = "closing"
         self._held.clear()
         read = yield from self._solid()
@@ -96,7 +97,7 @@ class CharacterReader:
         self._held.clear()
 
     def _until(self, end: str, sink: Callable[[str], None]) -> Reading[None]:
-        """All characters before this string, and the string itself, which is not handed on."""
+        """Read up to and including this string; pass the characters before it to `sink`."""
         while True:
             read = yield from self._next()
             while end.startswith(read) and read != end:
@@ -108,7 +109,7 @@ class CharacterReader:
             sink(read[0])
 
     def _text_until(self, end: str, fits: Callable[[str, int], bool] = lambda char, at: True) -> Reading[str]:
-        """The text before this string. fits: may character number `at` of it be this one?"""
+        """Read the text before this string, and the string. fits: may the text have this character at index `at`?"""
         read: list[str] = []
 
         def sink(char: str) -> None:
@@ -119,7 +120,7 @@ class CharacterReader:
         return "".join(read)
 
     def _name(self) -> Reading[str]:
-        """A name, up to the first character that cannot be of one."""
+        """Read a name, up to the first character that cannot belong to it."""
         name = ""
         while NAME.fullmatch(name + (char := (yield from self._next()))):
             name += char

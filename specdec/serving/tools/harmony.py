@@ -1,11 +1,11 @@
-"""GPT-OSS: an answer is a sequence of messages, each with a header that says whose it is and what for.
+"""GPT-OSS's format: an answer is a sequence of messages, each with a header (role, recipient, channel).
 
     <|start|>assistant<|channel|>analysis<|message|>TEXT<|end|>                                 a thought
     <|start|>assistant<|channel|>commentary<|message|>TEXT<|end|>                               content, before calls
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>   a call
     <|start|>assistant<|channel|>final<|message|>TEXT<|return|>                                 content
 
-The prompt ends with "<|start|>assistant"; the recipient may stand in the role or after the channel. Source: OpenAI's
+The prompt ends with "<|start|>assistant". The recipient may be in the role or after the channel. Source: OpenAI's
 harmony response format.
 """
 
@@ -25,28 +25,28 @@ FUNCTIONS = "functions."
 
 
 class HarmonyParser(JsonToolParser):
-    """A recipient "functions.NAME", or one that is a tool of the request, is called; messages to others are read by
-    their channel."""
+    """A message to "functions.NAME", or to a tool of the request, is a call; the channel decides about other
+    messages."""
 
     special = (START, MESSAGE, *ENDS, *WITHIN_HEADERS)
     signs = ("<|channel|>", FUNCTIONS)
     thinks = True
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
-        """The header that the prompt has begun."""
+        """The header that the prompt begins."""
         return "" if continued else prompt_end[prompt_end.rfind(START) :] if START in prompt_end else ""
 
     def _parse(self) -> Reading[None]:
-        self._text_kind: Kind = "content"  # of text without a header
+        self._text_kind: Kind = "content"  # kind of text without a header
         try:
             while True:
-                self._gap = None  # white space is text here
+                self._gap = None  # here white space is text
                 yield from self._mark_or_text()
         except CutOff:
             return
 
     def _mark_or_text(self) -> Reading[None]:
-        """A mark and what belongs to it, or a character of text. Raises CutOff where nothing comes any more."""
+        """Read a marker and what belongs to it, or a character of text. Raises CutOff at the end of the text."""
         self._phase = ""
         try:
             if (yield from self._next()) == "<":
@@ -62,15 +62,15 @@ class HarmonyParser(JsonToolParser):
                 self._arguments("".join(self._held))
             self._end_call(whole=whole)
             if isinstance(error, CutOff):
-                raise  # what is held is the beginning of a header
+                raise  # the held characters begin a header
             while len(self._held) > (not self._phase):
                 self._back()
         if self._held:
             self._plain(self._held.pop())
 
     def _marked_by(self, mark: str) -> Reading[None]:
-        """Read the header, and the call, that this mark begins. Raises NotACall for a header that is none, with it
-        held."""
+        """Read the header, and the call, that begin with this marker. Raises NotACall if it is not a header; the
+        characters stay held."""
         if mark in ENDS or mark == MESSAGE:
             self._held.clear()
             self._kind, self._text_kind = None, "content"
@@ -92,7 +92,7 @@ class HarmonyParser(JsonToolParser):
         self._held.clear()
 
     def _comes(self, mark: str) -> Reading[bool]:
-        """Does this come next, after white space, which alone is read?"""
+        """Does this marker come next, after white space? Reads only the white space."""
         yield from self._solid()
         self._back()
         size = len(self._held)
@@ -109,7 +109,7 @@ class HarmonyParser(JsonToolParser):
         self._tell_text(self._text_kind, text)
 
     def _called(self, recipient: str) -> str:
-        """The tool that is called; "" for none."""
+        """The name of the called tool; "" if none."""
         name = recipient.removeprefix(FUNCTIONS)
         known = recipient.startswith(FUNCTIONS) and NAME.fullmatch(name) is not None
         return name if known or name in self._tools else ""

@@ -1,6 +1,5 @@
-"""Calls of Qwen3-Coder: <function=NAME><parameter=KEY>VALUE</parameter></function>. Values stand there as they are,
-without quotes or escapes: the tool's schema says of what type they are, and what follows a mark whether it is one.
-"""
+"""Qwen3-Coder's calls: <function=NAME><parameter=KEY>VALUE</parameter></function>. Values have no quotes or escapes:
+the tool's schema decides their type, and the text after a marker decides whether it is one."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -15,10 +14,10 @@ BLOCK_ENDS = "</tool_call>"
 
 
 class TaggedCallParser(AnswerParser):
-    """Reading of such calls, for formats that have them."""
+    """Reads such calls, for formats that have them."""
 
     def _tagged_call(self) -> Reading[None]:
-        """A call, after its first "<". A parameter that is named again is left out: the first may have been sent."""
+        """Read a call after its first "<". A repeated parameter is left out: the first one may have been sent."""
         yield from self._expect(CALL_OPENS[1:])
         name = yield from self._name()
         yield from self._expect(">")
@@ -40,15 +39,14 @@ class TaggedCallParser(AnswerParser):
         self._arguments("{}" if separator == "{" else "}")
 
     def _value(self, others: Collection[str], head: str, types: frozenset[str]) -> Reading[str]:
-        """The value that begins here, up to the mark that ends it: what looks like one within code is none unless
-        another parameter, or the end of the call, follows.
+        """Read a value up to its end marker. A marker within code does not count unless another parameter or the end of
+        the call follows.
 
-        others: parameters that may follow one that was not closed. head: of its arguments, for a value that is cut
-        off.
+        others: parameters that may follow an unclosed one. head: the arguments before the value, if it is cut off.
         """
         self._held.clear()
-        ends: dict[bool, int] = {}  # where it may have ended: before any such mark, and before one at a border
-        calls = 0  # quoted in it, and not closed
+        ends: dict[bool, int] = {}  # possible ends: before any marker, and before one at a border
+        calls = 0  # open quoted calls in the value
         with suppress(CutOff):
             while True:
                 if (yield from self._next()) != "<":
@@ -72,7 +70,7 @@ class TaggedCallParser(AnswerParser):
                     return self._taken(size)
                 else:
                     yield from self._next()
-        if not ends:  # it was cut off
+        if not ends:  # the value was cut off
             text = "".join(self._held).removeprefix("\n")
             self._arguments(head + (quoted(text)[:-1] if "string" in types else text))
             raise CutOff
@@ -81,7 +79,7 @@ class TaggedCallParser(AnswerParser):
         return self._taken(size)
 
     def _taken(self, size: int) -> str:
-        """The value that was held, without the line ends around it."""
+        """The held value without the line ends around it."""
         text = "".join(self._held[:size])
         self._held.clear()
         return text.removeprefix("\n").removesuffix("\n")
@@ -91,7 +89,7 @@ class TaggedCallParser(AnswerParser):
             self._back()
 
     def _precedes(self, mark: str) -> Reading[bool]:
-        """Does this come next, after white space? Nothing is read."""
+        """Does this marker come next, after white space? Reads nothing."""
         size = len(self._held)
         try:
             yield from self._solid()
@@ -110,7 +108,7 @@ class TaggedCallParser(AnswerParser):
         return False
 
     def _names_next(self, others: Collection[str]) -> Reading[bool]:
-        """Does one of these parameters come next? Nothing is read."""
+        """Does one of these parameters come next? Reads nothing."""
         for name in others:
             if (yield from self._precedes(f"{NEXT}{name}>")):
                 return True

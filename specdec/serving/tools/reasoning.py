@@ -1,10 +1,10 @@
-"""How models mark their thoughts. What reads them is `AnswerParser`.
+"""How models mark their thoughts. `AnswerParser` reads them.
 
     <think>thought</think>answer            deepseek_r1, qwen3
     <|channel>thought\nthought<channel|>    gemma4
 
-The markers, and the white space around them, belong to neither. Text that never closes its thought is thought, but for
-a whole tool call in it, which ends it; a call within a thought that is closed is a quotation.
+Markers and the white space around them belong to neither. A thought that is never closed ends at the first complete
+tool call in it. A call within a closed thought is a quotation.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from specdec.errors import require_one_of
 class ReasoningFormat:
     """How a model marks its thoughts.
 
-    opens, closes: the markers. always: the answer begins within a thought, even without the marker. again: there may be
-    further thoughts after text.
+    opens, closes: the markers. always: the answer begins with a thought, even without the marker. again: more thoughts
+    may follow text.
     """
 
     opens: str
@@ -27,7 +27,7 @@ class ReasoningFormat:
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Tokens that the text must have, be they special or not."""
+        """Tokens that the text must contain, whether special or not."""
         return self.opens.split(">", 1)[0] + ">", self.closes
 
 
@@ -40,6 +40,6 @@ REASONING: dict[str, ReasoningFormat] = {
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:
-    """Finds a format by its name; None for "none". Raises ConfigError for one that is unknown."""
+    """Find a format by name; None for "none". Raises ConfigError for an unknown name."""
     require_one_of("reasoning_parser", name, ("none", *REASONING))
     return REASONING.get(name)

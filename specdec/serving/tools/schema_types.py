@@ -1,11 +1,11 @@
-"""Which JSON types a schema accepts: a model that writes values without quotes leaves it open what "5" is.
+"""The JSON types that a schema accepts. They decide what "5" is if a model writes values without quotes.
 
-    accepted_types(schema, root)          {"string", "null"} of {"anyOf": [{"type": "string"}, {"type": "null"}]}
-    parameter_types(parameters, name)     the same of one parameter of a tool, wherever the tool's schema describes it
+    accepted_types(schema, root)          {"string", "null"} for {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    parameter_types(parameters, name)     the same for one parameter, wherever the tool's schema describes it
 
-References are resolved within their own document only. It answers with too many types rather than too few: what it does
-not know (references elsewhere, conditions, patterns) restricts nothing. Each schema is looked at once, and none deeper
-than MAX_DEPTH, so that a schema that refers to itself, or a hostile one, costs no more than its length.
+References are resolved only within their document. In doubt it returns too many types, not too few: unknown features
+(references elsewhere, conditions, patterns) restrict nothing. Each schema is visited once, down to MAX_DEPTH, so that a
+recursive or hostile schema costs no more than its length.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,21 +15,21 @@ from urllib.parse import unquote
 from specdec.sampling.grammars.grammar_bounds import MAX_DEPTH
 
 ANY_TYPE = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
-"""A schema that accepts "number" accepts "integer" too; {"integer"} alone has no place for 1.5."""
+"""All types. A schema that accepts "number" also accepts "integer"; {"integer"} alone excludes 1.5."""
 NO_TYPE: frozenset[str] = frozenset()
 Types = frozenset[str]
 
 
 def accepted_types(schema: Any, root: Any) -> Types:
-    """The JSON types of the values that a schema accepts; none of them where it contradicts itself.
+    """The JSON types that a schema accepts; empty if it contradicts itself.
 
-    root: the schema that "#" means in its references, such as a tool's `parameters`.
+    root: the schema that "#" refers to, such as a tool's `parameters`.
     """
     return _combined(schema, root, _own_types, {})
 
 
 def parameter_types(parameters: Any, name: str) -> Types:
-    """The JSON types that a tool with this schema of its arguments accepts for one of them."""
+    """The JSON types that a tool's parameters accept for one argument."""
     seen: dict[int, Types] = {}
 
     def own(schema: Mapping[str, Any]) -> Iterable[Types]:
@@ -55,10 +55,9 @@ def _own_types(schema: Mapping[str, Any]) -> Iterable[Types]:
 def _combined(
     schema: Any, root: Any, own: Callable[[Mapping[str, Any]], Iterable[Types]], seen: dict[int, Types], depth: int = 0
 ) -> Types:
-    """The types that a schema and all schemas it combines accept.
+    """The types that a schema accepts together with all schemas that it combines.
 
-    own: the types that the members of one schema name, without the schemas it combines. seen: the types of the schemas
-    that were looked at, by identity.
+    own: types from one schema's own members, without combined schemas. seen: types of the visited schemas, by identity.
     """
     if schema is False:
         return NO_TYPE
@@ -66,8 +65,8 @@ def _combined(
         return ANY_TYPE
     if id(schema) in seen:
         return seen[id(schema)]
-    seen[id(schema)] = ANY_TYPE  # to a reference that leads back here
-    if "$id" in schema:  # a document of its own, which "#" means in it
+    seen[id(schema)] = ANY_TYPE  # for a reference that leads back here
+    if "$id" in schema:  # a separate document: "#" means it
         root = schema
 
     def types_of(inner: Any) -> Types:
@@ -82,14 +81,15 @@ def _combined(
     for key in ("anyOf", "oneOf"):
         if isinstance(one_of := schema.get(key), list):
             found &= NO_TYPE.union(*map(types_of, one_of))
-    if schema.get("nullable") is True:  # OpenAPI's
+    if schema.get("nullable") is True:  # from OpenAPI
         found |= {"null"}
     seen[id(schema)] = found
     return found
 
 
 def resolved(reference: Any, root: Any) -> Any:
-    """What a local reference, such as "#/$defs/Place", names; True, the schema of anything, where it names nothing."""
+    """The schema that a local reference such as "#/$defs/Place" names; True, which accepts anything, if it names
+    nothing."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return True
     found = root
@@ -119,7 +119,7 @@ def _type_of(value: Any) -> str:
         case int():
             return "integer"
         case float():
-            return "integer" if value.is_integer() else "number"  # 1.0 is an integer to JSON Schema
+            return "integer" if value.is_integer() else "number"  # JSON Schema counts 1.0 as an integer
         case str():
             return "string"
         case list():

@@ -1,9 +1,9 @@
-"""Which tools a chat may or must call: what the template is told, what grammar the answer follows, who reads it.
+"""The tools that a chat may or must call: template arguments, the answer's grammar, and its parser.
 
 tool_choice    "none"           "auto"                     "required", or a tool by name
 template       nothing          the tools                  the tools
 grammar        none             none                       one call, as a JSON object
-read as        content          the model's own format     that object
+parsed as      content          the model's own format     that object
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.prompts import template_text
 
 BARE_JSON = PARSERS["llama"]
-"""Reads {"name": ..., "arguments": {...}} where an answer begins."""
+"""Reads {"name": ..., "arguments": {...}} at the beginning of an answer."""
 
 
 class ToolChoice:
-    """The tools that one request may or must call. Raises ApiError where it cannot be served. parser: of the model's
-    own format, None: unknown."""
+    """The tools that one request may or must call. Raises ApiError if it cannot be served. parser: for the model's
+    format; None: unknown."""
 
     def __init__(self, body: ChatRequest, template: Any, parser: type[AnswerParser] | None) -> None:
         self.tools = body.tools or []
@@ -55,12 +55,12 @@ class ToolChoice:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """Grammar of an answer that must be a call."""
+        """The grammar, if the answer must be a call."""
         if not self._forced:
             return None
         return {"json_schema": call_schema(self._forced)}
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """The schema of each tool's arguments, by its name."""
+        """The schema of each tool's arguments, by name."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}

@@ -1,7 +1,7 @@
-"""Tool calls in JSON: {"name": ..., "arguments": {...}}, or a list of them, whatever marks them.
+"""Tool calls in JSON: {"name": ..., "arguments": {...}}, or a list of them, with any markers.
 
-Values are checked as they come and handed on as they are written, so that arguments stream. What models get wrong in
-JSON without harm is mended: line ends in strings, lone backslashes, a missing last brace.
+Values are checked and passed on character by character, so that arguments stream. Harmless mistakes are repaired: line
+ends in strings, lone backslashes, a missing last brace.
 """
 
 import json
@@ -25,14 +25,14 @@ NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
 MAX_OTHER = 256
-"""Characters of the value of such a key: what is no call is not read again and again up to its end."""
+"""Most characters of such a key's value, so that text that is no call is not reread to its end again and again."""
 
 
 class JsonToolParser(AnswerParser):
-    """Reading of JSON, for formats that have it."""
+    """Reads JSON, for formats that have it."""
 
     def _json_calls(self, *, bare: bool = False) -> Reading[None]:
-        """A call {"name": ..., "arguments": {...}}, or a list of them. bare: without arguments it is none."""
+        """Read a call {"name": ..., "arguments": {...}}, or a list of calls. bare: arguments are required."""
         if (yield from self._solid()) == "{":
             yield from self._json_call(bare)
             return
@@ -47,7 +47,7 @@ class JsonToolParser(AnswerParser):
         self._held.clear()
 
     def _json_call(self, bare: bool) -> Reading[None]:
-        """The members of a call, in any order, after its brace."""
+        """Read the members of a call in any order, after its brace."""
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
@@ -85,7 +85,7 @@ class JsonToolParser(AnswerParser):
         self._held.clear()
 
     def _json_arguments(self, sink: Callable[[str], None] | None) -> Reading[str]:
-        """An object; also as text in a string, or null for none."""
+        """Read the arguments: an object, an object in a string, or null."""
         read: list[str] = []
         yield from self._json_value(sink or read.append)
         if sink is not None:
@@ -98,7 +98,7 @@ class JsonToolParser(AnswerParser):
         return "{}" if value is None else text
 
     def _json_text(self, most: int = 1 << 30) -> Reading[str]:
-        """The text of a string after its first quote."""
+        """Read the text of a string after its first quote."""
         read = ['"']
 
         def sink(text: str) -> None:
@@ -110,7 +110,7 @@ class JsonToolParser(AnswerParser):
         return text
 
     def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
-        """Any value, handed on as it comes."""
+        """Read any value and pass it on."""
         char = yield from self._json_solid(sink)
         if char == '"':
             sink(char)
@@ -130,7 +130,7 @@ class JsonToolParser(AnswerParser):
             sink(WORDS[char])
 
     def _json_items(self, opened: str, sink: Callable[[str], None], depth: int) -> Reading[None]:
-        """Read the items after a brace or bracket, and the one that closes it."""
+        """Read the items after a brace or bracket, and the closing one."""
         closing = "}" if opened == "{" else "]"
         char = yield from self._json_solid(sink)
         while char != closing:
@@ -148,18 +148,18 @@ class JsonToolParser(AnswerParser):
             if char == ",":
                 after = [","]
                 char = yield from self._json_solid(after.append)
-                if char != closing:  # else the comma was one too many
+                if char != closing:  # otherwise it was a trailing comma
                     self._back()
                     sink("".join(after))
                     yield from self._next()
         sink(closing)
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
-        """The rest of a string, its last quote too; what JSON wants escaped is."""
+        """Read the rest of a string with its last quote, escaping what JSON requires."""
         while (char := (yield from self._next())) != '"':
             if char == "\\":
                 char += yield from self._next()
-                if char[1] not in ESCAPED:  # a backslash that was meant as one, as in a regular expression
+                if char[1] not in ESCAPED:  # a literal backslash, as in a regular expression
                     self._back()
                     char = "\\\\"
                 elif char[1] == "u":
@@ -194,12 +194,12 @@ def _loaded(text: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """A text as JSON."""
+    """Quote a text as JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """A value that was written without quotes, as JSON: of a type that its schema accepts, else what it looks like."""
+    """Convert an unquoted value to JSON: of a type that its schema accepts, else of the type that it looks like."""
     written = PYTHON_WORDS.get(text, text)
     try:
         value = json.loads(written, parse_constant=_no_constant)

@@ -1,7 +1,7 @@
-"""How models write tool calls, and which way a tokenizer's chat template teaches its own.
+"""Parsers for models' formats of tool calls, and the choice of the parser by a tokenizer's chat template.
 
-parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
-reader = AnswerReader(tokenizer, parser())   # of one answer
+parser = tool_parser_for(tokenizer)          # a class, or None if the template has no tools
+reader = AnswerReader(tokenizer, parser())   # for one answer
 for delta in engine.stream(...): events = reader.read(delta)
 """
 
@@ -68,7 +68,7 @@ class MistralParser(JsonToolParser):
         name = yield from self._name()
         if (yield from self._solid()) == "[" and (yield from self._next()) == "C":
             yield from self._expect("ALL_ID]")
-            yield from self._until("[", lambda text: None)  # its own id, for which another is made
+            yield from self._until("[", lambda text: None)  # skip its id: a new one is made
             yield from self._next()
         if self._held[-1] == "A":
             yield from self._expect("RGS]")
@@ -98,7 +98,7 @@ class GemmaParser(JsonToolParser):
         yield from self._close(self.closes)
 
     def _value(self, depth: int = 0) -> Reading[None]:
-        """A value as JSON: keys and texts are quoted as this format quotes them, the rest is written alike."""
+        """Read a value as JSON. Only the quotes of keys and texts differ in this format."""
         char = yield from self._solid()
         if char in self.quote[0] + '"':
             self._back()
@@ -191,18 +191,18 @@ PARSERS: dict[str, type[AnswerParser]] = {
     "hermes": HermesParser,
     "llama": LlamaParser,
 }
-"""Values of `--tool-parser`, in the order in which templates are asked."""
+"""Values of `--tool-parser`, in the order in which templates are checked."""
 
 
 def require_parser(name: str) -> None:
-    """Raise ConfigError for what names no parser."""
+    """Raise ConfigError for an unknown parser."""
     require_one_of("tool_parser", name, ("auto", "none", *PARSERS))
 
 
 def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[AnswerParser] | None:
-    """The parser of what this chat template teaches, None where it knows no tools. Make one for each answer.
+    """The parser class for a chat template; None if the template has no tools. Make one instance per answer.
 
-    template: default: the tokenizer's own. name: of `PARSERS`, to choose it oneself, or "none".
+    template: default: the tokenizer's. name: a key of `PARSERS` to choose explicitly, or "none".
     """
     require_parser(name)
     if name != "auto":
