@@ -39,8 +39,8 @@ class KVOperations(Protocol):
         """Copy K/V of slots [M] in every layer of the group. All sources are read before any slot is written."""
 
     def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        """Fold the states of a row up to its first `length` tokens. `length` is a multiple of FOLD and the tokens are
-        committed. The caller must not evict their records before this call."""
+        """Fold the states of a row, on all ranks of a store, up to its first `length` tokens. `length` is a multiple of
+        FOLD and the tokens are committed. The caller must not evict their records before this call."""
 
 
 class KVCache:
@@ -57,6 +57,11 @@ class KVCache:
         self.ranks: Ranks | None = None
         self.sanitizer: Sanitizer | None = None
 
+    @property
+    def models(self) -> list[KVStore]:
+        """A store of each model: of one on several devices that of rank 0."""
+        return [store for store in self.stores if store.rank == 0]
+
     def state_cache(self) -> StateCache | None:
         """Copies of the states of all recurrent layers, for the prefix cache; None: there are no such layers."""
         layers = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
@@ -64,7 +69,7 @@ class KVCache:
             return None
 
         def fold(row: int, length: int) -> None:
-            for store in self.stores:
+            for store in self.models:
                 self.operations.fold(self.table, store, row, length)
 
         states = StateCache(layers, self.table.max_requests + 1, fold)

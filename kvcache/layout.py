@@ -159,9 +159,14 @@ class KVLayout:
 
     def share(self, count: int) -> "KVLayout":
         """The layout of one of `count` ranks, which divide the heads of every layer. If there are fewer heads than
-        ranks, heads are repeated: rank r holds head r * heads // count."""
+        ranks, heads are repeated: rank r holds head r * heads // count. Heads of recurrent layers are not repeated."""
 
         def divided(spec: LayerSpec) -> LayerSpec:
+            if spec.state is not None:
+                inputs, *records = spec.fields
+                own = (field._replace(heads=field.heads // count) for field in records)
+                fields = inputs._replace(dim=inputs.dim // count), *own
+                return replace(spec, fields=fields, shares=count, state=spec.state.share(count))
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
             return replace(spec, fields=fields, shares=min(spec.k.heads, count))
 

@@ -35,6 +35,10 @@ class StateShape(NamedTuple):
     taps: int
     channels: int
 
+    def share(self, count: int) -> "StateShape":
+        """The state on one of `count` ranks, which divide its heads and its channels."""
+        return self._replace(heads=self.heads // count, channels=self.channels // count)
+
     def bytes(self, dtype: torch.dtype) -> int:
         return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize + 8
 

@@ -152,6 +152,11 @@ class KVStore:
             )
             self.addresses = {group: PoolAddresses.from_pools(self.tensors(group)) for group in groups}
 
+    @property
+    def by_rank(self) -> tuple["KVStore", ...]:
+        """The stores of all ranks of the model, of which this is rank 0's."""
+        return (self,) if self.split is None else self.split.stores
+
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
         """All tensors that are indexed by the slots of one group."""
         pools = [pool for layer in self.layers.values() if layer.group == group for pool in layer.fields]

@@ -3,7 +3,7 @@
 One row, by position:
 
     0            evicted_len          S - retain           S                    S + lookahead      capacity
-    |- peers freed -|-- page slack ------|-- window ----------|-- speculative ------|-- page rounding --|
+    |- peers freed -|-- page slack ------|-- window ----------|-- speculative ------|-- ahead, rounding-|
     |------------------ committed ----------------------------|------------ not committed -------------|
 
 Committed slots hold the K/V of final tokens. The slots after them are the request's lookahead: the next verify writes
@@ -30,6 +30,13 @@ from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, P
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
 token; the drafter reads the newest window + 1."""
+
+AHEAD = 16
+"""Slots that a row gets more than it needs, and peers that it keeps longer, while the pools have ample room: so most
+rounds change no slot and no map."""
+
+AMPLE = 4
+"""Ample room: AHEAD slots for every row, that many times, are free in every pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,11 @@ class RequestTable:
         self.capacity[rows] = self.evicted_len[:, rows] = 0
         self._active[rows] = False
 
+    @property
+    def has_ample_room(self) -> bool:
+        pages = AMPLE * self.max_requests * (AHEAD // self.allocator.page_size)
+        return min(pool.free_pages for pool in self.allocator.pools) >= pages
+
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages` that another row or the cache claims. They hold the K/V of the row's first
         tokens, which are committed now.
@@ -171,6 +183,12 @@ class RequestTable:
         """Pages [B] that `ensure_slots(rows, length)` would allocate for each."""
         needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
+
+    def ensure_slots_ahead(self, rows: IntArray, length: IntArray) -> None:
+        """`ensure_slots`, which gives these rows AHEAD slots more if any lacks one and there is ample room."""
+        if self.pages_needed(rows, length).any():
+            more = AHEAD if self.has_ample_room else 0
+            self.ensure_slots(rows, np.minimum(length + more, max(self.slots.host.shape[1], int(length.max()))))
 
     def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
         """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes
@@ -248,21 +266,23 @@ class RequestTable:
             said = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
             raise name_row(KVStateError(said), rows[astray][0])
 
-    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1) -> int:
+    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1, ahead: bool = False) -> int:
         """In each windowed group, free the peers of tokens that no later query can see; returns the number of pages. A
         round in flight may still read freed pages: the device runs launches in order, so only a later launch can
         overwrite them (`runtime/launches.py`).
 
-        `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short.
+        `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short. ahead: with
+        ample room nothing is freed in a group until a row has AHEAD such tokens.
         """
         self.allocator.require_unfrozen("evict")
         page_size, freed = self.allocator.page_size, 0
+        least = AHEAD if ahead and self.has_ample_room else 1
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
             read_len = self.committed_len.host[rows] - self.max_lag[group]
             unseen = ((read_len - self.retain[group]) // page_size - slack_pages) * page_size
             end = np.maximum(unseen, start)
-            if (end == start).all():
+            if (end - start).max(initial=0) < least:
                 continue
             slots = self.slots.host[row_cells(rows, start, end)]  # a page that rows share is named once by each row
             self.allocator.evict(group, PrimaryLoc(torch.from_numpy(slots)))

@@ -370,6 +370,16 @@ def packed_products(dtype: torch.dtype, num_rows: int, form: str) -> None:
     gated_projection(gate, inputs, packed(form, 2560, 256, dtype=dtype), "gelu_tanh")
 
 
+def fp8_products() -> None:
+    """Of some rows: tiles of one height and of two, ranges that programs hold, per-layer embeddings."""
+    for rows in (128, 256, 512):
+        vendor_gated_linear(numbers(rows, 2560), packed("e4m3", 20480, 2560, dtype=BF16), "silu")
+    finish(linear(numbers(64, 2560), packed("e4m3", 256, 2560, dtype=BF16)))
+    for rows in (64, 256):
+        gate, inputs = parts_of(5, rows, 256, BF16), numbers(rows, 256)
+        gated_projection(gate, inputs, packed("e4m3", 2560, 256, dtype=BF16), "gelu_tanh")
+
+
 def packed_mixture(dtype: torch.dtype, num_rows: int, form: str) -> None:
     """GPT-OSS, and the MLP and experts of Gemma 4 26B-A4B."""
     x, k = numbers(num_rows, 2880, dtype=dtype), 4
@@ -680,6 +690,7 @@ def usual() -> Iterator[Launch]:
     yield launch(packed_products, BF16, 5, "e2m1")
     yield launch(packed_products, BF16, 5, "e4m3-block")
     yield launch(packed_products, FP16, 5, "e4m3")
+    yield launch(fp8_products)
     yield launch(packed_products, FP32, 5, "e2m1")
     yield launch(packed_products, FP32, 5, "int4")
     yield launch(packed_products, FP32, 5, "int4-zeros")

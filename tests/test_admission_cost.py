@@ -25,7 +25,7 @@ def make(
 ) -> Scheduler:
     allocator = make_allocator(pages, [window] if window else [], page_size=page_size)
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
-    prefixes = Prefixes(SimpleNamespace(table=table, stores=[None], state_cache=lambda: None), lambda: 0)  # type: ignore[arg-type]
+    prefixes = Prefixes(SimpleNamespace(table=table, models=[None], state_cache=lambda: None), lambda: 0)  # type: ignore[arg-type]
     return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_room=PromptRoom(10**6, 10**6, chunk))
 
 
@@ -44,7 +44,7 @@ def prefill(scheduler: Scheduler) -> int:
         commit_chunks_on_host(scheduler.table, scheduler.prefixes, requests, chunk_len)
     for request in requests:
         if request.state is RequestState.DECODE and request.num_output == 0:
-            request.settle([1], [], request.stats.copy())
+            request.settle([1])
     return int(chunk_len.sum())
 
 

@@ -103,7 +103,7 @@ def run(tokenizer, ids, params, rounds):
     deltas, at = [], 0
     while not request.finished:
         size = rounds[len(deltas) % len(rounds)]
-        request.settle(ids[at : at + size], [], request.stats.copy())
+        request.settle(ids[at : at + size])
         at += size
         finished = request.finished
         deltas.append(request.detokenizer.stream(request.output_ids, params.stop_strings, finished=finished))
@@ -196,7 +196,7 @@ def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
     request = Request(
         ids_of(tokenizer, "x"), SamplingParams(max_new_tokens=2, stop="x b"), 0, Detokenizer(tokenizer), frozenset()
     )
-    request.settle(ids_of(tokenizer, "b", "a"), [], request.stats.copy())
+    request.settle(ids_of(tokenizer, "b", "a"))
     assert request.output().text == "b a" and request.finish_reason == "length"
 
 

@@ -22,7 +22,8 @@ import pytest
 import specdec.engine
 import specdec.kvcache.table
 import specdec.runtime.engine_stats
-from specdec import Engine, RequestStats, SamplingParams, SpecConfig
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.runtime.request import Request
 
 from inside import assert_idle, capture_on_tape
 from marks import is_deep
@@ -238,11 +239,11 @@ def test_a_fault_while_tokens_are_appended_doubles_none(scenes, monkeypatch) -> 
     scene = scenes("mtp", CHAIN, 1)
     scene.begin("round")
 
-    def interrupted(stats, *figures):
+    def interrupted(*settled):
         raise Fault
 
     with monkeypatch.context() as broken:
-        broken.setattr(RequestStats, "record_round", interrupted)  # of whom comes first: the stream
+        broken.setattr(Request, "settled", property(Request.settled.__get__, interrupted))  # of the stream, the first
         with pytest.raises(Fault):
             next(scene.other)
     scene.finish()

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from specdec.evaluation.phases.random_weights import FORMS, random_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
+from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import Recurrence
 from specdec.layers.gated_delta import (
     COLUMNS,
@@ -23,6 +24,7 @@ from specdec.layers.linear import linear
 from specdec.layers.merged_weights import WeightGroups
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
 from specdec.layers.product import Product
 from specdec.layers.recurrent_families import described_mixer
 
@@ -148,3 +150,11 @@ def test_a_mixer_is_the_module_it_replaces(family: str, form: str, ops: Operatio
     close(parts["mixer"].finish(rows, ops) @ parts["out"].T, want)
     some = tuple(row[[1, 5]] for row in rows)
     close(parts["mixer"].finish(some, ops) @ parts["out"].T, want[[1, 5]])
+    by_rank = []
+    for rank in range(2):  # which has the heads of one of two devices
+        own = map_tensors(parts["mixer"].share(rank, 2), lambda rows: place_weight(rows, torch.cat), StackedWeights)
+        qkv = place_weight(rank_rows(parts["qkv"], parts["mixer"].sections, rank, 2), torch.cat)
+        by_rank.append(own.finish(own.run(ops(linear)(x, qkv), x, 0, OneText(), ops), ops))
+    whole = parts["mixer"].finish(rows, ops)
+    close(torch.cat(by_rank, dim=1), whole)
+    assert ops is REFERENCE or torch.cat(by_rank, dim=1).equal(whole)

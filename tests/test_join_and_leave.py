@@ -224,10 +224,10 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_key_that_grows_is_that_of_all_tokens(pairs: bool) -> None:
     request = request_of(0, [3, 5, 7])
-    prefixes = prefixes_of(make(1), num_stores=1 + pairs)
+    prefixes = prefixes_of(make(1), num_models=1 + pairs)
     for emitted in ([], [4], [9], [8, 2, 6]):
         if emitted:
-            request.settle(emitted, [], request.stats.copy())
+            request.settle(emitted)
         for _ in range(2):
             assert prefixes._key(request).tolist() == prefixes._cache.key(request.tokens).tolist()
 
@@ -242,8 +242,8 @@ def request_of(number: int, prompt: Sequence[int]) -> Request:
     return request
 
 
-def prefixes_of(table: RequestTable, num_stores: int = 1) -> Prefixes:
-    cache = SimpleNamespace(table=table, stores=[None] * num_stores, state_cache=lambda: None)
+def prefixes_of(table: RequestTable, num_models: int = 1) -> Prefixes:
+    cache = SimpleNamespace(table=table, models=[None] * num_models, state_cache=lambda: None)
     return Prefixes(cache, lambda: 0)
 
 
@@ -265,7 +265,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
             grow(table, request.row, int(table.committed_len.host[request.row]) + length)
             if table.committed_len.host[request.row] == request.prefill_target:
                 request.state = RequestState.DECODE
-                request.settle([draw.randrange(9) for _ in range(draw.randint(1, 3))], [], request.stats.copy())
+                request.settle([draw.randrange(9) for _ in range(draw.randint(1, 3))])
                 grow(table, request.row, request.settled.num_tokens - 1)
         table.evict_unseen(table.active_rows)
     return scheduler
@@ -329,7 +329,7 @@ def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: i
             scheduler.admit_requests()
         for request in scheduler.running:  # far behind, as when what they had is gone
             request.state = RequestState.PREFILL if draw.random() < 0.7 else request.state
-            request.settle([1] * draw.randint(1, 6), [], request.stats.copy())
+            request.settle([1] * draw.randint(1, 6))
         table.allocator.alloc(draw.randint(0, table.allocator.available_pages))  # of somebody else
         twin = copy.deepcopy(scheduler)
         requests, chunk_len = scheduler.next_prefill()

@@ -11,7 +11,10 @@ from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_alloca
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
+from specdec.kvcache.table import AHEAD
 from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.request_batch import RequestBatch
+from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
 from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
@@ -251,6 +254,27 @@ def test_only_the_last_makes_room_and_only_when_slack_does_not():
     table.check()
 
 
+@pytest.mark.parametrize(("window_pages", "changed"), [(400, 5), (60, 40)])
+def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int, changed: int):
+    """Rows that gain a token each round get slots, and lose peers, every sixteen tokens; where a pool is short, in
+    every round, and none more than it needs."""
+    allocator = make_allocator(400, [3], window_pages)
+    table = RequestTable(allocator, max_requests=2, max_len=80, lookahead=LOOKAHEAD)
+    rows, found = ints(table.open_row(), table.open_row()), []
+    for _ in range(40):
+        before = table.capacity.tolist(), table.evicted_len.tolist()
+        table.ensure_slots_ahead(rows, table.committed_len.host[rows] + LOOKAHEAD)
+        table.commit_chunk_on_host(rows, ints(1, 1))
+        table.evict_unseen(rows, ahead=True)
+        found.append((table.capacity.tolist(), table.evicted_len.tolist()) != before)
+        more = AHEAD if window_pages == 400 else 0
+        assert (table.capacity[rows] - table.committed_len.host[rows] < LOOKAHEAD + more).all()
+        table.check()
+    assert sum(found) == changed
+    table.evict_unseen(rows)
+    assert table.evicted_len[1, rows].tolist() == [40 - 4 - 1] * 2  # a window of 3, 2 keys more, the slack
+
+
 @deep_cases("1")
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: int):
@@ -295,10 +319,11 @@ def test_a_round_is_settled_for_all():
     requests = [request_of(0, 5), request_of(1, 3, max_new_tokens=3)]
     for request, row in zip(requests, (2, 0), strict=True):
         request.row = row
-        request.settle([1], [], request.stats.copy())
+        request.settle([1])
     before = [request.stats for request in requests]
     round = SimpleNamespace(cache=SimpleNamespace(table=table), tokens=tokens)
-    settle_round(round, requests, result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0))
+    rows, result = ints(2, 0), result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0)
+    settle_round(round, requests, rows, result, RoundFigures(4).after_round(rows, result))
     assert tokens.host[:3, :9].tolist() == [[0, 0, 0, 0, 2, 3, 4, 0, 0], [0] * 9, [0, 0, 0, 0, 0, 0, 5, 0, 0]]
     assert [request.output_ids for request in requests] == [[1, 5], [1, 2, 3]]
     assert [request.finish_reason for request in requests] == ["", "length"]
@@ -311,17 +336,16 @@ def test_a_round_is_settled_for_all():
 def test_an_interrupted_step_moves_no_reader(monkeypatch):
     """The next step must know nothing of "b", which was not to be: "ac" is no stop string, and "bc" would be."""
     request = request_of(stop="bc")
-    request.settle([0], [], request.stats.copy())
+    request.settle([0])
     settled, before = request.settled, contents(request.settled.reader)
-    stats = request.stats.copy()
-    monkeypatch.setattr(stats.__class__, "record_round", lambda *_: 1 / 0)
+    monkeypatch.setattr(Request, "settled", property(Request.settled.__get__, lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        request.settle([1], [], stats, num_drafts=0)
+        request.settle([1], figures=RoundFigures(1))
     assert request.settled is settled and contents(settled.reader) == before
     monkeypatch.undo()
-    request.settle([2], [], request.stats.copy(), num_drafts=0)
+    request.settle([2])
     assert (request.output_ids, request.finish_reason) == ([0, 2], "")
-    request.settle([1, 2, 3], [], request.stats.copy(), num_drafts=2)
+    request.settle([1, 2, 3])
     assert (request.output_ids, request.finish_reason) == ([0, 2, 1, 2], "stop")
 
 
@@ -353,9 +377,11 @@ def test_who_is_restricted_has_rules_that_still_hold():
 
 def test_present_are_those_that_kept_their_row():
     requests = [request_of(number) for number in range(3)]
-    step = LaunchedStep(requests, [0, 0, 0], None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None)
+    step = LaunchedStep(
+        RequestBatch(requests), None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None
+    )
     assert step.present() == [0, 1, 2] and step.gaining() == requests
-    requests[1].row_epoch += 1
+    requests[1].lose_row()
     assert step.present() == [0, 2] and step.gaining() == requests[::2]
 
 

@@ -1,11 +1,15 @@
 """Products over packed weights against the dequantised ones: every code, odd sizes, every kernel with a weight."""
 
+from collections.abc import Callable
+from math import inf
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from specdec.layers import linear as linear_module
+from specdec.layers import per_layer_embedding
 from specdec.layers.linear import (
     Mlp,
     gated_linear,
@@ -29,6 +33,7 @@ from specdec.layers.per_layer_embedding import gated_projection, reference_gated
 from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
 from marks import deep_cases, usual_cases
+from packed_times import GATED, TIMES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -131,11 +136,12 @@ def test_gated_linear_over_packed_weights(form: str):
 
 @pytest.mark.parametrize("form", CODES)
 def test_many_rows_over_packed_weights(form: str):
-    """Two tiles of x for one of the weight, ranges of K, a bias, a gate; tiles that nothing divides: the last of x
-    begins within the one before."""
+    """Two tiles of x for one of the weight, ranges of K, a bias, a gate, fine tiles; tiles that nothing divides: the
+    last of x begins within the one before."""
     n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
     weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
-    x = torch.randn(40, k, device=DEVICE).half()
+    many = torch.randn(90, k, device=DEVICE).half()
+    x = many[:40]
     want = reference_finish(reference_linear(x, weight, bias))
     whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
     wide = tiles._replace(block_m=64)  # more rows than x has
@@ -150,6 +156,12 @@ def test_many_rows_over_packed_weights(form: str):
         close(finish(product), want)
     gated = packed_gemm(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
     close(gated, reference_gated_linear(x, weight, "silu"))
+    for high in (1, 2):  # of two tiles of the weight; the fine tiles have all rows of the second, or rows 64 to 90
+        launch = PackedLaunch(wide, cut, fine=tiles, high=high)
+        product = packed_gemm(many, weight, bias, None, launch)
+        close(finish(product), reference_finish(reference_linear(many, weight, bias)))
+        gated = packed_gemm(many, weight, None, "silu", launch._replace(cut=whole)).parts[0]
+        close(gated, reference_gated_linear(many, weight, "silu"))
 
 
 @pytest.mark.parametrize(
@@ -165,15 +177,15 @@ def test_many_rows_over_packed_weights(form: str):
         ("e4m3-row", 96, 20480, 2560, (64, 64, 32, 1)),
         ("e4m3-row", 160, 20480, 2560, (64, 128, 32, 1)),
         ("e4m3-row", 192, 20480, 2560, (256, 64, 0, 1)),
-        ("e4m3-row", 256, 20480, 2560, (64, 128, 0, 1)),  # room for three programs, which larger tiles leave not
+        ("e4m3-row", 256, 20480, 2560, (64, 256, 0, 1)),
         ("e4m3-row", 512, 20480, 2560, (64, 256, 0, 1)),
-        ("e4m3-row", 320, 28672, 4096, (128, 128, 32, 1)),  # rows in whole tiles of 160
+        ("e4m3-row", 320, 4096, 14336, (128, 128, 32, 2)),  # rows in whole tiles of 160
         ("e4m3-row", 512, 6144, 4096, (64, 128, 0, 1)),  # 384 programs in one wave of 396; of 128 x 128, 192 in two
         ("e4m3-row", 128, 2560, 10240, (64, 128, 0, 6)),
         ("e4m3-block", 128, 20480, 2560, (64, 64, 0, 1)),
         ("e4m3-block", 640, 20480, 2560, None),  # a sum of each block takes registers, so tiles are small
         ("int4", 64, 2560, 10240, (64, 64, 0, 6)),  # E4B, down
-        ("int4", 160, 2560, 10240, (128, 128, 32, 6)),
+        ("int4", 160, 2560, 10240, (64, 64, 0, 3)),
         ("int4", 1024, 2560, 10240, None),
     ],
 )
@@ -184,6 +196,42 @@ def test_tiles_of_many_rows_over_packed_weights(
     weight = empty_weight(form, n, k)
     launch = choose_packed_rows(num_rows, weight, DEVICE)
     assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "programs"),
+    [  # gate and up of Gemma 4 E4B, 320 tiles: two high ones for each of 132 multiprocessors, the others in fine ones
+        (250, (264, 224)),
+        (256, (264, 224)),
+        (320, (320, 320)),  # rows 256 to 320 of all tiles
+        (512, (528, 224)),
+        (128, (320, 0)),
+    ],
+)
+def test_fine_tiles_fill_what_high_ones_leave(
+    num_rows: int, programs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    launch = choose_packed_rows(num_rows, empty_weight("e4m3-row", 20480, 2560), DEVICE)
+    assert launch is not None
+    fine = launch.fine_programs(num_rows, 20480)
+    assert (launch.programs(num_rows, 20480) - fine, fine) == programs
+
+
+@pytest.mark.parametrize("weight", TIMES, ids=str)
+def test_no_launch_that_was_timed_is_much_faster(weight: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch):
+    """Than the chosen one, which was timed too: 4 % at most."""
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    for num_rows, line in TIMES[weight].items():
+        names, microseconds = line.split()[::2], map(float, line.split()[1::2])
+        times = dict(zip(names, microseconds, strict=True))
+        launch = choose_packed_rows(num_rows, empty_weight(*weight), DEVICE, gated=weight[1] in GATED)
+        assert launch is not None
+        tiles, fine = launch.tiles, launch.fine
+        name = f"{tiles.block_n}x{tiles.block_m}" + f"+{tiles.tail_m}" * (tiles.tail_m > 0)
+        name += f"x{tiles.block_k}s{tiles.num_stages}" + (f"+{launch.high}:{fine.block_m}" if fine else "")
+        name += f"/{launch.parts}" * (launch.parts > 1)
+        assert times.get(name, inf) <= 1.04 * min(times.values()), f"{num_rows=} {name=}"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +270,7 @@ def test_in_order_ranges_are_those_of_the_weight(monkeypatch: pytest.MonkeyPatch
     for form, num_rows, parts in (("int4", 64, 8), ("int4", 2048, 1), ("e4m3-row", 64, 8), ("e4m3-row", 2048, None)):
         weight = empty_weight(form, 2560, 10240)
         launch = choose_packed_rows(num_rows, weight, DEVICE, cut=cut_of(weight))
-        assert launch is None if parts is None else launch is not None and launch[1:] == (cut_of(weight), parts == 1)
+        assert launch is None if parts is None else launch is not None and launch[1:3] == (cut_of(weight), parts == 1)
 
 
 def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
@@ -276,6 +324,25 @@ def test_gated_projection_over_packed_weights(form: str):
     product = Product(gate, None, torch.float32)
     got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
     close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
+
+
+@pytest.mark.parametrize(("num_rows", "want"), [(56, []), (57, [64]), (129, [128])])
+def test_gated_projection_of_some_rows_over_an_fp8_weight(
+    num_rows: int, want: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """In tiles for a short K, which a launch before has gated."""
+    heights: list[int] = []
+
+    def watched(*given: Any) -> Product:
+        heights.append(given[4].tiles.block_m)
+        return packed_gemm(*given)
+
+    monkeypatch.setattr(per_layer_embedding, "packed_gemm", watched)
+    weight, inputs = random_weight("e4m3-row", 70, 128), torch.randn(num_rows, 128, device=DEVICE).half()
+    product = Product(torch.randn(2, num_rows, 128, device=DEVICE), None, torch.float16)
+    got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
+    close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
+    assert heights == want
 
 
 @deep_cases("few-int4-zeros", "few-int4-g128", "few-e4m3-row", "listed-int4", "listed-int4-g16", "listed-e4m3-block")
@@ -345,3 +412,32 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
         cut = cut_of(weight)
         assert cut.splits == splits and cut.split_len % 256 == 0, f"{n=} {k=} {cut=}"
     assert cut == Cut(1, 256)
+    assert cut_of(empty_weight("e4m3-row", 256, 2560)) == Cut(5, 512)
+    assert cut_of(empty_weight("e4m3-block", 256, 2560)) == Cut(10, 256)  # tiles of more than a block have two scales
+
+
+@pytest.mark.parametrize("multiply", [linear, vendor_linear], ids=["in order", "any order"])
+def test_programs_hold_ranges_of_low_fp8_weights(multiply: Callable[..., Product], monkeypatch: pytest.MonkeyPatch):
+    """33 to 256 rows; not over blocks of scales, whose tiles have one each, nor in 4 bits."""
+    columns: list[int] = []
+
+    def watched(*given: Any, holds: bool) -> None:
+        columns.append(given[6].block_k)
+        multiply_small(*given, holds=holds)
+
+    multiply_small = linear_module.gemm_small
+    monkeypatch.setattr(linear_module, "gemm_small", watched)
+    x = torch.randn(257, 1152, device=DEVICE).half()
+    for form, num_rows, want in (
+        ("e4m3-row", 32, [128]),
+        ("e4m3-row", 33, [512]),
+        ("e4m3-row", 256, [512]),
+        ("e4m3-row", 257, []),
+        ("e4m3-block", 33, []),
+        ("int4", 33, []),
+    ):
+        columns.clear()
+        weight = random_weight(form, 70, x.shape[1], dtype=x.dtype)
+        product = multiply(x[:num_rows], weight)
+        close(finish(product), reference_finish(reference_linear(x[:num_rows], weight)))
+        assert columns == want, f"{form=} {num_rows=}"

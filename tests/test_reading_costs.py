@@ -49,7 +49,7 @@ def one_at_a_time(tokens, params):
     request._tokens, request._drafted = Counted(request._tokens), Counted()
     Counted.copied, texts = 0, []
     for token in tokens:
-        request.settle([token], [], request.stats.copy())
+        request.settle([token])
         delta = handle.read()
         texts.append(delta.text)
         assert delta.token_ids == [token]
@@ -72,16 +72,16 @@ def test_a_reader_of_stop_strings_keeps_no_text():
     params = SamplingParams(max_new_tokens=LENGTH, stop=["nowhere"])
     request = Request([3], params, 0, Detokenizer(CountingTokenizer()), frozenset())
     for n in range(100):
-        request.settle([2 + n % 80], [], request.stats.copy())
+        request.settle([2 + n % 80])
     assert len(request.settled.reader._pending) <= 20
 
 
 def test_a_read_that_is_interrupted_has_read_nothing(monkeypatch):
     request = Request([3], SamplingParams(max_new_tokens=9), 0, Detokenizer(CountingTokenizer()), frozenset())
     handle = Handle(request, lambda request: None, lambda id: None)
-    request.settle([7, 8], [], request.stats.copy())
+    request.settle([7, 8])
     first = handle.read()
-    request.settle([9, 10, 11], [], request.stats.copy())
+    request.settle([9, 10, 11])
     stream = Detokenizer.stream
 
     def interrupted(self, *arguments, **options):

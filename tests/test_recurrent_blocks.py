@@ -9,14 +9,13 @@ import torch
 from kv_rig import KVLayout, LayerSpec
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
-from specdec import Engine, EngineConfig
+from specdec import EngineConfig
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.attention.row_tiles import ROWS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import RECORDS, CacheField
 from specdec.kvcache.recurrent_state import FOLD, StateShape
@@ -140,15 +139,6 @@ def test_a_probe_has_the_same_products_whatever_its_rows(make_target, monkeypatc
 
 
 # what is refused
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
-def test_recurrent_layers_run_on_one_device(family, make_target) -> None:
-    """A model, and a target that is whole: one was split once, into shares without heads."""
-    model, config = make_target(family), EngineConfig(tensor_parallel=2, device="cpu")
-    for make in (Engine.from_pretrained, lambda made, **options: Engine(TargetModel(made, REFERENCE), **options)):
-        with pytest.raises(UnsupportedModelError, match=r"recurrent layers, .* and this would be tensor_parallel=2"):
-            make(model, config=config)
 
 
 def test_plain_torch_is_refused_on_a_gpu() -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from crowd import require_empty
 
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.recurrence import paths
+from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
+from specdec.models.target import TargetModel
 
 from inside import state_cache_of
 from marks import deep, deep_cases, is_deep
@@ -47,7 +49,22 @@ def copies(cache: PrefixCache) -> Iterator[tuple[Text, int]]:
 
 
 def states_of(engine: Engine) -> list[RecurrentState]:
-    return [kept.state for kept in engine.cache.stores[0].layers.values() if kept.state is not None]
+    """States of each recurrent layer, the heads of all ranks side by side."""
+    found = []
+    for layer, kept in engine.cache.stores[0].layers.items():
+        if kept.state is not None:
+            states = [store.layers[layer].state for store in engine.cache.stores]
+            found.append(kept.state if len(states) == 1 else joined(states, kept.fields))
+    return found
+
+
+def joined(states: Sequence[RecurrentState], fields: Sequence[torch.Tensor]) -> RecurrentState:
+    """The state of all ranks. fields: the records of one of them: inputs, which are queries, keys and values; keys;
+    corrected values."""
+    _, keys, values = (field[0].numel() for field in fields[:3])
+    inputs = zip(*(state.inputs.split([keys, keys, values], dim=2) for state in states), strict=True)
+    whole = torch.cat([torch.cat(kind, dim=2) for kind in inputs], dim=2)
+    return RecurrentState(torch.cat([state.matrices for state in states], dim=1), whole, states[0].folded_len)
 
 
 def interleave(engine: Engine, draw: random.Random, texts: Sequence[Text]) -> list[tuple[Text, Any]]:
@@ -108,7 +125,8 @@ class Recomputed:
 def play(make_target, make_engine, scripted, tree_script) -> Callable[..., Counter[str]]:
     """play(number, count=IN_A_ROW): that many interleavings on one engine -> what happened in them, by name.
 
-    Every tenth engine is deterministic, and equal means bit by bit.
+    Every tenth engine is deterministic, and equal means bit by bit. Every fifth of Qwen3.5 has two ranks, and what is
+    recomputed has one.
     """
     script = tree_script([], VOCAB, hit=0.0)
     fresh: dict[Any, Recomputed] = {}
@@ -118,18 +136,21 @@ def play(make_target, make_engine, scripted, tree_script) -> Callable[..., Count
         family, exact = list(FAMILIES)[number % 3], number // 3 % 10 == 0
         layers = {"num_hidden_layers": 2, "layer_types": [FAMILIES[family], "full_attention"]}
         model = make_target(family, vocab_size=VOCAB, **layers)
-        options = {"deterministic": exact, "max_model_len": LONGEST + NEW + 4}
-        if (family, exact) not in fresh:
+        ranks = 2 if number % 15 == 0 else 1
+        kind = family, exact, ranks
+        options = {"deterministic": exact, "max_model_len": LONGEST + NEW + 4, "fused": ranks > 1 or "auto"}
+        if kind not in fresh:
             whole = {"max_batch_size": 64, "prefill_chunk": 80, "max_prefill_tokens": 8192, "prefix_cache": False}
-            fresh[family, exact] = Recomputed(make_engine(model, **whole, **options), exact)
+            fresh[kind] = Recomputed(make_engine(model, **whole, **options), exact)
         sizes = {"page_size": (1, 4)[number // 30 % 2], "full_slots": draw.choice((80, 100))}
-        sizes |= {"prefill_chunk": draw.choice((11, 32)), "max_batch_size": SEATS}
+        sizes |= {"prefill_chunk": draw.choice((11, 32)), "max_batch_size": SEATS, "tensor_parallel": ranks}
         spec = SpecConfig(DRAFTS, 2, 10, adaptive=False)
-        engine = make_engine(model, scripted(script), spec=spec, **sizes, **options)
+        target = TargetModel(model, REFERENCE if ranks > 1 else None)
+        engine = Engine(target, scripted(script), spec=spec, config=EngineConfig(**sizes, **options))
         texts = [[draw.randrange(VOCAB) for _ in range(LONGEST)] for _ in range(3)]
         for _ in range(count):
             asked = interleave(engine, draw, texts)
-            assert fresh[family, exact].wrong(engine, asked) == [], (number, seen)
+            assert fresh[kind].wrong(engine, asked) == [], (number, seen)
             require_empty(engine)
             state_cache_of(engine).check()
             outs = [handle.output() for _, handle in asked]
@@ -153,7 +174,7 @@ def test_states_equal_recomputation_after_random_interleavings(part, play) -> No
     if is_deep():
         games = [(number, IN_A_ROW) for number in range(100 * part, 100 * part + 100)]
     else:
-        games = [(2, 3), (3, 4), (64, 4)]  # the first is deterministic
+        games = [(2, 3), (3, 4), (64, 4), (15, 2)]  # the first is deterministic, the last has two ranks
     seen = sum((play(*game) for game in games), Counter[str]())
     print(dict(seen))
     assert all(seen[event] for event in ("aborts", "hits", "preemptions", "copies", "accepted drafts")), seen

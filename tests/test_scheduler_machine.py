@@ -235,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.write(layer, plan.write, k, -k)
 
     def settle(self, request: Request, tokens: list[int]) -> None:
-        request.settle(tokens, [], request.stats.copy())
+        request.settle(tokens)
         if request.finished:
             self.scheduler.release_requests(request)
             self.end(request)

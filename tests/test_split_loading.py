@@ -36,12 +36,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rows, biases": ("qwen2", NARROW),
     "merged, tied": ("phi3", {**NARROW, "tie_word_embeddings": True}),
     "per-layer embeddings": ("gemma4-e2b", {**WIDE, **GEMMA}),
+    "recurrent": ("qwen3_next", {**NARROW, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 4}),
     "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
 }
-PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
+PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4"), ("qwen3_5", "int4-g32")]
 MORE = [
     *(("qwen2", "awq"), ("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2")),
-    ("llama", "int4-zeros"),
+    *(("llama", "int4-zeros"), ("qwen3_next", "fp8-block")),
 ]
 
 
@@ -112,7 +113,7 @@ def test_packed_weights_on_ranks_have_the_bits_of_one_device(
     family: str, form: str, tmp_path: Path, three_prompts: list[list[int]]
 ):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
-    sizes |= {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32} if "qwen3_" in family else {}
     if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row
         sizes |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
     folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)

@@ -125,7 +125,7 @@ class RecurrentForward:
 
 def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -> None:
     """See `KVOperations.fold`."""
-    for kept in store.layers.values():
+    for kept in (kept for each in store.by_rank for kept in each.layers.values()):
         if (state := kept.state) is None:
             continue
         rows = torch.tensor([row])

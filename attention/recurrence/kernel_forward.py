@@ -320,12 +320,23 @@ def fold_states(
 
 def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None:
     """See `KVOperations.fold`."""
+    if not store.recurrent:
+        return
     device, page_size = table.allocator.device, table.allocator.page_size
     rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
     prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
-    for layers in store.recurrent:
-        slots = PrefixSlots(*prefix.pages(layers.layers[0].group), page_size)
-        fold_states(layers, rows, start, slots)
+    slots = PrefixSlots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
+    if store.split is None:
+        for layers in store.recurrent:
+            fold_states(layers, rows, start, slots)
+        return
+    ranks, stores = store.split
+    ranks.begin()
+    for rank, sent in enumerate(ranks.send((rows, start, slots))):
+        with ranks.on(rank):
+            for layers in stores[rank].recurrent:
+                fold_states(layers, *sent)
+    ranks.join()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """On any CPU, by processor time of one thread, so that what else runs counts less; `functions` on a GPU, too.
 
 functions  requests that all decode: what a step takes of the host, and which functions take it. On a GPU of captured
-        rounds of a shape, without the wait for the device; on a CPU of rounds that take no time
+        rounds of a shape, without the wait for the device; on a CPU of rounds that count as captured and take no time
 gap     steps of streams while parts of a long prompt run. The prompt is not read up to there: what lies in the pool
         stands for its K/V, which changes no time. Forwards from which the engine learns what such a prefix costs are
         not counted
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import specdec.engine
 from bench.report import Row
 from bench.subjects import pair_of, prompts_of
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -33,9 +34,9 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
-from specdec.runtime import steps as steps_module
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds import captured_rounds
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.settling import commit_chunks_on_host
@@ -67,16 +68,25 @@ ENDLESS = {"ignore_eos": True}
 
 
 def functions_rows(requests: Sequence[int], steps: int, shape: str, shown: int) -> Iterator[Row]:
-    on_gpu = not ON_CPU and torch.cuda.is_available()
-    clock, programs = (time.perf_counter, decode_programs) if on_gpu else (time.process_time, stand_in_programs)
-    if on_gpu:
+    if not ON_CPU and torch.cuda.is_available():
         target = pair_of(shape).target
-    else:
-        torch.set_num_threads(1)
-        target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
-    with patch.object(steps_module, "decode_programs", programs):
         for count in requests:
-            yield from _function_rows(target, count, steps, shown, clock)
+            yield from _function_rows(target, count, steps, shown, time.perf_counter)
+        return
+    torch.set_num_threads(1)
+    target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
+    recorded = {"capture_for": lambda *_: _record, "ChunkGraphs": lambda *_, **__: None}
+    with (
+        patch.object(captured_rounds, "decode_programs", stand_in_programs),
+        patch.multiple(specdec.engine, **recorded),
+    ):
+        for count in requests:
+            yield from _function_rows(target, count, steps, shown, time.process_time)
+
+
+def _record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """A capture whose replays do nothing: every round has the result of the first."""
+    return lambda: None, program()
 
 
 def stand_in_programs(round: Round, shape: RoundShape) -> list[Callable[[], torch.Tensor]]:
@@ -105,7 +115,7 @@ def _function_rows(
         return array
 
     config = EngineConfig(max_batch_size=count, max_model_len=1024, prefix_cache=False)
-    with Engine(target, None, config=config) as engine, cProfile.Profile() as profile:
+    with Engine(target, None, config=config) as engine, cProfile.Profile(clock) as profile:
         profile.disable()
         handles = engine.submit_many([[3 + number % 100] * 16 for number in range(count)], [params] * count)
         while any(handle.num_output < 8 for handle in handles):

@@ -35,6 +35,16 @@ class FusedMixer(Protocol):
     def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
         """Some rows [R, ...] of `run`'s result -> the input [R, K] of the last product."""
 
+    @property
+    def sections(self) -> list[int]:
+        """Rows of the layer's first weight, in sections of which each rank has an equal part."""
+
+    def obstacle(self, count: int) -> str | None:
+        """Why `count` ranks cannot divide its heads, as the end of a sentence."""
+
+    def share(self, rank: int, count: int) -> "FusedMixer":
+        """The heads of one rank; weights are views, in pieces (`StackedWeights`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PleParts:

@@ -13,7 +13,7 @@ rounded where transformers rounds it. Convolution and recurrence let no later ke
 launch after each of them is plain.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from specdec.layers.activation import activate, reference_activate
 from specdec.layers.linear import linear
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_weight import Weight
+from specdec.layers.packed.weight_slices import rank_rows
 from specdec.layers.product import Product, reference_finish, sum_parts
 
 COLUMNS = 1024
@@ -62,6 +63,16 @@ class DeltaHeads(NamedTuple):
     def width(self) -> int:
         """Columns of the first product without those of b and a."""
         return self.channels + self.values
+
+    @property
+    def sections(self) -> list[int]:
+        """These columns in sections, whose heads are in order."""
+        return [self.keys, self.keys, self.values, self.values] if self.groups == 1 else [self.width]
+
+    @property
+    def gate_sections(self) -> list[int]:
+        """Columns of b and a, likewise."""
+        return [self.num_v, self.num_v] if self.groups == 1 else [2 * self.num_v]
 
 
 class DeltaInputs(NamedTuple):
@@ -102,6 +113,38 @@ class DeltaMixer(NamedTuple):
     def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
         out, z = rows
         return ops(gate_norm)(out, z, self.norm, self.activation)
+
+    @property
+    def sections(self) -> list[int]:
+        """See `FusedMixer`."""
+        return self.heads.sections + (self.heads.gate_sections if self.gates is None else [])
+
+    def obstacle(self, count: int) -> str | None:
+        """See `FusedMixer`."""
+        if self.heads.num_k % count == 0 and self.heads.num_v % count == 0:
+            return None
+        return (
+            f"has {self.heads.num_k} key heads and {self.heads.num_v} value heads of linear attention; a number of "
+            "devices must divide both; use such a number, or replicas"
+        )
+
+    def share(self, rank: int, count: int) -> "DeltaMixer":
+        """See `FusedMixer`."""
+        heads = self.heads
+
+        def own(rows: Any, sections: list[int]) -> Any:
+            return None if rows is None else rank_rows(rows, sections, rank, count)
+
+        return self._replace(
+            heads=heads._replace(
+                num_k=heads.num_k // count, num_v=heads.num_v // count, groups=max(heads.groups // count, 1)
+            ),
+            conv=own(self.conv, [heads.keys, heads.keys, heads.values]),
+            conv_bias=own(self.conv_bias, [heads.keys, heads.keys, heads.values]),
+            decay=own(self.decay, [heads.num_v]),
+            step_bias=own(self.step_bias, [heads.num_v]),
+            gates=own(self.gates, heads.gate_sections),  # of so few rows that the share's cut is the whole's
+        )
 
 
 def reference_delta_inputs(

@@ -12,7 +12,7 @@ import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import INTERPRETED, KEEP, tl, triton
 from specdec.layers.activation import activate
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -23,6 +23,7 @@ from specdec.layers.packed.packed_tile import (
     weight_rows,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.unpack_asm import is_fast
 from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Tiles
 
 HELD_ROWS = 512
@@ -330,8 +331,12 @@ def two_tiles(num_rows: int) -> tuple[int, int]:
 
 
 def can_hold(weight: Weight, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
-    """Is a range of the weight one tile of a program, for `num_rows` rows of x?"""
-    return isinstance(weight, torch.Tensor) and _can_hold(len(weight), cut, num_rows, dtype)
+    """Is a range of the weight one tile of a program, for `num_rows` rows of x? Of packed weights only FP8 ones, at the
+    numbers of rows that were timed, and if they are unpacked fast: otherwise a tile takes too many registers."""
+    if isinstance(weight, PackedWeight):
+        some = MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS and (INTERPRETED or is_fast(weight, dtype))
+        return some and weight.has_row_scales and _can_hold(len(weight), cut, num_rows, dtype)
+    return _can_hold(len(weight), cut, num_rows, dtype)
 
 
 def _can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:

@@ -96,17 +96,17 @@ def _gate_kernel(
 
 
 def _by_descriptors(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, cut: Cut | None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, cut: Cut, *, in_order: bool
 ) -> Product | None:
     """The product by a kernel for more rows than `gemm_small`; None if that does not work or others are as fast. cut:
-    the ranges of K, in order; None: any order."""
+    the ranges of K in order."""
     gated = activation is not None
-    if takes_packed_rows(weight, x):
-        launch = choose_packed_rows(len(x), weight, x.device, gated=gated, cut=cut)
+    if takes_packed_rows(weight, x) and not can_hold(weight, cut, len(x), x.dtype):
+        launch = choose_packed_rows(len(x), weight, x.device, gated=gated, cut=cut if in_order else None)
         return packed_gemm(x, weight, bias, activation, launch) if launch else None
     if not can_describe(weight, x):
         return None
-    if cut is None:
+    if not in_order:
         tiles = choose_medium_tiles(len(x), weight.shape, x.device, gated=gated)
         return gemm_medium(x, weight, bias, activation, tiles) if tiles else None
     if len(x) > MAX_MEDIUM_ROWS and len(weight) > LOW_HEIGHT:
@@ -116,10 +116,11 @@ def _by_descriptors(
 
 def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
     """`linear` in any order: faster, but bits depend on the number of rows."""
-    product = _by_descriptors(x, weight, bias, None, None)
+    cut = cut or cut_of(weight)
+    product = _by_descriptors(x, weight, bias, None, cut, in_order=False)
     if product is not None:
         return product
-    if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):
+    if len(x) <= VENDOR_ROWS or can_hold(weight, cut, len(x), x.dtype):
         return linear(x, weight, bias, cut)
     return Product.from_value(F.linear(x, _whole(weight, x.dtype), bias))
 
@@ -143,7 +144,7 @@ def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit:
     """`gated_linear` in any order."""
     if limit < inf:
         return _gate(finish(vendor_linear(x, weight)), activation, limit, behind_library=False)
-    product = _by_descriptors(x, weight, None, activation, None)
+    product = _by_descriptors(x, weight, None, activation, Cut(1, weight.shape[1]), in_order=False)
     if product is not None:
         return product.parts[0]
     if len(x) <= VENDOR_ROWS:
@@ -180,7 +181,7 @@ def linear(
     """
     cut = cut or cut_of(weight)
     if tiles is None and not apart and not holds:
-        product = _by_descriptors(x, weight, bias, None, cut)
+        product = _by_descriptors(x, weight, bias, None, cut, in_order=True)
         if product is not None:
             return product
     tiles = tiles or tiles_of(len(x), weight, cut, x)
@@ -217,7 +218,7 @@ def gated_linear(
         return _gate(finish(linear(x, weight)), activation, limit, behind_library=False)
     cut = Cut(1, weight.shape[1])
     if tiles is None:
-        product = _by_descriptors(x, weight, None, activation, cut)
+        product = _by_descriptors(x, weight, None, activation, cut, in_order=True)
         if product is not None:
             return product.parts[0]
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)

@@ -26,6 +26,8 @@ from specdec.layers.activation import activate, reference_activate
 from specdec.layers.gemm_medium import MediumTiles, can_describe, gemm_medium
 from specdec.layers.linear import linear
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
+from specdec.layers.packed.packed_gemm import packed_gemm
+from specdec.layers.packed.packed_launch import PackedLaunch, takes_packed_rows
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -38,14 +40,22 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import MAX_MEDIUM_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
+from specdec.layers.product import MAX_MEDIUM_ROWS, Cut, Product, Tiles, cut_of, reference_finish, sum_parts
 
 FEW_ROWS = 64
+"""Rows up to which the activation goes into the loads of the second product."""
+
+FEW_FP8_ROWS = 56
+"""The same over FP8 weights, where programs for 64 rows would be more than one for each multiprocessor."""
+
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Tiles above FEW_ROWS. They give more programs than `choose_tiles`, which assumes long weights."""
 
 ANY_ORDER_TILES = {192: MediumTiles(64, 32, 0, 128, 4, 2), MAX_MEDIUM_ROWS: MediumTiles(128, 64, 0, 64, 8, 4)}
 """Tiles by the largest number of rows that uses them, if bits may depend on that number."""
+
+FP8_TILES = {128: Tiles(64, 64, 128, 4, 3, 64), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 4, 3, 64)}
+"""Tiles over an FP8 weight above FEW_FP8_ROWS: K is too short for four of them on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +248,9 @@ def gated_projection(
     if not isinstance(weight, PackedWeight):
         assert weight.is_contiguous() and weight.dtype == gate.dtype, f"{weight.dtype=} {gate.dtype=}"
     blocks = tile_columns(weight) > 0  # several scales per row, applied to sums
-    if blocks or (num_rows > FEW_ROWS and cut_of(weight).splits == 1):  # the sum is in one piece there too
+    fp8 = weight if takes_packed_rows(weight, inputs) and weight.has_row_scales else None
+    many = num_rows > (FEW_ROWS if fp8 is None else FEW_FP8_ROWS)
+    if blocks or (many and cut_of(weight).splits == 1):  # the sum is in one piece there too
         gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
         _gate_inputs_kernel[(num_rows,)](
             *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
@@ -251,6 +263,9 @@ def gated_projection(
         if not in_order and num_rows <= MAX_MEDIUM_ROWS and can_describe(weight, gated):
             some = next(tiles for most, tiles in ANY_ORDER_TILES.items() if num_rows <= most)
             return gemm_medium(gated, weight, None, None, some)
+        if fp8 is not None and num_rows <= MAX_MEDIUM_ROWS:
+            tiles = next(tiles for most, tiles in FP8_TILES.items() if num_rows <= most)
+            return packed_gemm(gated, fp8, None, None, PackedLaunch(tiles, Cut(1, width)))
         few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and not packed
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)

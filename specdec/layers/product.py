@@ -3,10 +3,11 @@ r"""A product before its last sum, which the reading kernel computes; and the cu
     y = dtype(((0 + p_0) + p_1) + ... + p_{S-1} + bias)          p_s [M, N] float32: sums over ranges of K
 
 Kernels in this folder call `sum_parts`; for other readers `finish` is a launch. The cut of K affects bits, so it
-depends only on the weight's shape, never on the device or the number of rows. Tiles do not affect bits. `linear.py`
-chooses the kernel.
+depends only on the weight's shape and form, never on the device or the number of rows. Tiles do not affect bits.
+`linear.py` chooses the kernel.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ LOW_HEIGHT = 512
 """Up to this many rows of a weight, a program can hold its tile of one range of K."""
 
 LOW_RANGE = 512
-"""Most columns of a range of such a weight."""
+"""Most columns of a range of such a weight, in 16 bits and in FP8."""
 
 PACKED_RANGE = 256
 """Ranges of K of a packed weight begin at multiples of this number of columns."""
@@ -185,18 +186,22 @@ def choose_cut(n: int, k: int) -> Cut:
     return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
 
 
-def cut_of(weight: Weight) -> Cut:
-    return (choose_packed_cut if isinstance(weight, PackedWeight) else choose_cut)(*weight.shape)
+def cut_of(weight: Weight, shape: Sequence[int] | None = None) -> Cut:
+    """The ranges of K for this weight, or for one of its form of another shape."""
+    n, k = shape or weight.shape
+    if not isinstance(weight, PackedWeight):
+        return choose_cut(n, k)
+    return choose_packed_cut(n, k, LOW_RANGE if weight.has_row_scales else PACKED_RANGE)
 
 
-def choose_packed_cut(n: int, k: int) -> Cut:
-    """The ranges of K for a packed weight [n, k]."""
+def choose_packed_cut(n: int, k: int, low_range: int) -> Cut:
+    """The ranges of K for a packed weight [n, k]; of a low one they have `low_range` columns."""
     steps, tiles = triton.cdiv(k, PACKED_RANGE), triton.cdiv(n, 64)
     splits = PACKED_WAVE // tiles
     if 10 * splits * tiles < 9 * PACKED_WAVE:
         splits = PACKED_PROGRAMS // tiles
     splits = max(1, min(splits, MAX_PACKED_SPLITS, steps // 2))  # at least two tiles each
     if n <= LOW_HEIGHT:  # each range is one tile, which a program can hold
-        splits = steps
+        splits = triton.cdiv(k, low_range)
     split_steps = triton.cdiv(steps, splits)
     return Cut(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)

@@ -15,7 +15,6 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from specdec.errors import UnsupportedModelError
-from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD
@@ -171,13 +170,4 @@ def require_attention_only(target: Any, what: str) -> None:
         raise UnsupportedModelError(
             f"{target.name} has recurrent layers, and {what} reads texts without their states; it needs a target of "
             "attention layers alone"
-        )
-
-
-def require_one_device(name: str, ranks: Ranks | None) -> None:
-    """Raise UnsupportedModelError for a target with recurrent layers on several devices."""
-    if ranks is not None:
-        raise UnsupportedModelError(
-            f"{name} has recurrent layers, whose states lie on one device, and this would be "
-            f"tensor_parallel={len(ranks)}; leave it out"
         )

@@ -11,7 +11,6 @@ from specdec.gpu.ranks import Ranks
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
 from specdec.layers.split.split_decoder import SplitDecoder
-from specdec.models.recurrent_layers import require_one_device
 from specdec.models.shared_weights import PlacedOnce, SplitWeights, prepare_ranks, share_head, unfused_error
 from specdec.models.target import TargetModel
 
@@ -19,8 +18,6 @@ from specdec.models.target import TargetModel
 def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
     """Returns the target with its layers divided among ranks. Raises ConfigError or UnsupportedModelError if that is
     impossible."""
-    if target.recurrent:
-        require_one_device(target.name, ranks)
     whole, head = target.decoder, target.head
     if not isinstance(whole, FusedDecoder):
         raise unfused_error(target.name, target.unfused, len(ranks))

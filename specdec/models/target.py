@@ -32,7 +32,6 @@ from specdec.models.described_model import DescribedModel
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
-from specdec.models.recurrent_layers import require_one_device
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
@@ -72,8 +71,6 @@ class TargetModel(DescribedModel):
         self.given_ops = ops
         self.deterministic = deterministic
         self.ops = ops = rowwise(ops) if deterministic else ops
-        if self.recurrent:
-            require_one_device(self.name, ranks)
         self.ranks = ranks
         self.placeholders = Placeholders()
         proof = self._probe()

@@ -1,6 +1,5 @@
 """A launched step: a round or a group of prompt chunks, from its launch until its result is settled."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
 from specdec.runtime.request import Request
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.prompt_scoring import ChunkScoring, ScoredSpan
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack_round_result
 from specdec.sampling.log_probs import TokenScores
@@ -18,15 +18,14 @@ from specdec.sampling.log_probs import TokenScores
 class LaunchedStep:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
-    row_epochs: `row_epoch` of each request at the launch; if a request has lost its row since, its result is ignored.
-    drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a round.
-    packed: the result, being copied to the host; `shape` and `stages` say how to read it. drafts [B]: deepest draft
-    that each request could accept. forced [B]: number of tokens that each request's grammar forced. scores: requested
-    log-probabilities of prompt tokens. done: the CUDA event of the copy; None: there is nothing to wait for.
+    batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
+    requests whose prompt ends here and that draw their first token; None for a round. packed: the result, being copied
+    to the host; `shape` and `stages` say how to read it. drafts [B]: deepest draft that each request could accept.
+    forced [B]: number of tokens that each request's grammar forced. scores: requested log-probabilities of prompt
+    tokens. done: the CUDA event of the copy; None: there is nothing to wait for.
     """
 
-    requests: Sequence[Request]
-    row_epochs: list[int]
+    batch: RequestBatch
     drawing: list[int] | None
     shape: RoundShape
     stages: tuple[str, ...]
@@ -36,13 +35,13 @@ class LaunchedStep:
     scores: tuple[ChunkScoring, torch.Tensor] | None
     done: torch.cuda.Event | None
 
+    @property
+    def requests(self) -> list[Request]:
+        return self.batch.requests
+
     def present(self) -> list[int]:
         """Batch indices of the requests that still have their row."""
-        epochs = [request.row_epoch for request in self.requests]
-        if epochs == self.row_epochs:
-            return list(range(len(epochs)))
-        seats = enumerate(zip(self.requests, self.row_epochs, strict=True))
-        return [i for i, (request, epoch) in seats if request.row_epoch == epoch]
+        return self.batch.present()
 
     def gaining(self) -> list[Request]:
         """Present requests that are certain to get a token."""
@@ -50,8 +49,9 @@ class LaunchedStep:
 
     def result(self) -> RoundResult:
         """The result for all requests of a round, or for those that draw after prompt chunks. Waits for the device."""
-        drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
-        asked = [request.params.logprobs for request in drawn]
+        asked = self.batch.logprobs
+        if self.drawing is not None:
+            asked = [asked[i] for i in self.drawing]
         return unpack_round_result(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
 
     def prompt_scores(self) -> list[tuple[ScoredSpan, TokenScores]]:
@@ -65,7 +65,7 @@ class LaunchedStep:
 
 
 def launched_now(
-    requests: Sequence[Request],
+    batch: RequestBatch,
     drawing: list[int] | None,
     shape: RoundShape,
     stages: tuple[str, ...],
@@ -77,11 +77,11 @@ def launched_now(
     scores: tuple[ChunkScoring, torch.Tensor] | None = None,
 ) -> LaunchedStep:
     """Start copying the result of the latest launch to the host. drafts, forced: None if there are none."""
-    epochs, none = [request.row_epoch for request in requests], np.zeros(shape.batch, dtype=np.int64)
+    none = np.zeros(shape.batch, dtype=np.int64)
     drafts, forced = none if drafts is None else drafts, none if forced is None else forced
     on_host, done = copy_to_host(packed), event_now(packed.device)
     done = done if ranks is None else ranks.guarded(done)
-    return LaunchedStep(requests, epochs, drawing, shape, stages, on_host, drafts, forced, scores, done)
+    return LaunchedStep(batch, drawing, shape, stages, on_host, drafts, forced, scores, done)
 
 
 def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,17 @@ The device runs launches in order, so slots that are freed while a round runs ar
 that finished or was preempted may still have a row in the round already launched; its part of that result is discarded.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request
+from specdec.runtime.round_figures import RoundFigures
 from specdec.runtime.rounds.result import RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler
@@ -34,6 +39,7 @@ class Launches:
 
     def __init__(self, scheduler: Scheduler, round: Round, learn: Learn, *, captured: bool) -> None:
         self.unsettled: deque[LaunchedStep] = deque()
+        self.figures = RoundFigures(scheduler.table.max_requests)
         self.totals = EngineStats()
         self._scheduler = scheduler
         self._round = round
@@ -56,9 +62,13 @@ class Launches:
         """Drop the oldest launches whose requests have all lost their rows."""
         self.settle_all(left=len(self.unsettled))
 
-    def tokens_due(self) -> Counter[int]:
-        """Tokens that each request is certain to get from unsettled launches, by request number."""
-        return Counter(request.number for launched in self.unsettled for request in launched.gaining())
+    def rounds_due(self) -> IntArray:
+        """Number of unsettled rounds that each row takes part in, [rows]."""
+        due = np.zeros(self._scheduler.table.max_requests, dtype=np.int64)
+        for launched in self.unsettled:
+            if launched.drawing is None:
+                due[_of_present(launched.batch.rows, launched.present())] += 1
+        return due
 
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launches; if rounds are captured, all but the newest. Returns the requests that ended.
@@ -82,7 +92,7 @@ class Launches:
                 self._ended = None
                 if present:
                     settle_chunks(self._round, launched, present)
-            finished += self.release_finished([launched.requests[i] for i in present])
+            finished += self.release_finished(_of_present(launched.requests, present))
         return finished
 
     def settle_before_parts(self) -> list[Request]:
@@ -101,12 +111,13 @@ class Launches:
         return finished
 
     def _settle_round(self, launched: LaunchedStep, present: Sequence[int]) -> None:
-        requests, shape = [launched.requests[i] for i in present], launched.shape
-        result = launched.result()
+        requests, shape = _of_present(launched.requests, present), launched.shape
+        rows, result = _of_present(launched.batch.rows, present), launched.result()
         if len(present) < len(launched.requests):
             result = result.select_requests(present)
         before = sum(request.num_output for request in requests) if shape.num_steps else 0
-        settle_round(self._round, requests, result)
+        self.figures = self.figures.after_round(rows, result)
+        settle_round(self._round, requests, rows, result, self.figures)
         gained = sum(request.num_output for request in requests) - before if shape.num_steps else 0
         last, self._ended = self._ended, result.ended
         seconds = sum(result.seconds.values())
@@ -125,3 +136,10 @@ class Launches:
             drafted = (result.drafts > 0) & (result.forced == 0)
             rounds = 0 if self._round.worker is None else sum(request.draft is not None for request in requests)
             self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))
+
+
+def _of_present(values: Any, present: Sequence[int]) -> Any:
+    """Those of the requests numbered `present`, of a list or an array by request; the same object if all are."""
+    if len(present) == len(values):
+        return values
+    return values[present] if isinstance(values, np.ndarray) else [values[i] for i in present]

@@ -21,6 +21,7 @@ from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_reading import PromptReading
 from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request, table_rows
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import score_chunk
@@ -95,7 +96,9 @@ class Prefill:
         longest = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.grammar_state for request in drawn])
         packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
-        launched = launched_now(requests, drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores)
+        launched = launched_now(
+            RequestBatch(requests), drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores
+        )
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 

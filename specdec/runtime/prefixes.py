@@ -46,7 +46,7 @@ class Prefixes:
         self._unread = unread
         self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
-            pairs = len(cache.stores) > 1  # a drafter's K/V may depend on the next token
+            pairs = len(cache.models) > 1  # a drafter's K/V may depend on the next token
             self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row

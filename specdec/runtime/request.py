@@ -1,15 +1,15 @@
 """A request and its state in the engine, with the output and figures that the user gets."""
 
 import copy
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
-from itertools import zip_longest
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptLogProbs
+from specdec.runtime.round_figures import SECONDS, RoundFigures
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 from specdec.sampling.grammars.grammar import GrammarState
@@ -25,6 +26,8 @@ from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
+
+_LOSSES = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -76,8 +79,7 @@ class RequestStats:
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
     def copy(self) -> "RequestStats":
-        """Copy these figures; lists are replaced, never changed, so they are shared. `dataclasses.replace` is too slow
-        for a copy per request and round."""
+        """Copy these figures; lists are replaced, never changed, so they are shared."""
         return RequestStats(*_FIGURES(self))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
@@ -105,7 +107,7 @@ class RequestStats:
     def add(self, other: "RequestStats", sign: int = 1) -> None:
         """Sum another request's figures into this one (`sign=-1` takes them out again)."""
         for name in _BY_DEPTH:
-            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            pairs = itertools.zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [mine + sign * theirs for mine, theirs in pairs])
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
@@ -175,8 +177,9 @@ class RequestState(Enum):
 class RequestProgress(NamedTuple):
     """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. reader: decodes the output so far, for stop strings. place: state in its grammar;
-    None: it has no grammar.
+    num_tokens: prompt and output. stats: its figures, without the rounds that `figures` counts in `row`; None: no round
+    has been settled since it took the row, or its output ended within one. reader: decodes the output so far, for stop
+    strings. grammar_state: None: it has no grammar.
     """
 
     num_tokens: int
@@ -184,6 +187,8 @@ class RequestProgress(NamedTuple):
     stats: RequestStats
     reader: Detokenizer
     grammar_state: GrammarState | None
+    figures: RoundFigures | None = None
+    row: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -192,6 +197,8 @@ class Request:
 
     After an interrupted step, lists may be longer than `settled`; only the settled part counts.
     """
+
+    newest_loss: ClassVar[int] = 0  # another number whenever a request, of any engine, has lost its row
 
     prompt: list[int]
     params: SamplingParams
@@ -221,7 +228,7 @@ class Request:
     news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
     settled: RequestProgress = field(init=False)
     _tokens: list[int] = field(init=False)
-    _drafted: list[bool] = field(default_factory=list, init=False)
+    _drafted: list[bool] = field(default_factory=list, init=False)  # up to the newest token with a draft before it
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
     def __post_init__(self, begins: GrammarState | None) -> None:
@@ -261,7 +268,11 @@ class Request:
     @property
     def drafted(self) -> list[bool]:
         """Whether each output token came out of an accepted draft."""
-        return self._drafted[: self.num_output]
+        return self._drafted_in(0, self.num_output)
+
+    def _drafted_in(self, start: int, end: int) -> list[bool]:
+        flags = self._drafted[start:end]
+        return flags + [False] * (end - start - len(flags))
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -278,7 +289,14 @@ class Request:
 
     @property
     def stats(self) -> RequestStats:
-        return self.settled.stats
+        """Its figures so far; a copy, once rounds in its present row have been settled."""
+        _, _, stats, _, _, figures, row = self.settled
+        if figures is None:
+            return stats
+        stats = stats.copy()
+        stats.add(RequestStats(**figures.of_row(row)))  # type: ignore[arg-type]
+        stats.decode_seconds = figures.settled_at - self.handed_in - stats.first_token_seconds
+        return stats
 
     @property
     def has_fixed_draft(self) -> bool:
@@ -328,27 +346,33 @@ class Request:
         if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
             self.stats.queue_seconds = time.perf_counter() - self.handed_in
 
+    def lose_row(self) -> None:
+        """It waits, without a row. Results launched for the row are not its any more."""
+        self.settled = self.settled._replace(stats=self.stats, figures=None)
+        Request.newest_loss = next(_LOSSES)
+        self.row, self.state = -1, RequestState.WAITING
+        self.row_epoch += 1
+
     def settle(
         self,
         emitted: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        stats: RequestStats,
-        *,
-        num_drafts: int | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+        figures: RoundFigures | None = None,
+        num_drafts: int = 0,
         num_forced: int = 0,
     ) -> None:
         """Append emitted tokens until a stop condition. The last of `emitted` is not a draft.
 
-        stats: its figures so far (a copy, changed here); num_drafts: depth of the drafts that it could accept; None for
-        the token after a prompt. num_forced: how many first tokens the grammar forced.
+        figures: after this round, for a request that takes all tokens; None: the token comes after a prompt.
+        num_drafts: depth of the drafts that it could accept. num_forced: how many first tokens the grammar forced.
         """
-        before = self.settled
-        start, state = before.num_tokens, before.grammar_state
-        prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
-        stops = self.stops
-        reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
-        kept, longest = start - prompt_len, self.longest
-        del tokens[start:], drafted[kept:], self._logprobs[kept:]  # left over from an interrupted step
+        start, _, stats, reader, state, _, _ = self.settled
+        tokens, stops, longest = self._tokens, self.stops, self.longest
+        if len(tokens) > start:  # left over from an interrupted step
+            kept = start - len(self.prompt)
+            del tokens[start:], self._drafted[kept:], self._logprobs[kept:]
+        if stops:
+            reader = copy.copy(reader)  # the settled reader must not advance yet
         finish_reason, taken, called = "", 0, "grammar"
         if start >= longest:  # only its prompt was to be scored
             finish_reason, emitted = "length", ()
@@ -363,13 +387,11 @@ class Request:
                     break
                 taken += 1
                 tokens.append(token)
-                drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                output: Sequence[int] = TokenView(tokens, prompt_len, len(tokens)) if stops else ()
-                if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
+                if token in self.end_tokens or (stops and self._found_stop(reader)):
                     finish_reason = "stop"
                     break
-                if len(tokens) >= longest:
+                if start + taken >= longest:
                     finish_reason = "length"
                     break
         except BaseException as error:
@@ -377,23 +399,40 @@ class Request:
                 raise
             self.fail(called, error)
             return
+        if len(emitted) > 1:
+            earlier = [False] * (start - len(self.prompt) - len(self._drafted))
+            self._drafted += earlier + [num_forced < i < len(emitted) for i in range(1, taken + 1)]
         if logprobs:
             self._logprobs += logprobs[:taken]
-        seconds = time.perf_counter() - self.handed_in
-        if kept == 0:
+        if figures is None or taken < len(emitted):
+            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
+        now = start + taken, finish_reason, stats, reader, state, figures, self.row
+        self.settled = tuple.__new__(RequestProgress, now)  # one a request and round: half the time of the constructor
+        if self.news is not None:
+            self.news.append(self.number)
+
+    def _found_stop(self, reader: Detokenizer) -> bool:
+        return reader.find_stop(TokenView(self._tokens, len(self.prompt), len(self._tokens)), self.stops)
+
+    def _stats_after(self, figures: RoundFigures | None, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
+        """Its figures after it has taken the token after its prompt, or the first tokens of a round and no more."""
+        stats, seconds = self.stats.copy(), time.perf_counter() - self.handed_in
+        if self.num_output == 0:
             stats.first_token_seconds = seconds
         stats.decode_seconds = seconds - stats.first_token_seconds
         stats.output_tokens += taken
-        if num_drafts is not None:
-            if num_forced:
-                stats.record_round(taken, 0, 0)
-                stats.forced_tokens += min(taken, num_forced)
-                stats.forced_rounds += 1
-            else:
-                cut = taken < len(emitted)  # its output ends within the accepted drafts, so later ones do not count
-                stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
-        self.settled = RequestProgress(start + taken, finish_reason, stats, reader, state)
-        self._tell()
+        if figures is None:
+            return stats
+        for name, share in zip(SECONDS, figures.shares, strict=True):
+            setattr(stats, name, getattr(stats, name) + share)
+        if num_forced:
+            stats.record_round(taken, 0, 0)
+            stats.forced_tokens += min(taken, num_forced)
+            stats.forced_rounds += 1
+        else:  # its output ends within the accepted drafts, so later ones do not count
+            stats.record_round(taken, taken, taken)
+            stats.draft_nodes += figures.num_drafted if num_drafts else 0
+        return stats
 
     def fail(self, called: str, error: BaseException) -> None:
         """End it after an error in its "grammar" or "tokenizer" (`called`)."""
@@ -405,9 +444,6 @@ class Request:
         if not self.finished:
             self.error = error
             self.settled = self.settled._replace(finish_reason=finish_reason)
-        self._tell()
-
-    def _tell(self) -> None:
         if self.news is not None:
             self.news.append(self.number)
 
@@ -430,7 +466,7 @@ class Request:
         return StreamDelta(
             text,
             self._tokens[new],
-            self._drafted[start : end - first],
+            self._drafted_in(start, end - first),
             self.output(reader) if finished else None,
             None if self.params.logprobs is None else self._logprobs[start : end - first],
         )

@@ -25,6 +25,7 @@ from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
 from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
+from specdec.runtime.request_batch import Batches
 
 PATIENCE = 64
 """A waiting request gains one priority level for this many later requests that were admitted before it."""
@@ -53,6 +54,7 @@ class Scheduler:
         self.prompt_gap = PromptGap()
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
+        self.batches = Batches()
         self.rounds_held = False  # while True, no request decodes
         self.max_running = table.max_requests  # most rows in use at a time; lowered after steps raised errors
 
@@ -68,7 +70,7 @@ class Scheduler:
     @property
     def reads_prompts(self) -> bool:
         """Does a request with a row have unread prompt tokens?"""
-        return any(request.state is RequestState.PREFILL for request in self.running)
+        return RequestState.PREFILL in [request.state for request in self.running]
 
     @property
     def num_waiting(self) -> int:
@@ -87,9 +89,9 @@ class Scheduler:
         """
         self.table.reset()
         self.prefixes.restart()
-        self.running = []
+        self.running, self.batches = [], Batches()
         for request in requests:
-            request.state, request.row = RequestState.WAITING, -1
+            request.lose_row()
         self.waiting = sorted(requests, key=rank)
 
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
@@ -131,6 +133,7 @@ class Scheduler:
         admitted: list[Request] = []
         if not self.waiting or len(self.running) >= self.max_running:
             return admitted
+        self.table.evict_unseen(self.table.active_rows)
         due = self._pages_to_come(self.running)
         there = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
@@ -196,20 +199,20 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            decoding = self._decoding()
-            rows, wanted = self._lookahead(decoding)
+            batch = self.batches.of(self._decoding())
+            rows, wanted = batch.rows, self._lookahead(batch.rows)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
-        self.table.ensure_slots(rows, wanted)
-        forced = max((len(request.forced) for request in restricted(decoding)), default=0)
+        self.table.ensure_slots_ahead(rows, wanted)
+        forced = max((len(request.forced) for request in restricted(batch.ruled)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
             for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # row by row
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
                     self.table.ensure_slots(row, wanted)
-        return decoding
+        return batch.requests
 
     def release_requests(self, *requests: Request) -> None:
         """Forget requests, running or waiting, and free their rows and slots."""
@@ -222,8 +225,9 @@ class Scheduler:
             self.prefixes.release_rows(leaving)
             self.table.close_rows(table_rows(leaving))
         for request in leaving:
-            request.row, request.state = -1, RequestState.WAITING
-            request.row_epoch += 1
+            request.lose_row()
+        if not self.running:
+            self.batches = Batches()  # which hold requests
 
     def _decoding(self) -> list[Request]:
         """Requests that can take part in another round. One that ends with its first token waits until that token is
@@ -239,16 +243,16 @@ class Scheduler:
             self.table.ensure_slots(rows, self.table.committed_len.host[rows] + chunk_len)
         return chosen
 
-    def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
-        """Rows [B] of decoding requests, and the slots [B] that each must own for a round."""
-        rows = table_rows(decoding)
-        return rows, self.table.committed_len.host[rows] + self.table.lookahead
+    def _lookahead(self, rows: IntArray) -> IntArray:
+        """The slots [B] that each of these rows must own for a round."""
+        wanted: IntArray = self.table.committed_len.host[rows] + self.table.lookahead
+        return wanted
 
     def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
         """Pages [groups] that requests with a row will take up to and including their next round."""
         table = self.table
-        decoding = _in_state(requests, RequestState.DECODE)
-        due = np.full_like(table.retain, table.pages_needed(*self._lookahead(decoding)).sum())
+        rows = table_rows(_in_state(requests, RequestState.DECODE))
+        due = np.full_like(table.retain, table.pages_needed(rows, self._lookahead(rows)).sum())
         for request in requests:
             if request.state is not RequestState.DECODE:
                 owned, evicted = int(table.capacity[request.row]), table.evicted_len[:, request.row]

@@ -6,7 +6,8 @@ After a fault every request is either settled or unchanged. The table may be hal
 the requests (`Scheduler.restart`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.request import Request, RequestState, table_rows
+from specdec.runtime.round_figures import RoundFigures
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.rounds.round import Round
 
@@ -51,30 +53,33 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> N
             request, first = step.requests[number], int(result.tokens[place, 0])
             round.tokens.adopt((request.row, len(request.prompt)), first)
             try:
-                request.settle([first], result.logprobs[place], request.stats.copy())
+                request.settle([first], result.logprobs[place])
             except Exception as error:
                 raise name_row(error, request.row)  # noqa: B904 - the same error
 
 
-def settle_round(round: Round, requests: Sequence[Request], result: RoundResult) -> None:
-    """Give every request its accepted tokens and the bonus token, up to the end of its output."""
-    rows, table = table_rows(requests), round.cache.table
+def settle_round(
+    round: Round, requests: Sequence[Request], rows: IntArray, result: RoundResult, figures: RoundFigures
+) -> None:
+    """Give every request its accepted tokens and the bonus token, up to the end of its output.
+
+    rows [B]: their rows. figures: those of the rows after this round.
+    """
+    table = round.cache.table
     start = table.committed_len.host[rows]
     table.commit_on_host(rows, result.length, result.path)
-    of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row
-    round.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
-    draft, verify, other = (result.seconds[stage] / len(requests) for stage in ("draft", "verify", "other"))
-    integers = (array.tolist() for array in (result.tokens, result.length, result.drafts, result.forced))
-    for request, logprobs, emitted, length, num_drafts, num_forced in zip(
-        requests, result.logprobs, *integers, strict=True
-    ):
-        stats = request.stats.copy()
-        stats.draft_seconds += draft
-        stats.verify_seconds += verify
-        stats.other_seconds += other
-        stats.draft_nodes += result.path.shape[1] - 1 if num_drafts and not num_forced else 0
+    tokens: list[list[int]] = result.tokens.tolist()
+    counts: Iterable[Sequence[int]] = repeat((), len(tokens))
+    if result.tokens.shape[1] == 1:  # every row has gained one, without drafts
+        round.tokens.adopt((rows, start + 1), result.tokens[:, 0])
+    else:
+        of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M], row by row
+        round.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
+        tokens = [emitted[:length] for emitted, length in zip(tokens, result.length.tolist(), strict=True)]
+        counts = np.stack([result.drafts, result.forced], axis=1).tolist()
+    for request, emitted, logprobs, drafts in zip(requests, tokens, result.logprobs, counts, strict=True):
         try:
-            request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
+            request.settle(emitted, logprobs, figures, *drafts)
         except Exception as error:
             raise name_row(error, request.row)  # noqa: B904 - the same error
-    table.evict_unseen(rows)
+    table.evict_unseen(rows, ahead=True)

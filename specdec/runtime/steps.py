@@ -18,6 +18,7 @@ import numpy as np
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -27,13 +28,14 @@ from specdec.runtime.launched_step import launched_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, end_drafts, largest, round_shape, whole_draft, with_forced
+from specdec.runtime.rounds.round_shapes import end_drafts, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import load_requests
 
@@ -95,7 +97,7 @@ class Steps:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
         with self.round.on_device(), self.round.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
-            if restricted(self.scheduler.running):
+            if restricted(self.scheduler.batches.of(self.scheduler.running).ruled):
                 finished += self.launches.settle_all()  # a grammar's mask depends on every earlier token
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
@@ -104,6 +106,7 @@ class Steps:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
                 load_requests(self.round, admitted)
+                self.launches.figures = self.launches.figures.without(table_rows(admitted))
                 if self.choice is not None:
                     self.choice.acceptance.begin_rows(table_rows(admitted))
                 finished += self.launches.release_finished(prepare_masks(admitted))
@@ -111,11 +114,15 @@ class Steps:
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
-        due = self.launches.tokens_due()
-        remaining = [request.remaining - due.get(request.number, 0) for request in requests]
-        going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
+        batch = self.scheduler.batches.of(requests)
+        known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
+        remaining = (batch.longest - known - self.launches.rounds_due()[batch.rows]).tolist()
+        going_on: Sequence[Request] = batch.requests
+        if remaining and min(remaining) <= 0:
+            going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
+            remaining = [left for left in remaining if left > 0]
         if going_on:
-            self.launch_round(going_on, [left for left in remaining if left > 0])
+            self.launch_round(going_on, remaining)
         return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
@@ -136,10 +143,11 @@ class Steps:
 
     def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
         """Launch one round of these requests. remaining: tokens that each may still get, at least 1."""
-        rows, params = table_rows(requests), [request.params for request in requests]
+        batch = self.scheduler.batches.of(requests)
+        rows = batch.rows
         ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, remaining)
-        masked = len(restricted(requests)) > 0  # token rules may end before the request does
+        masked = len(restricted(batch.ruled)) > 0  # token rules may end before the request does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
@@ -148,7 +156,7 @@ class Steps:
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
-        self.round.sampling.load_biases(rows, params, shape.uses)
+        self.round.sampling.load_biases(rows, batch.params, shape.uses)
         if shape.forced:
             load_forced(self.round, requests, forced)
         self.round.flush()
@@ -163,7 +171,7 @@ class Steps:
         else:
             packed = self.graphs.run(shape, between)
         ranks = self.round.target.ranks
-        launched = launched_now(requests, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
+        launched = launched_now(batch, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
@@ -179,15 +187,20 @@ class Steps:
     def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
         those of the draft ladder."""
-        rows, whole, eager = table_rows(requests), whole_draft(self.spec), self.graphs is None
-        sizes = [each.draft_size(left) if eager else whole for each, left in zip(requests, remaining, strict=True)]
-        drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: no drafts, or after the drafter's last position
-        drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
-        params = [request.params for request in requests]
-        shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
+        batch = self.scheduler.batches.of(requests)
+        drafting = self.round.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
+        drafts = self._drafts(batch, remaining, drafting)
+        shape = round_shape(self.round, batch.rows, batch.params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
-        return self._with_chosen_draft(self.choice, shape, requests, remaining, drafts)
+        fixed = largest(self._drafts(batch, remaining, drafting & batch.fixed))
+        return self._with_chosen_draft(self.choice, shape, batch.rows, remaining, fixed)
+
+    def _drafts(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
+        """Drafts of the requests that are `drafting` [B]."""
+        if self.graphs is not None:
+            return {whole_draft(self.spec)} if drafting.any() else set()
+        return {batch.requests[i].draft_size(remaining[i]) for i in np.flatnonzero(drafting).tolist()}
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""
@@ -197,19 +210,18 @@ class Steps:
         self,
         choice: DraftChoice,
         shape: RoundShape,
-        requests: Sequence[Request],
+        rows: IntArray,
         remaining: Sequence[int],
-        drafts: Sequence[DraftShape],
+        fixed: DraftShape,
     ) -> RoundShape:
-        """This shape with the draft that `choice` selects. Large captured rounds have only one draft."""
+        """This shape with the draft that `choice` selects. Large captured rounds have only one draft. fixed: the
+        smallest draft that covers those that requests fix."""
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape
-        fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
-        rows = table_rows(requests)
         max_drafts = np.minimum(self.round.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = choice.choose(rows, max_drafts, bucket.batch, largest(fixed), unsettled)
+        draft = choice.choose(rows, max_drafts, bucket.batch, fixed, unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)
         return shape.with_draft(draft)

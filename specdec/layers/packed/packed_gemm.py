@@ -9,6 +9,10 @@ waits while a program decodes, so two or three programs run per multiprocessor i
 The last row tile ends with the last row, and so recomputes some rows: a descriptor that reads past the end of x is
 slower (in tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
+Where programs do not fill the multiprocessors evenly, some tiles of the weight have high tiles of x, and the others
+fine ones: gate and up of Gemma 4 E4B at 256 rows are 320 programs, two or three for each of 132 multiprocessors, or 264
+and 224 of a quarter of the rows.
+
 A sum over a range of K has the bits of `gemm_small` for any tile (`packed_launch.py`). In order, the ranges are those
 of `gemm_small`; each has a program, or one program adds all ranges.
 """
@@ -25,47 +29,39 @@ from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.product import Product
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def packed_gemm_kernel(
-    d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
-    d_tail: tl.tensor,  # descriptor of the same, tiles [TAIL_M, BK], or None
-    p_w: tl.tensor,  # words of [N, K], and scales and zeros: a weight by `weight_pointers`
-    p_scales: tl.tensor,
-    p_zeros: tl.tensor,
-    p_bias: tl.tensor,  # [N] or None
-    p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
+@triton.jit
+def _multiply_rows(
+    d_x: tl.tensor,  # as in `packed_gemm_kernel`, and the first of these rows
+    first_m: tl.tensor,
+    d_tail: tl.tensor,
+    tail_m: tl.tensor,
+    p_w: tl.tensor,  # of a tile of the weight: what `weight_rows` returns
+    p_scale: tl.tensor,
+    p_zero: tl.tensor,
+    m_w: tl.tensor,
+    m_n: tl.tensor,
+    p_bias: tl.tensor,
+    p_out: tl.tensor,
+    first_n: tl.tensor,
+    first_k: tl.tensor,
     num_rows: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     split_len: tl.tensor,
-    s_w: tl.tensor,
     s_scales: tl.tensor,
-    CODE: tl.constexpr,  # and GROUP and FAST: `weight_constants`
+    CODE: tl.constexpr,
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
-    SUMMED: tl.constexpr,  # a program adds up all ranges
+    SUMMED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TAIL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    """grid (row tiles, weight tiles, ranges of K)"""
-    trigger_next(PDL)
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    """Multiply BLOCK_M + TAIL_M rows by a tile of the weight, and store the product."""
     DTYPE: tl.constexpr = d_x.dtype
-    first_m = tl.program_id(0) * (BLOCK_M + TAIL_M)
-    tail_m = tl.maximum(tl.minimum(first_m + BLOCK_M, num_rows - TAIL_M), 0)
-    first_m = tl.maximum(tl.minimum(first_m, num_rows - BLOCK_M), 0)
-    first_n = tl.program_id(1) * (BLOCK_N // PARTS)
-    first_k = tl.program_id(2) * split_len
-    p_w, p_scale, p_zero, m_w, m_n = weight_rows(
-        *(p_w, p_scales, p_zeros, tl.program_id(1), 0, N, s_w, CODE, BLOCK_N, PARTS)
-    )
-    wait_for_previous(PDL)
-
     if SUMMED:
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_range in range(0, K, split_len):
@@ -83,12 +79,96 @@ def packed_gemm_kernel(
             *(EVEN_K, CODE, GROUP, FAST, True, DTYPE, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
         )
 
-    p_out += tl.program_id(2).to(tl.int64) * num_rows * N
     o_m = first_m + tl.arange(0, BLOCK_M)
     store_columns(b_sum.T, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
     if TAIL_M:
         o_m = tail_m + tl.arange(0, TAIL_M)
         store_columns(b_tail.T, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
+
+
+@triton.jit
+def _fine_place(
+    i: tl.tensor,
+    row_tiles: tl.tensor,
+    high: tl.tensor,
+    num_rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    FINE_M: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The tile of the weight, and the first row, of fine tile `i`: those of rows that no high tile has come first."""
+    rest = tl.cdiv(tl.maximum(num_rows - row_tiles * BLOCK_M, 0), FINE_M)
+    after = i - rest * high
+    beside, every = tl.maximum(rest, 1), tl.cdiv(num_rows, FINE_M)
+    i_n = tl.where(after < 0, i // beside, high + after // every)
+    first_m = tl.where(after < 0, row_tiles * BLOCK_M + i % beside * FINE_M, after % every * FINE_M)
+    return i_n, first_m
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_tiles", "high"])
+def packed_gemm_kernel(
+    d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
+    d_other: tl.tensor,  # of the same, tiles [TAIL_M, BK] or [FINE_M, FINE_K], or None
+    p_w: tl.tensor,  # words of [N, K], and scales and zeros: a weight by `weight_pointers`
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
+    num_rows: tl.tensor,
+    row_tiles: tl.tensor,  # of BM + TAIL_M rows
+    high: tl.tensor,  # tiles of the weight that have those
+    N: tl.tensor,
+    K: tl.tensor,
+    split_len: tl.tensor,
+    s_w: tl.tensor,
+    s_scales: tl.tensor,
+    CODE: tl.constexpr,  # and GROUP and FAST: `weight_constants`
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
+    SUMMED: tl.constexpr,  # a program adds up all ranges
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    FINE_M: tl.constexpr,  # rows of the other tiles; 0: there are none
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FINE_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """grid (tiles, ranges of K): row tiles of a weight tile are neighbours, and fine ones come last."""
+    trigger_next(PDL)
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    i_n, first_m = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * (BLOCK_M + TAIL_M)
+    i_fine = tl.program_id(0) - row_tiles * high
+    if FINE_M:
+        i_other, fine_m = _fine_place(i_fine, row_tiles, high, num_rows, BLOCK_M, FINE_M)
+        i_n = tl.where(i_fine < 0, i_n, i_other)
+        fine_m = tl.maximum(tl.minimum(fine_m, num_rows - FINE_M), 0)
+    tail_m = tl.maximum(tl.minimum(first_m + BLOCK_M, num_rows - TAIL_M), 0)
+    first_m = tl.maximum(tl.minimum(first_m, num_rows - BLOCK_M), 0)
+    first_n = i_n * (BLOCK_N // PARTS)
+    first_k = tl.program_id(1) * split_len
+    p_w, p_scale, p_zero, m_w, m_n = weight_rows(*(p_w, p_scales, p_zeros, i_n, 0, N, s_w, CODE, BLOCK_N, PARTS))
+    p_out += tl.program_id(1).to(tl.int64) * num_rows * N
+    wait_for_previous(PDL)
+    if FINE_M == 0:
+        _multiply_rows(
+            *(d_x, first_m, d_other, tail_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
+            *(num_rows, N, K, split_len, s_scales, CODE, GROUP, FAST, SUMMED, ACTIVATION, EVEN_K),
+            *(BLOCK_M, TAIL_M, BLOCK_N, BLOCK_K),
+        )
+    elif i_fine < 0:
+        _multiply_rows(
+            *(d_x, first_m, d_x, first_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
+            *(num_rows, N, K, split_len, s_scales, CODE, GROUP, FAST, False, ACTIVATION, EVEN_K),
+            *(BLOCK_M, 0, BLOCK_N, BLOCK_K),
+        )
+    else:
+        _multiply_rows(
+            *(d_other, fine_m, d_other, fine_m, p_w, p_scale, p_zero, m_w, m_n, p_bias, p_out, first_n, first_k),
+            *(num_rows, N, K, split_len, s_scales, CODE, GROUP, FAST, False, ACTIVATION, EVEN_K),
+            *(FINE_M, 0, BLOCK_N, FINE_K),
+        )
 
 
 def packed_gemm(
@@ -98,32 +178,36 @@ def packed_gemm(
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
 
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
-    tiles, cut, summed = launch
+    tiles, cut, fine = launch.tiles, launch.cut, launch.fine
     assert weight.shape[1] == k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert cut.splits == 1 or (not gated and cut.split_len % tiles.block_k == 0), f"{cut=} {tiles=}"
-    assert not summed or tiles.tail_m == 0, f"{launch=}"
+    assert not (launch.summed or fine) or tiles.tail_m == 0, f"{launch=}"
+    assert fine is None or (fine.block_n == tiles.block_n and not launch.summed), f"{launch=}"
     split = launch.parts > 1
     shape = (launch.parts, num_rows, n // 2 if gated else n)
     out = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
 
-    def described(rows: int) -> TensorDescriptor:
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, tiles.block_k])
+    def described(rows: int, columns: int) -> TensorDescriptor:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
-    row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
-    packed_gemm_kernel[(row_tiles, triton.cdiv(n, tiles.block_n), launch.parts)](
-        *(described(tiles.block_m), described(tiles.tail_m) if tiles.tail_m else None),
+    other = (fine.block_m, fine.block_k) if fine else (tiles.tail_m, tiles.block_k)
+    row_tiles, high = launch.row_tiles(num_rows), launch.high if fine else triton.cdiv(n, tiles.block_n)
+    packed_gemm_kernel[(launch.programs(num_rows, n), launch.parts)](
+        *(described(tiles.block_m, tiles.block_k), described(*other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),
-        *(num_rows, n, k, cut.split_len if cut.splits > 1 else k, s_w, s_scales),
+        *(num_rows, row_tiles, high, n, k, cut.split_len if cut.splits > 1 else k, s_w, s_scales),
         **weight_constants(weight, x.dtype),
-        SUMMED=summed,
+        SUMMED=launch.summed,
         ACTIVATION=activation,
-        EVEN_K=k % tiles.block_k == 0,
+        EVEN_K=k % max(tiles.block_k, other[1]) == 0,
         BLOCK_M=tiles.block_m,
         TAIL_M=tiles.tail_m,
+        FINE_M=fine.block_m if fine else 0,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        FINE_K=other[1],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.registers,

@@ -8,6 +8,7 @@ depend on the tile. So in order, tiles are chosen in the same way, with given ra
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, triton
 from specdec.layers.gemm_medium import is_described
-from specdec.layers.gemm_small import TWO_TILES
+from specdec.layers.gemm_small import TWO_TILES, can_hold
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
@@ -38,30 +39,41 @@ class Pace(NamedTuple):
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 
+    def microseconds_with_others(self, programs: float, other: "Pace", others: float) -> float:
+        """Microseconds next to programs of another tile, which begin as soon as there is room; numbers on average."""
+        after = max(other.alone, others * max(other.each, other.alone / self.programs))
+        return max(self.microseconds(ceil(programs)), programs * self.each + after)
+
 
 PACES: dict[Tiles, dict[str, Pace]] = {
     Tiles(64, 64, 128, 4, 3, 64): {
-        "4 bits": Pace(3, 0.73, 0.23),
-        "8 bits": Pace(3, 0.72, 0.28),
+        "4 bits": Pace(3, 0.63, 0.25),
+        "8 bits": Pace(3, 0.78, 0.28),
         "8 bits in blocks": Pace(3, 1.00, 0.37),
     },
-    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.43, 0.26), "8 bits": Pace(2, 0.58, 0.27)},
+    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.60, 0.28), "8 bits": Pace(2, 0.60, 0.37)},
     Tiles(64, 64, 64, 4, 4, 64, tail_m=32): {"8 bits": Pace(3, 1.00, 0.44)},
     Tiles(64, 128, 128, 4, 3, 64): {"4 bits": Pace(2, 0.65, 0.44), "8 bits": Pace(2, 0.85, 0.46)},
     Tiles(64, 128, 64, 4, 3, 64): {"8 bits": Pace(3, 1.14, 0.49)},
     Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": Pace(3, 1.40, 0.59)},
-    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": Pace(2, 1.25, 0.80)},
+    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": Pace(2, 1.30, 0.84)},
     Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": Pace(3, 1.10, 0.45), "8 bits": Pace(2, 0.98, 0.55)},
     Tiles(128, 64, 128, 4, 4, 128): {"4 bits": Pace(2, 0.78, 0.50)},
     Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {"4 bits": Pace(2, 1.19, 0.70), "8 bits": Pace(2, 1.29, 0.76)},
     Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": Pace(2, 1.43, 1.02)},
-    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": Pace(2, 1.41, 0.83), "8 bits": Pace(2, 1.45, 0.87)},
-    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": Pace(2, 1.74, 1.13)},
+    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": Pace(2, 1.41, 0.83), "8 bits": Pace(2, 1.45, 0.95)},
+    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": Pace(2, 1.74, 1.16)},
     Tiles(128, 128, 128, 4, 3, 128): {"4 bits": Pace(1, 0.92, 0.92)},
     Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {"4 bits": Pace(1, 1.25, 1.19), "8 bits": Pace(1, 1.26, 1.26)},
 }
-"""Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. The model's choice
-takes on average 2 %, and at most 15 %, longer than the fastest timed tile."""
+"""Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. In two runs the
+model's choice takes on average 0.3 %, and at most 4 %, longer than the fastest timed launch."""
+
+FINE: dict[Tiles, tuple[Tiles, ...]] = {
+    Tiles(64, 256, 64, 4, 3, 64): (Tiles(64, 64, 128, 4, 3, 64), Tiles(64, 128, 64, 4, 3, 64)),
+}
+"""Tiles of fewer rows of x that a launch may have besides, of as many rows of the weight, warps and stages. Next to
+tiles of 64 x 128 they gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
 """Tiles that leave registers for a second sum, to which a program adds the sum of each range. For 8 bits `gemm_small`
@@ -85,7 +97,7 @@ MAX_PART_ROWS = 2048
 BANDWIDTH = 2.8e6
 """Memory bandwidth in bytes per microsecond."""
 
-L2_BANDWIDTH = 6e6
+L2_BANDWIDTH = 5e6
 """L2 cache bandwidth in bytes per microsecond."""
 
 ARITHMETIC = 7e8
@@ -94,14 +106,20 @@ ARITHMETIC = 7e8
 BESIDES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
-LAUNCH = 2.0
-"""Microseconds to start and end a program."""
+TURN = 0.8
+"""Microseconds to start and end the programs that a multiprocessor runs at once."""
 
-PARTS = 1.0
-"""Fixed microseconds for parts that the next kernel adds."""
+PROGRAM = 0.4
+"""Microseconds more for each of them."""
 
-LIBRARY = 6.0
-"""Microseconds for two additional launches."""
+TWO_TILES_TAKE = 1.03
+"""Times the model's for a launch of two tiles: it must be clearly faster to be chosen."""
+
+PART = 0.7
+"""Fixed microseconds for each part that the next kernel adds."""
+
+LIBRARY = 9.0
+"""Microseconds for two additional launches and for what every product takes."""
 
 DEEP_RANGE = 2560
 """If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
@@ -118,6 +136,8 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: to
     fixed = tile_columns(weight)
     if dtype == torch.float32:
         return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
+    if can_hold(weight, cut, num_rows, dtype):
+        return Tiles(64, MAX_SMALL_ROWS, cut.split_len, 4, 1, 64)
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
     stages = 4 if cut.split_len > DEEP_RANGE else 3
@@ -157,15 +177,45 @@ class PackedShape(NamedTuple):
 
 
 class PackedLaunch(NamedTuple):
-    """One launch. summed: one program adds all ranges of K; otherwise each range has a program."""
+    """One launch. summed: one program adds all ranges of K; otherwise each range has a program.
+
+    fine: tiles for rows of x after the last whole tile, and for all rows next to tiles of the weight after `high`.
+    """
 
     tiles: Tiles
     cut: Cut
     summed: bool = False
+    fine: Tiles | None = None
+    high: int = 0
 
     @property
     def parts(self) -> int:
         return 1 if self.summed else self.cut.splits
+
+    def row_tiles(self, num_rows: int) -> int:
+        """Tiles of x, the last of which ends with the last row; with fine ones, those that are nearly whole."""
+        each = self.tiles.block_m + self.tiles.tail_m
+        return max(1, _rounded(num_rows) // each) if self.fine else triton.cdiv(num_rows, each)
+
+    def fine_programs(self, num_rows: int, n: int) -> int:
+        """Programs of fine tiles for each range of K of a weight of n rows."""
+        if self.fine is None:
+            return 0
+        rest = max(0, num_rows - self.row_tiles(num_rows) * self.tiles.block_m)
+        low = triton.cdiv(n, self.tiles.block_n) - self.high
+        fine: int = triton.cdiv(rest, self.fine.block_m) * self.high + triton.cdiv(num_rows, self.fine.block_m) * low
+        return fine
+
+    def programs(self, num_rows: int, n: int) -> int:
+        """Programs for each range of K."""
+        high = triton.cdiv(n, self.tiles.block_n) if self.fine is None else self.high
+        return self.row_tiles(num_rows) * high + self.fine_programs(num_rows, n)
+
+
+def _rounded(num_rows: int) -> int:
+    """Rows as the model counts them."""
+    rounded: int = triton.cdiv(num_rows, 32) * 32
+    return rounded
 
 
 def choose_packed_rows(
@@ -179,7 +229,7 @@ def choose_packed_rows(
         return None
     n, k = weight.shape
     shape = PackedShape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
-    return _choose(triton.cdiv(num_rows, 32) * 32, shape, gated, cut, *device_limits(device))
+    return _choose(_rounded(num_rows), shape, gated, cut, *device_limits(device))
 
 
 @lru_cache(maxsize=4096)
@@ -190,21 +240,37 @@ def _choose(
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in PACES
         if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # absent rows take longer than real ones
-        for launch in _launches(num_rows, shape, tiles, gated, cut)
+        for launch in _launches(num_rows, shape, tiles, gated, cut, multiprocessors)
     }
     if not took or (cut is None and min(took.values()) > _library_microseconds(num_rows, shape)):
         return None
     return min(took, key=lambda launch: took[launch])
 
 
-def _launches(num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[PackedLaunch]:
+def _launches(
+    num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, cut: Cut | None, multiprocessors: int
+) -> Iterator[PackedLaunch]:
     cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
     for some in cuts:
         few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
         if some.splits == 1 or few:
             yield PackedLaunch(tiles, some)
+        if some.splits == 1:
+            for fine in FINE.get(tiles, ()):
+                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, fine=fine), multiprocessors)
     if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
         yield PackedLaunch(tiles, cut, summed=True)
+
+
+def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
+    """As many high tiles as give each multiprocessor 1, 2, .. programs, or all where other rows are left."""
+    row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
+    if num_rows > row_tiles * launch.tiles.block_m:
+        yield launch._replace(high=weight_tiles)
+    for each in range(1, row_tiles * weight_tiles // multiprocessors + 1):
+        high = each * multiprocessors // row_tiles
+        if 0 < high < weight_tiles:
+            yield launch._replace(high=high)
 
 
 def _equal_ranges(k: int, ranges: int) -> Cut:
@@ -224,12 +290,17 @@ def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
 
 def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, cut, parts = launch.tiles, launch.cut, launch.parts
-    programs = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m) * triton.cdiv(shape.n, tiles.block_n) * parts
-    pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
+    pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
-    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.microseconds(each)
-    took = max(computed, shape.nbytes / BANDWIDTH)
-    return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
+    if launch.fine is None:
+        for_128 = pace.microseconds(each)
+    else:
+        fine = launch.fine_programs(num_rows, shape.n) / multiprocessors
+        high = launch.programs(num_rows, shape.n) / multiprocessors - fine
+        for_128 = TWO_TILES_TAKE * pace.microseconds_with_others(high, PACES[launch.fine][shape.kind], fine)
+    begun = triton.cdiv(each, pace.programs) * TURN + each * PROGRAM
+    took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
+    return took if parts == 1 else took + parts * (PART + num_rows * shape.n * 8 / L2_BANDWIDTH)
 
 
 def _library_microseconds(num_rows: int, shape: PackedShape) -> float:

@@ -1,8 +1,8 @@
 """Rows and columns of weights (packed or not) for several devices: views until they are joined on a device.
 
-Stacked     weights [N_0, K], [N_1, K], .. that are read as one [N, K] but stored separately, as in a checkpoint
-rows_of     a rank's rows of each of several sections: of the q, k and v heads, of gate and up
-joined      one weight again, in new memory if there were several pieces
+StackedWeights  weights [N_0, K], .. that are read as one [N, K] but stored separately, as in a checkpoint
+rank_rows       a rank's rows of each of several sections: of the q, k and v heads, of gate and up
+place_weight    one weight again, in new memory if there were several pieces
 """
 
 from collections.abc import Callable, Sequence
@@ -61,10 +61,10 @@ def range_of(weight: Weight | StackedWeights, rows: slice) -> list[Weight]:
     return found
 
 
-def place_weight(weight: Weight | StackedWeights, put: Put) -> Weight:
-    """The weight in one piece. A weight that is not `StackedWeights` has been placed already."""
+def place_weight(weight: torch.Tensor | StackedWeights, put: Put) -> Weight:
+    """The weight in one piece."""
     if not isinstance(weight, StackedWeights):
-        return weight
+        return put([weight])
     packed = [part for part in weight.parts if isinstance(part, PackedWeight)]
     if not packed:
         return put([part for part in weight.parts if isinstance(part, torch.Tensor)])

@@ -2,6 +2,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
 
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in its own pools
     fewer K/V heads than ranks     rows of one head               each K/V head is stored on R / heads ranks
+    recurrent layers               the rank's key heads and value heads, their channels and rows (`FusedMixer.share`)
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is divided
     W_down [H, I]                  columns                        parts of a sum
@@ -18,6 +19,7 @@ model that cannot be divided is refused, with the reason.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut, choose_cut, choose_packed_cut
+from specdec.layers.product import Cut, cut_of
 
 PAIR = 2
 """Ranks exchange 16-bit columns as 32-bit numbers."""
@@ -38,7 +40,8 @@ PAIR = 2
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
     """The share of one of `count` ranks, made layer by layer. Only the share is placed on a device."""
-    layers = tuple(_placed(layer_share(layer, rank, count), put) for layer in parts.layers)
+    place = partial(place_weight, put=put)
+    layers = tuple(map_tensors(layer_share(layer, rank, count), place, StackedWeights) for layer in parts.layers)
     narrow = replace(parts, layers=(), embeddings=None)  # embeddings are separate: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=layers)
@@ -47,15 +50,10 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, as views in pieces (`StackedWeights`). `require_shares` has checked that the weights
     divide."""
-    heads, mlp, moe = parts.heads, parts.mlp, parts.moe
-    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # ranks may share one head
-    kv_shares = min(heads.num_kv, count)
-    shares = [count] + [kv_shares] * (len(heads.sections) - 1)
+    mlp, moe = parts.mlp, parts.moe
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rank_rows(parts.qkv, heads.sections, rank, count, shares)}
-    if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rank_rows(parts.qkv_bias, heads.sections, rank, count, shares)
+    pieces = _attention_share(parts, rank, count) if parts.mixer is None else _mixer_share(parts, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -68,13 +66,34 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
+    return replace(parts, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+
+
+def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
+    """The fields of `LayerParts` that are attention's, but for its last product."""
+    heads = parts.heads
+    kv_shares = min(heads.num_kv, count)
+    shares = [count] + [kv_shares] * (len(heads.sections) - 1)
+    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
+    pieces: dict[str, Any] = {"heads": own, "qkv": rank_rows(parts.qkv, heads.sections, rank, count, shares)}
+    if parts.qkv_bias is not None:
+        pieces["qkv_bias"] = rank_rows(parts.qkv_bias, heads.sections, rank, count, shares)
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.head_gates is not None:  # it has so few rows that the share's cut equals the whole's
         pieces["head_gates"] = rank_rows(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
-    return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+    return pieces
+
+
+def _mixer_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
+    """`_attention_share` of a recurrent layer."""
+    assert parts.mixer is not None
+    return {
+        "qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count),
+        "mixer": parts.mixer.share(rank, count),
+    }
 
 
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
@@ -103,7 +122,10 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
     if parts.latent is not None:
         return "keeps keys and values that are made of latents, which devices do not share yet"
-    if heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
+    if parts.mixer is not None:
+        if reason := parts.mixer.obstacle(count):
+            return reason
+    elif heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
         return (
             f"has {heads.num_q} query heads and {heads.num_kv} K/V heads; a number of devices must divide the query "
             "heads, and divide the K/V heads or be a multiple of them; use such a number, or replicas"
@@ -143,7 +165,7 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
 
 
 def whole_cut(weight: Weight | StackedWeights) -> Cut:
-    return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
+    return cut_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
@@ -167,16 +189,3 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     return StackedWeights(
         [*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))]
     )
-
-
-def _placed(parts: LayerParts, put: Put) -> LayerParts:
-    """A share on its rank's device, each weight in one piece."""
-    there: LayerParts = map_tensors(parts, lambda tensor: put([tensor]))
-    mlp = there.mlp
-    if mlp is not None:
-        mlp = mlp._replace(gate_up=place_weight(mlp.gate_up, put), down=place_weight(mlp.down, put))
-    biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
-    whole: dict[str, Any] = {name: None if bias is None else place_weight(bias, put) for name, bias in biases.items()}
-    if there.head_gates is not None:
-        whole["head_gates"] = place_weight(there.head_gates, put)
-    return replace(there, qkv=place_weight(there.qkv, put), out=place_weight(there.out, put), mlp=mlp, **whole)

@@ -17,6 +17,8 @@ from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, SamplerUses
 
+GREEDY = SamplerUses(sampled=False)
+
 BIAS_ENTRIES = 512
 """Logit-bias entries in the smallest class of edited rounds."""
 
@@ -32,7 +34,7 @@ def share(uses: SamplerUses, logprobs: int | None, *, on_kernels: bool) -> tuple
     if not (uses.edits or logprobs is not None):
         if uses.penalty:
             return SAMPLED._replace(penalty=True), None
-        return (SAMPLED if on_kernels or uses.sampled else SamplerUses.from_params([])), None
+        return (SAMPLED if on_kernels or uses.sampled else GREEDY), None
     edited = SAMPLED._replace(penalty=True, counts=True, bias=step_up(uses.bias, BIAS_ENTRIES, 8), masked=uses.masked)
     return edited, None if logprobs is None else _alternatives(logprobs)
 

@@ -13,6 +13,7 @@ other view is an error. If weights have moved, all rounds are captured again.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -241,19 +242,22 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
     return None if setting is False else CudaCapture(*devices)
 
 
-def batch_buckets(limit: int) -> list[int]:
+@cache
+def batch_buckets(limit: int) -> Sequence[int]:
     """Captured numbers of seats: 1, 2, 4, 8, then multiples of 8 up to 64, multiples of 32 after that, and `limit`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit + 32, 32)]
     return [size for size in sizes if size < limit] + [limit]
 
 
-def few_batch_buckets(limit: int) -> list[int]:
+@cache
+def few_batch_buckets(limit: int) -> Sequence[int]:
     """Captured numbers of seats for large rounds (they change or report logits): 1, 4, 8, 16, 32, ..., `limit`."""
     sizes = [1, *(1 << i for i in range(2, limit.bit_length()))]
     return [size for size in sizes if size < limit] + [limit]
 
 
-def prefix_buckets(limit: int) -> list[int]:
+@cache
+def prefix_buckets(limit: int) -> Sequence[int]:
     """Captured table widths in tokens: 4096, 32768, 262144, ..., `limit`. Few are enough, since a wide table costs
     kernels no time: they stop where a row ends. One is not enough, since the buffer of attention's partial results
     grows with the width."""

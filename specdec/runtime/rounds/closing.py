@@ -131,9 +131,9 @@ def closing(
     """Accept and commit B trees of N nodes, whose roots are at positions `start` [B] of their rows.
 
     drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
-    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]:
-    receives the result; W >= N, and D is at least the length of every path. Returns length [B], bonus token [B], and with larger pages the K/V to
-    move.
+    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]: receives the result;
+    W >= N, and D is at least the length of every path. Returns length [B], bonus token [B], and with larger pages the
+    K/V to move.
     """
     batch, num_nodes = tree.tokens.shape
     slots, committed_len = table.slots.tensor, table.committed_len.tensor

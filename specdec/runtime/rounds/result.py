@@ -152,7 +152,7 @@ def unpack_round_result(
     rows = packed[:numbers].reshape(shape.batch, width)[: len(asked)]
     of_path, end = 1 + shape.width, 1 + shape.width + depth
     length, path, tokens, rest = rows[:, 0], rows[:, 1:of_path], rows[:, of_path:end], rows[:, end:]
-    logprobs: list[list[TokenLogprob]] = [[] for _ in asked]
+    logprobs: list[list[TokenLogprob]] = [[]] * len(asked)  # replaced below
     if rest.shape[1]:
         count = (rest.shape[1] // depth - 1) // 2
         of_chosen, of_best, ids = np.split(rest, np.cumsum([depth, depth * count]), axis=1)

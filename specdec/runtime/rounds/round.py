@@ -9,7 +9,7 @@ state. A round (`decode_round.py`) is a program over this state; the host launch
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,7 +162,12 @@ class Round:
     def on_device(self) -> Iterator[None]:
         """Make this the current device, on which Triton launches, and turn autocast off, since K/V have the model's
         dtype."""
-        with torch.cuda.device_of(self.seats.tensor), torch.autocast(self.device.type, enabled=False):
+        kind = self.device.type
+        unchanged = not torch.is_autocast_enabled(kind)
+        with (
+            torch.cuda.device_of(self.seats.tensor),
+            nullcontext() if unchanged else torch.autocast(kind, enabled=False),
+        ):
             yield
 
     def seat(self, rows: IntArray) -> None:

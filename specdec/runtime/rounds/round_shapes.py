@@ -7,7 +7,7 @@
 This file knows rows and counts, no request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -28,8 +28,8 @@ def whole_draft(spec: SpecConfig) -> DraftShape:
     return DraftShape(num_steps, spec.topk, num_nodes)
 
 
-def largest(drafts: Sequence[DraftShape]) -> DraftShape:
-    """The smallest draft that covers all of these; no draft if the list is empty."""
+def largest(drafts: Collection[DraftShape]) -> DraftShape:
+    """The smallest draft that covers all of these; no draft if there are none."""
     return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
 
 
@@ -37,7 +37,7 @@ def round_shape(
     round: Round,
     rows: IntArray,
     params: Sequence[SamplingParams],
-    drafts: Sequence[DraftShape],
+    drafts: Collection[DraftShape],
     unsettled_nodes: int,
 ) -> RoundShape:
     """Shape of a round of these rows, given each request's draft. unsettled_nodes: upper bound on the tokens of a

@@ -1,0 +1,56 @@
+"""Requests of a step, and what stays the same for as long as they keep their rows: read every step, made when the
+requests change."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.request import Request, table_rows
+
+KEPT = 3
+"""Newest batches: of all that run, of those that decode, and of those of them that go on."""
+
+
+class RequestBatch:
+    """Requests, with the epochs, rows [B] and parameters that they had. longest [B]: their lengths if only
+    max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._checked = Request.newest_loss  # as of which all have their rows
+        self._all = list(range(len(requests)))
+        self.requests = list(requests)
+        self.epochs = [request.row_epoch for request in requests]
+        self.rows: IntArray = table_rows(requests)
+        self.params = [request.params for request in requests]
+        self.logprobs = [each.logprobs for each in self.params]
+        self.longest: IntArray = np.array([request.longest for request in requests], dtype=np.int64)
+        self.ruled = [request for request in requests if request.settled.grammar_state is not None]
+        self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
+
+    def present(self) -> list[int]:
+        """Numbers of the requests that still have their row."""
+        newest_loss = Request.newest_loss
+        if self._checked != newest_loss:
+            epochs = [request.row_epoch for request in self.requests]
+            if epochs != self.epochs:
+                return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
+            self._checked = newest_loss
+        return self._all
+
+
+class Batches:
+    """The newest batches: a step whose requests are those of the step before makes none."""
+
+    def __init__(self) -> None:
+        self._newest: deque[RequestBatch] = deque(maxlen=KEPT)
+
+    def of(self, requests: Sequence[Request]) -> RequestBatch:
+        """The batch of these requests, each of which has a row."""
+        for batch in self._newest:
+            same = requests is batch.requests or requests == batch.requests
+            if same and len(batch.present()) == len(requests):
+                return batch
+        self._newest.append(RequestBatch(requests))
+        return self._newest[-1]
