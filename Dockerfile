@@ -30,7 +30,7 @@ COPY draft_models draft_models
 COPY specdec specdec
 RUN pip install --no-cache-dir -c constraints.txt ".[serve]" && rm -rf build
 
-# nobody in particular; the home holds what is downloaded and compiled
+# an unprivileged user; its home holds what is downloaded and compiled
 RUN useradd --uid 10001 --create-home specdec
 USER specdec
 WORKDIR /home/specdec

@@ -144,6 +144,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     assert (report["data"], report["template"]) == ("spec-bench, file question.jsonl", "chat template")
     table = bench(*words[:4], "--limit", "1", *words[4:]).stdout
     assert "mean acceptance length" in table and "| a | 1 |" in table and "spec-bench, file question.jsonl" in table
+    assert "of all rounds with drafts, by position" in table
     [line] = [line for line in table.splitlines() if "supposed" in line]
     assert "if the acceptance length were 2 (synthetic: supposed, not measured)" in line
 

@@ -229,6 +229,15 @@ def test_malformed_bodies_are_refused_in_openais_shape(body, said, server):
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
+def test_a_path_that_is_not_served_is_told_where_they_are_listed(server):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}, headers=headers)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "there is nothing at /v1/embeddings; /openapi.json lists what there is"
+    listed = httpx.get(f"{server.url}/openapi.json", headers=headers).json()["paths"]
+    assert "/v1/embeddings" not in listed and "/v1/chat/completions" in listed
+
+
 def test_pages_of_other_origins_may_ask_only_if_they_are_named(server):
     def asked(origin):
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}

@@ -270,8 +270,9 @@ def _acceptance_lines(report: BenchReport) -> list[str]:
         "",
         f"mean acceptance length {found['mean_acceptance_length']:.3f} by token, "
         f"{found['acceptance_length_per_request']:.3f} by request; draft acceptance rate "
-        f"{100 * found['draft_acceptance_rate']:.1f} %; by position {shares['']}; given the one before "
-        f"{shares['conditional_']}; {found['accepted_per_node']:.3f} accepted per verified node",
+        f"{100 * found['draft_acceptance_rate']:.1f} %; of all rounds with drafts, by position {shares['']}; "
+        f"given the one before {shares['conditional_']}; "
+        f"{found['accepted_per_node']:.3f} accepted per verified node",
     ]
 
 

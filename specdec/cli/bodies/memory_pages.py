@@ -56,7 +56,7 @@ def recipe_lines(found: Recipe) -> Iterator[str]:
     yield f"\n{weights_line(found.weights, share)}; K/V of {REQUESTS} requests of {TOKENS:,} tokens, and what fits:"
     rows = [("GPU", *(group["name"] for group in found.groups), "requests", "tokens")]
     rows.append(
-        ("any", *(size(group["batch_bytes"]) for group in found.groups), str(REQUESTS), f"{REQUESTS * TOKENS:,}")
+        ("needed", *(size(group["batch_bytes"]) for group in found.groups), str(REQUESTS), f"{REQUESTS * TOKENS:,}")
     )
     for card in found.cards:
         pools = (size(count) for count in card.pools.values()) if card.pools else ("-" for _ in found.groups)

@@ -165,7 +165,10 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             return invalid_body([{**each, "loc": each["loc"][1:]} for each in error.errors()]).response()
         if isinstance(error, HTTPException):
-            said = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not allowed here"}
+            said = {
+                404: f"there is nothing at {request.url.path}; /openapi.json lists what there is",
+                405: f"{request.method} is not allowed here",
+            }
             message = said.get(error.status_code, str(error.detail))
             headers = dict(error.headers or {})
             if error.status_code == 405:
