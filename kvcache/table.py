@@ -148,7 +148,7 @@ class RequestTable:
 
     @property
     def has_ample_room(self) -> bool:
-        pages = AMPLE * self.max_requests * (AHEAD // self.allocator.page_size)
+        pages = AMPLE * self.max_requests * -(-AHEAD // self.allocator.page_size)
         return min(pool.free_pages for pool in self.allocator.pools) >= pages
 
     def adopt_pages(self, row: int, pages: IntArray) -> None:
