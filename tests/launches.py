@@ -371,7 +371,7 @@ def packed_products(dtype: torch.dtype, num_rows: int, form: str) -> None:
 
 
 def fp8_products() -> None:
-    """Of some rows: tiles of one height and of two, ranges that programs hold, per-layer embeddings."""
+    """Products of some rows: tiles of one height and of two, ranges that programs hold, per-layer embeddings."""
     for rows in (128, 256, 512):
         vendor_gated_linear(numbers(rows, 2560), packed("e4m3", 20480, 2560, dtype=BF16), "silu")
     finish(linear(numbers(64, 2560), packed("e4m3", 256, 2560, dtype=BF16)))

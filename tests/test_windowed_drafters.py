@@ -15,12 +15,12 @@ from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
-from marks import deep, examples
+from marks import deep
 from tiny_models import random_eagle3
 
 CHAIN = SpecConfig(3, adaptive=False)
 TREE = SpecConfig(3, topk=2, num_draft_tokens=7, adaptive=False)
-PARAMS = SamplingParams(max_new_tokens=examples(13, 18), ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=18, ignore_eos=True)
 KINDS = ("eagle3", "block", "anchored", "language model", "mtp")
 
 

@@ -46,7 +46,7 @@ FEW_ROWS = 64
 """Rows up to which the activation goes into the loads of the second product."""
 
 FEW_FP8_ROWS = 56
-"""The same over FP8 weights, where programs for 64 rows would be more than one for each multiprocessor."""
+"""Rows up to which it does over FP8 weights. Programs for 64 rows would be more than one for each multiprocessor."""
 
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Tiles above FEW_ROWS. They give more programs than `choose_tiles`, which assumes long weights."""

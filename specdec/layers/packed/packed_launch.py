@@ -263,7 +263,7 @@ def _launches(
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
-    """As many high tiles as give each multiprocessor 1, 2, .. programs, or all where other rows are left."""
+    """Launches whose high tiles make 1, 2, ... programs for each multiprocessor, or all if rows are left over."""
     row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
     if num_rows > row_tiles * launch.tiles.block_m:
         yield launch._replace(high=weight_tiles)
