@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
-from specdec.draft_models.native_mtp.mtp_families import module_tensors
+from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
+from specdec.draft_models.native_mtp.mtp_families import MtpFamily, module_tensors
 from specdec.draft_models.native_mtp.mtp_module import beside
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
@@ -175,6 +177,25 @@ def test_fused_modules_draft_what_the_published_forward_gives(name: str, publish
     expected = engine_of(made, None).generate(prompts, PARAMS)
     assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == [out.token_ids for out in expected]
     assert assert_published(Reference(made), watched.seen) > 30
+
+
+@pytest.mark.parametrize(
+    ("row", "said", "recurrent", "like"),
+    [
+        (0, [SLIDING], (), 1),  # the config's word counts, whatever the row says
+        (0, None, (), 0),
+        (1, ["chunked_attention"], (), 1),  # the target has no such layer
+        (5, None, (), 2),
+        (1, None, (1, 2), 0),
+    ],
+)
+def test_modules_attend_like_the_layer_that_their_config_names(
+    row: int, said: list[str] | None, recurrent: tuple[int, ...], like: int
+) -> None:
+    config = SimpleNamespace(layer_types=[FULL, SLIDING, FULL], mtp_layer_types=said)
+    layers = [SimpleNamespace(layer=layer, recurrent=layer in recurrent) for layer in range(3)]
+    target: Any = SimpleNamespace(user_decoder=SimpleNamespace(config=config), layout=SimpleNamespace(layers=layers))
+    assert by_config(MtpFamily(like=row), target).like == like
 
 
 @deep_cases("kernels")
