@@ -50,6 +50,10 @@ class OnPretendedGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):  # an upload
+            func, args, kwargs = torch.empty_like, args[:1], {"device": args[1]}
         made_there = str(kwargs.get("device")).startswith("cuda")
         if made_there:
             kwargs = {**kwargs, "device": "meta"}
