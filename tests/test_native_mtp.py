@@ -100,7 +100,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @functools.cache
 def shared(folder: Path) -> Any:
-    """The model of a published folder, which nobody changes: it is loaded and proved once."""
+    """The model of a published folder, loaded and proved once. No test changes it."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     SHARED[id(model)] = model
     return model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_engines import PARAMS, TREE, WIDE, answers, engine_of, use_peers
+from split_engines import PARAMS, TREE, WIDE, accepted_trees, answers, engine_of, use_peers
 
 from specdec import SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker
@@ -115,11 +115,7 @@ def test_accepted_paths_move_within_pages_on_every_rank(
     tree_script: Callable[..., Any],
     three_prompts: list[list[int]],
 ):
-    target = target_of(name)
-    alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
-    truths = [prompt + tokens for prompt, (tokens, _) in zip(three_prompts, alone, strict=True)]
-    engine = engine_of(target, count, scripted(tree_script(truths)), page_size=page_size, prefill_chunk=16)
-    assert answers(engine, three_prompts) == alone
+    engine = accepted_trees(target_of(name), count, three_prompts, scripted, tree_script, page_size=page_size)
     assert engine.stats().acceptance_length > 1.5
 
 

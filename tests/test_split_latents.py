@@ -13,11 +13,19 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoints import publish
-from split_engines import DETERMINISTIC, PARAMS, TREE, WIDE, answers, engine_of, use_peers
+from split_engines import (
+    DETERMINISTIC,
+    TREE,
+    WIDE,
+    accepted_trees,
+    answers,
+    cached_tokens_of_two_ranks,
+    engine_of,
+    use_peers,
+)
 
-from specdec import Engine, EngineConfig, SpecConfig
+from specdec import Engine, EngineConfig
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpWorker
-from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import KERNELS, REFERENCE
 from specdec.gpu.tensor_tree import map_tensors
@@ -30,7 +38,7 @@ from specdec.layers.split.layer_shares import layer_share
 from specdec.models.target import TargetModel
 
 from marks import deep
-from tiny_models import VOCAB, build_target, random_eagle3, spread
+from tiny_models import VOCAB, build_target, spread
 
 SIZES: dict[str, Any] = {**WIDE, "num_key_value_heads": 8, "head_dim": 4}
 RANGES = {"v_head_dim": 128}  # four ranges of K in the sum after attention
@@ -40,7 +48,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "no latent of queries": ("deepseek_v3", {**GROUPS, "q_lora_rank": None, "rope_interleave": False}),
     "glm4_moe_lite": ("glm4_moe_lite", RANGES),
 }
-CHAIN = SpecConfig(3, adaptive=False)
 
 
 @cache
@@ -60,28 +67,14 @@ def test_ranks_have_the_bits_of_one_device(
     three_prompts: list[list[int]],
 ):
     """In trees and chunks, pages of several slots, and next to others."""
-    target = target_of(name)
-    alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
-    truths = [prompt + tokens for prompt, (tokens, _) in zip(three_prompts, alone, strict=True)]
-    trees = scripted(tree_script(truths))
-    assert answers(engine_of(target, count, trees, prefill_chunk=16, page_size=4), three_prompts) == alone
+    accepted_trees(target_of(name), count, three_prompts, scripted, tree_script, page_size=4)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", *map(deep, ("no latent of queries", "glm4_moe_lite"))])
 def test_chains_heads_preemption_and_cached_prefixes_too(name: str, three_prompts: list[list[int]]):
     target = target_of(name)
     alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
-    assert answers(engine_of(target, 2, NgramDrafter(), CHAIN), three_prompts) == alone
-    assert answers(engine_of(target, 2, random_eagle3(target.model), TREE, max_batch_size=2), three_prompts) == alone
-
-    tight = engine_of(target, 2, full_slots=66, prefix_cache=False)
-    assert answers(tight, three_prompts) == alone
-    assert tight.stats().preemptions > 0
-
-    engine = engine_of(target, 2)
-    engine.generate(three_prompts, PARAMS)
-    assert answers(engine, three_prompts) == alone
-    assert engine.stats().cached_tokens > 0
+    assert cached_tokens_of_two_ranks(target, three_prompts, alone, tight=66) > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")

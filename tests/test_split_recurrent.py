@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoints import publish
-from split_engines import PARAMS, TREE, WIDE, answers, engine_of, use_peers
+from split_engines import PARAMS, TREE, WIDE, accepted_trees, answers, cached_tokens_of_two_ranks, engine_of, use_peers
 from tape import record
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -22,7 +22,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
 from marks import deep
-from tiny_models import build_target, random_eagle3, spread
+from tiny_models import build_target, spread
 
 HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -50,27 +50,13 @@ def asked(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", deep("qwen3_5_moe")])
 def test_ranks_have_the_bits_of_one_device(family, count, asked, scripted, tree_script) -> None:
     """In trees and chunks, and next to others."""
-    target = target_of(family)
-    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
-    truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
-    trees = scripted(tree_script(truths))
-    assert answers(engine_of(target, count, trees, prefill_chunk=16, page_size=4), asked) == alone
+    accepted_trees(target_of(family), count, asked, scripted, tree_script, page_size=4)
 
 
 def test_chains_heads_preemption_and_cached_prefixes_too(asked) -> None:
     target = target_of("qwen3_5")
     alone = answers(engine_of(target, 1, max_batch_size=1), asked)
-    assert answers(engine_of(target, 2, NgramDrafter(), CHAIN), asked) == alone
-    assert answers(engine_of(target, 2, random_eagle3(target.model), TREE, max_batch_size=2), asked) == alone
-
-    tight = engine_of(target, 2, full_slots=62, prefix_cache=False)
-    assert answers(tight, asked) == alone
-    assert tight.stats().preemptions > 0
-
-    engine = engine_of(target, 2)
-    engine.generate(asked, PARAMS)
-    assert answers(engine, asked) == alone
-    assert engine.stats().cached_tokens == 32 + 16
+    assert cached_tokens_of_two_ranks(target, asked, alone, tight=62) == 32 + 16
 
 
 def test_prompts_that_part_after_a_state_share_it(asked) -> None:
