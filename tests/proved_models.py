@@ -92,6 +92,23 @@ def alone_once(depends: Callable[..., str | None]) -> Callable[..., str | None]:
     return found
 
 
+def divided_once(difference: Callable[..., str | None]) -> Callable[..., str | None]:
+    known: set[tuple[Any, ...]] = set()
+
+    def found(proof: ProbeResult, run: Any, ranks: Any, *heads: Any) -> str | None:
+        case = with_layers(run.__self__)
+        case = None if case is None or id(proof) not in REMEMBERED else (*case, type(ranks), *ranks.devices)
+        if case in known:
+            return None
+        what = difference(proof, run, ranks, *heads)
+        if what is None and case is not None:
+            known.add(case)
+        return what
+
+    return found
+
+
 TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
 ProbeResult.difference = fused_once(ProbeResult.difference)  # type: ignore[method-assign]
 specdec.models.target.depends_on_others = alone_once(specdec.models.target.depends_on_others)
+specdec.models.target.difference_on_ranks = divided_once(specdec.models.target.difference_on_ranks)
