@@ -52,7 +52,8 @@ class EmbedsApart(LlavaForConditionalGeneration):
 def model():
     """Gemma 4 with a vision tower and per-layer embeddings; its padding is token 3."""
     config = multimodal_config(vocab_size=64, pad_token_id=3)
-    config.image_token_id, config.video_token_id, config.audio_token_id, config.boi_token_id = IMAGE, VIDEO, AUDIO, BEGIN
+    config.image_token_id, config.video_token_id, config.audio_token_id = IMAGE, VIDEO, AUDIO
+    config.boi_token_id = BEGIN
     torch.manual_seed(0)
     return spread(Gemma4ForConditionalGeneration(config))
 

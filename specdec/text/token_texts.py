@@ -10,7 +10,6 @@ the same character.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from os.path import commonprefix  # of any texts
 from typing import Any
 
 from specdec.text.detokenize import REPLACEMENT, Detokenizer, token_bytes
@@ -67,7 +66,7 @@ class TokenTexts:
         self._ids.append(token)
         before, new = self._tail, self._reader.stream(self._ids, (), finished=False)
         self._tail = self._reader.unsettled(self._ids)
-        begin = self._settled + len(commonprefix([before, new + self._tail]))
+        begin = self._settled + _common(before, new + self._tail)
         if before.endswith(REPLACEMENT) and b"\x80" <= token_bytes(self._tokenizer, token)[:1] < b"\xc0":
             begin = self.begins[-1]  # another part of one character
         self.begins.append(begin)
@@ -82,3 +81,9 @@ class TokenTexts:
         if text.startswith(sent):
             return text[len(sent) :]
         return cut_at_stop(self._waiting + self._tail, self._stops)  # the tokenizer took text back
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
