@@ -1,73 +1,121 @@
-"""Five defects that engines of this kind have had: each shows here as other tokens or drafts, or to the sanitizer.
+"""Five defects that engines of this kind have had, each kept out by a check that is known to be able to fail.
 
-Only load reveals them: several rows, SWA slots that evictions moved far from the full ones, and pools so short that
-slots change owners. `tools/mutants/field.toml` seeds every one of them and names the case that must fail.
+For every defect, the check passes, and fails once the defect is seeded: tokens or drafts differ from the request alone,
+or the sanitizer names the place. Only load reveals them: several rows, SWA slots that evictions moved far from the full
+ones, and pools so short that slots change owners.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
-from kv_rig import SWA
+import torch
+from kv_rig import PRIMARY, SWA, GroupId, GroupLoc, KVPlan, replaced
+from tape import record
 
+import specdec.attention.plan
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
+from specdec.attention.dense import VisibleKeys
+from specdec.attention.kernels.page_table import PageTables
+from specdec.attention.pack import Pack, PackTables
+from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.base import DraftBatch
+from specdec.errors import LocationError
 
 from inside import capture_on_tape
-from marks import deep_cases, examples
+from marks import deep_cases, examples, usual
 
 NEW = examples(9, 12)
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
 TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
 LOAD = {"max_batch_size": 6, "full_slots": 150, "swa_slots": 150, "prefill_chunk": 16, "prefix_cache": False}
 NEARLY_FULL = {"max_batch_size": 4, "prefill_chunk": 64, "full_slots": 300, "swa_slots": 66}
-LOADS: dict[str, dict[str, Any]] = {
-    "extend": {"drafter": "trees"},  # extend tokens are read in the wrong group under load (SGLang #24395)
-    # the pool of a backend's start is not the one that a drafter is lent (#26966, #27491)
-    "lent-pool": {"drafter": "mtp", "fullest": 0.9, "config": NEARLY_FULL},
-    # a translation is remembered, and outlives its step across a graph replay (#26152)
-    "replay": {"drafter": "mtp", "spec": TREE, "captured": True},
-    "prefill": {},  # a precomputed location of a prefill is stale, or ignored (#24138)
-    "two-windows": {"family": "two_windows", "drafter": "trees"},  # slots of the wider window for the narrower
-    "two-windows-replay": {"family": "two_windows", "captured": True},
-}
-"""The draft part of a page table that is not translated, with more than one branch (#24617), shows under "extend"."""
+Seed = Callable[[pytest.MonkeyPatch], None]
+
+
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def requests(make_target, greedy_oracle, random_prompt) -> Callable[[str], list[tuple[list[int], list[int]]]]:
-    """requests(family): prompts, and what the target alone says to each."""
+def requests(make_target, greedy_oracle, random_prompt) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what the target alone says to each."""
+    model = make_target("gemma4-e2b")
     prompts = [random_prompt(length) for length in LENGTHS]
-    return lambda family: [(prompt, greedy_oracle(make_target(family), prompt, NEW + 4)) for prompt in prompts]
+    return [(prompt, greedy_oracle(model, prompt, NEW + 4)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def drafter_of(requests, make_target, make_assistant, scripted, tree_script) -> Callable[[str, str | None], Any]:
-    def make(family: str, name: str | None) -> Any:
+def drafter_of(requests, make_target, make_assistant, scripted, tree_script) -> Callable[[str | None], Any]:
+    def make(name: str | None) -> Any:
         if name == "trees":  # often right, often deep
-            return scripted(tree_script([prompt + truth for prompt, truth in requests(family)]))
-        return make_assistant(make_target(family)) if name == "mtp" else name
+            return scripted(tree_script([prompt + truth for prompt, truth in requests]))
+        return make_assistant(make_target("gemma4-e2b")) if name == "mtp" else name
 
     return make
 
 
 @pytest.fixture(scope="module")
 def drafts_alone(requests, drafter_of, make_target, make_engine) -> Callable[..., dict[tuple[int, ...], list[int]]]:
-    """drafts_alone(family, drafter, spec): the drafts of every request by itself in a roomy engine, made once."""
+    """drafts_alone(drafter, spec): of every request by itself in a roomy engine. Made once: nothing is seeded there."""
 
     @functools.cache
-    def run(family: str, drafter: str | None, spec: SpecConfig) -> dict[tuple[int, ...], list[int]]:
+    def run(drafter: str | None, spec: SpecConfig) -> dict[tuple[int, ...], list[int]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECDEC_SANITIZE", "0")
-            lone = make_engine(make_target(family), drafter_of(family, drafter), spec=spec)
+            lone = make_engine(make_target("gemma4-e2b"), drafter_of(drafter), spec=spec)
             drafts = recorded_drafts(lone)
-            for prompt, _ in requests(family):
+            for prompt, _ in requests:
                 lone.generate(prompt, PARAMS)
         return drafts
 
     return run
+
+
+@pytest.fixture
+def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypatch) -> Callable[..., None]:
+    """load(seed=None, sanitize=False, drafter=..., spec=..., captured=False, fullest=None, **config): the check of all.
+
+    Serves all requests at once. Each must have the tokens of the target alone, and after any of its tokens the drafts
+    of its lone run in a roomy engine: what a drafter reads shows in nothing else. fullest: the share of the SWA pool
+    that must be in use at some time.
+    """
+    model = make_target("gemma4-e2b")
+
+    def check(
+        seed: Seed | None = None,
+        *,
+        sanitize: bool,
+        drafter: str | None,
+        spec: SpecConfig = CHAIN,
+        captured: bool = False,
+        fullest: float = 0.0,
+        **config: Any,
+    ) -> None:
+        alone = {} if captured else drafts_alone(drafter, spec)
+        with monkeypatch.context() as patch:
+            patch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
+            capture_on_tape(patch, captured)
+            if seed is not None:
+                seed(patch)
+            crowded = make_engine(model, drafter_of(drafter), spec=spec, **{**LOAD, **config})
+            drafts = {} if captured else recorded_drafts(crowded)  # which needs values on the host
+            held = []
+            forward = crowded.target.forward
+            crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
+            pool = crowded.table.allocator.pools[SWA]
+            outputs = crowded.generate([prompt for prompt, _ in requests], PARAMS)
+            assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests]
+            both = drafts.keys() & alone.keys()
+            assert bool(both) == (drafter is not None and not captured)
+            assert {known: drafts[known] for known in both} == {known: alone[known] for known in both}
+            assert fullest * pool.capacity <= max(held)
+            crowded.table.check()
+
+    return check
 
 
 def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
@@ -91,29 +139,236 @@ def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
     return drafts
 
 
-@deep_cases("lent-pool-False", "replay-False", "prefill-False", "two-windows-False", "two-windows-replay-False")
+@contextmanager
+def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
+    """What is seeded shows: as other tokens or drafts, or to the sanitizer, which names the place."""
+    if sanitize:
+        with pytest.raises((LocationError, *others), match=r"^row \d+, position \d+: .* slot|index out of range"):
+            yield
+    else:
+        with pytest.raises((AssertionError, *others), match=r"assert .* == |index out of range"):
+            yield
+
+
+def for_kind(kind: str) -> Callable[[KVPlan], bool]:
+    if kind == "frozen":
+        return lambda plan: plan.write is None
+    return lambda plan: plan.tree is not None and not plan.tree.is_chain
+
+
+def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupId = SWA) -> Seed:
+    """The forward's own tokens are read with primary slots where sliding layers wrote those of their group."""
+
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        right, wanted = VisibleKeys.from_plan, for_kind(kind)
+
+        def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
+            keys = right(plan, slots, start, group, window)
+            if group == to and wanted(plan):
+                own = plan.positions.shape[1]
+                untranslated = plan.write[source].view(plan.positions.shape)
+                return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
+            return keys
+
+        patch.setattr(VisibleKeys, "from_plan", staticmethod(wrong))
+
+    return seed
+
+
+def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
+    """In a prefill, where its own tokens lie is not translated."""
+    right = specdec.attention.plan.locate_pack
+
+    def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
+        tables = right(table, pack, longest)
+        lines = tables.lines[to]
+        columns = lines.begin[:, None] + torch.arange(lines.slots.shape[1])
+        slots = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
+        slots = table.allocator.translate(source, slots)
+        mixed = torch.where(columns >= pack.start[:, None], slots, lines.slots)
+        return tables._replace(lines=replaced(tables.lines, to, lines._replace(slots=mixed)))
+
+    patch.setattr(specdec.attention.plan, "locate_pack", wrong)
+
+
+def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
+    """The other way round: written with full slots, read with SWA slots."""
+    right = KVPlan.write_slots
+
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
+        return right(plan, source if plan.pack is not None and group in (source, to) else group)
+
+    patch.setattr(KVPlan, "write_slots", wrong)
+
+
+def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
+    """A frozen drafter's backend knows one pool, the primary one, and reads sliding layers through its table."""
+    right = TorchBackend.attention
+
+    def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Any:
+        if plan.write is None and group == SWA:
+            assert isinstance(plan.prefix, PageTables)
+            pages, start = plan.prefix.pages(group)
+            columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
+            full = plan.prefix.tables[PRIMARY]
+            stale_pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
+            tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, stale_pages))
+            stale = object.__new__(KVPlan)
+            for name in KVPlan.__slots__:
+                object.__setattr__(stale, name, getattr(plan, name))
+            object.__setattr__(stale, "prefix", tables)
+            return right(backend, stale, group, window, shares)
+        return right(backend, plan, group, window, shares)
+
+    patch.setattr(TorchBackend, "attention", wrong)
+
+
+def leave_the_draft_untranslated(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
+    """A tree's part of the SWA table keeps full slots: its nodes are written and read there, into others' keys."""
+    right = TorchBackend.locate
+
+    def wrong(
+        backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
+    ) -> PageTables:
+        located = right(backend, table, rows, committed_len, num_queries)
+        untranslated = replaced(located.write, to, located.write[source])
+        return located._replace(write=untranslated) if num_queries == 4 else located
+
+    patch.setattr(TorchBackend, "locate", wrong)
+
+
+def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
+    """Tables and locations are remembered by shape: a captured round holds those of the round before its capture."""
+    right, made = TorchBackend.locate, {}
+
+    def wrong(
+        backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
+    ) -> PageTables:
+        key = len(rows.index), rows.longest, num_queries
+        if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
+            made[key] = right(backend, table, rows, committed_len, num_queries)
+        return made[key]
+
+    patch.setattr(TorchBackend, "locate", wrong)
+
+
+def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
+    """The SWA slots of a prefill are kept where the forward after it finds them instead of its own."""
+    right, kept = KVPlan.write_slots, []
+
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
+        slots = right(plan, group)
+        if plan.pack is None or group == PRIMARY:
+            return slots
+        if not any(plan is other for other, _ in kept):
+            kept.append((plan, slots))
+        stale = kept[-2][1] if len(kept) > 1 else slots
+        return GroupLoc(torch.cat([stale, slots[len(stale) :]])[: len(slots)])
+
+    patch.setattr(KVPlan, "write_slots", wrong)
+
+
+def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
+    """The precomputed SWA slots of a prefill are not used: keys go to the slots that come first in the pool."""
+    right = KVPlan.write_slots
+
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
+        slots = right(plan, group)
+        if plan.pack is None or group == PRIMARY:
+            return slots
+        return GroupLoc(1 + torch.arange(len(slots)) % 90)
+
+    patch.setattr(KVPlan, "write_slots", wrong)
+
+
+NEARLY = {"drafter": "mtp", "fullest": 0.9, **NEARLY_FULL}
+REPLAYED = {"drafter": "mtp", "spec": TREE, "captured": True}
+LOADS = {
+    "extend": {"drafter": "trees"},  # extend tokens are read in the wrong group under load (SGLang #24395)
+    "lent-pool": NEARLY,  # the pool of a backend's start is not the one that a drafter is lent (#26966, #27491)
+    "replay": REPLAYED,  # a translation is remembered, and outlives its step across a graph replay (#26152)
+    "prefill": {"drafter": None},  # a precomputed location of a prefill is stale, or ignored (#24138)
+}
+"""The draft part of a page table that is not translated, with more than one branch (#24617), shows under "extend"."""
+
+SEEDED = {
+    "read-extend": (read_extend_tokens_by_full_slots, LOADS["extend"]),
+    "write-extend": (write_extend_tokens_by_full_slots, LOADS["extend"]),
+    "one-pool": (derive_the_pool_once, NEARLY),
+    "untranslated": (leave_the_draft_untranslated, LOADS["extend"]),
+    "own-keys": (read_own_keys_by_full_slots("tree"), LOADS["extend"]),
+    "remembered": (keep_the_translation, REPLAYED),
+    "stale": (use_a_stale_location, LOADS["prefill"]),
+    "ignored": (ignore_the_location, LOADS["prefill"]),
+}
+
+
+@deep_cases("lent-pool-False", "replay-False", "prefill-False")
 @pytest.mark.parametrize("sanitize", [False, True])
 @pytest.mark.parametrize("name", LOADS)
-def test_all_tokens_and_drafts_are_right_under_load(
-    name, sanitize, requests, drafter_of, drafts_alone, make_target, make_engine, monkeypatch
+def test_all_tokens_and_drafts_are_right_under_load(name, sanitize, load) -> None:
+    load(**LOADS[name], sanitize=sanitize)
+
+
+@deep_cases("write-extend-True", "own-keys-False", "ignored-True")
+@pytest.mark.parametrize(
+    ("name", "sanitize"),
+    usual(itertools.product(SEEDED, [False, True]), lambda name, sanitize: list(SEEDED).index(name) % 2 == sanitize),
+)
+def test_a_seeded_defect_is_seen(name, sanitize, load) -> None:
+    seed, loaded = SEEDED[name]
+    others = [IndexError] if loaded is NEARLY else []  # slots of the larger pool may not be there
+    with seen(sanitize, *others):
+        load(seed, **loaded, sanitize=sanitize)
+
+
+# the same between two windowed groups: slots of the narrower window in the wider one
+
+
+BETWEEN = {"source": GroupId(1), "to": GroupId(2)}
+
+
+@pytest.fixture(scope="module")
+def sound_engines() -> set[bool]:
+    """Whether rounds are captured, of the engines that were seen to be right before a defect was seeded."""
+    return set()
+
+
+@deep_cases("write", "stale", "ignored")
+@pytest.mark.parametrize(
+    ("seed", "captured"),
+    [
+        (partial(read_extend_tokens_by_full_slots, **BETWEEN), False),
+        (partial(write_extend_tokens_by_full_slots, **BETWEEN), False),
+        (partial(leave_the_draft_untranslated, **BETWEEN), False),
+        (read_own_keys_by_full_slots("tree", **BETWEEN), False),
+        (keep_the_translation, True),
+        (use_a_stale_location, False),
+        (ignore_the_location, False),
+    ],
+    ids=["read", "write", "untranslated", "own-keys", "outlives", "stale", "ignored"],
+)
+def test_slots_of_another_window_are_named(
+    seed,
+    captured,
+    sound_engines,
+    make_target,
+    make_engine,
+    random_prompt,
+    greedy_oracle,
+    scripted,
+    tree_script,
+    monkeypatch,
 ) -> None:
-    """Each request has the tokens of the target alone, and after any of its tokens the drafts of its lone run: what a
-    drafter reads shows in nothing else."""
-    load = {"family": "gemma4-e2b", "drafter": None, "spec": CHAIN, "captured": False, "fullest": 0.0, "config": {}}
-    load |= LOADS[name]
-    family, drafter, spec, captured = (load[key] for key in ("family", "drafter", "spec", "captured"))
-    alone = {} if captured else drafts_alone(family, drafter, spec)
-    monkeypatch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
-    capture_on_tape(monkeypatch, captured)
-    crowded = make_engine(make_target(family), drafter_of(family, drafter), spec=spec, **{**LOAD, **load["config"]})
-    drafts = {} if captured else recorded_drafts(crowded)  # which needs values on the host
-    held = []
-    forward, pool = crowded.target.forward, crowded.table.allocator.pools[SWA]
-    crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
-    outputs = crowded.generate([prompt for prompt, _ in requests(family)], PARAMS)
-    assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests(family)]
-    both = drafts.keys() & alone.keys()
-    assert bool(both) == (drafter is not None and not captured)
-    assert {known: drafts[known] for known in both} == {known: alone[known] for known in both}
-    assert load["fullest"] * pool.capacity <= max(held)
-    crowded.table.check()
+    """Windows of 3 and 8. Of a frozen drafter it is `test_cache_groups.py` that shows it."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    model, prompts = make_target("two_windows"), [random_prompt(length) for length in LENGTHS]
+    drafter = None if captured else scripted(tree_script([prompt + [1] * NEW for prompt in prompts]))
+    if captured not in sound_engines:
+        outputs = make_engine(model, drafter, spec=CHAIN, **LOAD).generate(prompts, PARAMS)
+        assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+        sound_engines.add(captured)
+    with monkeypatch.context() as patch, seen(True):
+        seed(patch)
+        make_engine(model, drafter, spec=CHAIN, **LOAD).generate(prompts, PARAMS)

@@ -7,15 +7,28 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers.modeling_utils import str_to_torch_dtype
 
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 DTYPES = {
-    **str_to_torch_dtype,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
     "F4": torch.float4_e2m1fn_x2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
     "C64": torch.complex64,
+    "BOOL": torch.bool,
 }
 """Types of numbers by their names in safetensors."""
 
