@@ -22,7 +22,7 @@ TokenPrompts = list[list[int]]
 class Contestant:
     """One way of generating. judged: its outputs must equal the first contestant's, token for token. processor_seconds:
     processor time of all threads of this process during `seconds`. laps: `seconds` by group. requests: statistics of an
-    engine's requests, in the order of outputs; more than outputs if a group was interrupted."""
+    engine's requests, those of an interrupted group included."""
 
     name: str
     run: Callable[[TokenPrompts], TokenPrompts]
@@ -37,6 +37,11 @@ class Contestant:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def finished_requests(self) -> list[RequestStats]:
+        """Statistics of the requests whose outputs count, in their order."""
+        return self.requests[: len(self.outputs)]
 
 
 def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Contestant:
