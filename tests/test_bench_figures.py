@@ -87,9 +87,23 @@ def test_rows_and_folders_that_are_no_data_set_are_refused(name, row, says, tmp_
         load_data(name, str(tmp_path))
 
 
-def test_a_data_set_that_is_not_on_the_hub_says_so():
-    with pytest.raises(SpecDecError, match="spec-bench is not on the hub"):
-        load_data("spec-bench", "hub")
+def no_network(*args, **kwargs):
+    raise ConnectionError("no route\nto host")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "says"),
+    [
+        ("spec-bench", None, "spec-bench is not on the hub"),
+        ("gsm8k", None, r"specdec-runtime\[datasets\]"),
+        ("gsm8k", SimpleNamespace(load_dataset=no_network), "no route"),
+    ],
+    ids=["elsewhere", "not installed", "no network"],
+)
+def test_why_the_hub_did_not_answer(name, package, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    with pytest.raises(SpecDecError, match=says):
+        load_data(name, "hub")
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "mt-bench", "humaneval", "spec-bench"])
@@ -156,6 +170,7 @@ def test_a_bench_says_which_share_of_a_core_it_had(monkeypatch, tmp_path):
     table = bench("--limit", "1", "--max-new-tokens", "8", "--json", str(tmp_path / "b.json")).stdout
     assert json.loads((tmp_path / "b.json").read_text())["processor_share"] == pytest.approx(0.5, abs=0.01)
     assert "other programs took the processor: this one had 0.50 of a core" in " ".join(table.split())
+    assert "; accuracy 0.0 %, cut off: 1 of 1; identical" in table
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class _WatchedRound(LaunchedStep):
 
 
 class WatchedSteps(Steps):
-    """The same steps, which append every round to `passed` when its result arrives."""
+    """An engine's steps that append every round to `passed` when its result arrives."""
 
     def __init__(self, steps: Steps) -> None:
         self.__dict__.update(vars(steps))
