@@ -106,12 +106,6 @@ def test_why_the_hub_did_not_answer(name, package, says, monkeypatch):
         load_data(name, "hub")
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "mt-bench", "humaneval", "spec-bench"])
-def test_published_files_are_found_by_name(name, shared_data):
-    source, problems = load_data(name, str(shared_data))
-    assert source.startswith("file ") and len(problems) >= 80
-
-
 def bench(*words: str):
     return CliRunner().invoke(app, ["bench", *words])
 

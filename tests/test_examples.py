@@ -235,14 +235,6 @@ def test_streamed_colours_are_those_of_the_finished_output(module):
         assert streamed == styles(in_colour(pieces_of(out, engine.tokenizer))) and len(set(streamed)) == 2
 
 
-@pytest.mark.parametrize(
-    ("ours", "reference", "want"),
-    [([1, 2], [1, 2], None), ([1, 3, 2], [1, 2, 2], 1), ([1, 2], [1, 2, 3], 2), ([1], [], 0)],
-)
-def test_first_difference(ours, reference, want, module):
-    assert module("compare_pair").first_difference(ours, reference) == want
-
-
 @pytest.mark.slow
 def test_streams_advance_together_and_no_more_than_a_batch_is_open(module):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
