@@ -16,7 +16,6 @@ from specdec.cli.bodies.settings import (
     pair_arguments,
     prepare_output,
     shown_when_interrupted,
-    table_console,
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.config import SamplingParams, SpecConfig
@@ -28,7 +27,7 @@ from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import require_distinct, write_report
-from specdec.evaluation.phases.phase_report import PhaseReport, drawn_phases, table
+from specdec.evaluation.phases.phase_report import drawn_phases, phase_table
 from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.evaluation.tasks import choose
@@ -51,11 +50,11 @@ def bench_rounds(options: BenchOptions) -> None:
         profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
-    with shown_when_interrupted(show_report):
+    with shown_when_interrupted(lambda report: print(phase_table(report))):
         subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
     if write_report(report.as_json(), options.json_file, (asked.plot_file, partial(drawn_phases, report))):
-        show_report(report)
+        print(phase_table(report))
 
 
 def require_outputs(*files: Path | None) -> None:
@@ -63,10 +62,6 @@ def require_outputs(*files: Path | None) -> None:
     require_distinct(files)
     if files[-1] is not None:
         require_matplotlib()
-
-
-def show_report(report: PhaseReport) -> None:
-    table_console(220).print(table(report))
 
 
 def shape_subject(name: str, options: BenchOptions) -> BenchSubject:

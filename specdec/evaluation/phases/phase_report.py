@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from specdec.config import SpecConfig
-from specdec.evaluation.gsm8k_report import png_of
+from specdec.evaluation.gsm8k_report import png_of, table_lines
 from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 
@@ -96,20 +94,13 @@ class PhaseReport:
         return record
 
 
-def table(report: PhaseReport) -> Table:
-    """A table with one row per cell."""
+def phase_table(report: PhaseReport) -> str:
+    """The title, and a Markdown table with one row per cell."""
     lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
     rows = [_row(cell, lengths) for cell in report.cells]
-    *heads, last = rows[0]
     if not any(row[NO_KERNEL] for row in rows):
-        heads.remove(NO_KERNEL)
-    made = Table(box=box.MARKDOWN, title=bench_title(report), title_justify="left", title_style="")
-    for head in heads:
-        made.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
-    made.add_column(last, overflow="fold")
-    for row in rows:
-        made.add_row(*(row[head] for head in (*heads, last)))
-    return made
+        rows = [{head: text for head, text in row.items() if head != NO_KERNEL} for row in rows]
+    return "\n".join([bench_title(report), "", *table_lines(rows)])
 
 
 def bench_title(report: PhaseReport) -> str:
