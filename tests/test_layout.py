@@ -75,7 +75,6 @@ LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
 LAZY_USERS = ("specdec", "specdec.cli.app", "specdec.cli.commands")
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
-SCRIPTS = ("tests", "examples", "tools", "bench")
 IMPORTERS = ("import_module", "__import__")
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
@@ -208,11 +207,6 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def names_a_folder(text: str) -> bool:
-    """May an import name a root folder bare? Most files do not, and need not be parsed."""
-    return re.search(rf"(?m)^\s*(from|import)\b.*(?<![\w.])({'|'.join(FOLDERS)})\b(?<!specdec)", text) is not None
-
-
 def dropped_comparisons(text: str) -> list[int]:
     """Lines on which the result of a tensor comparison is thrown away."""
     calls = (n.value for n in ast.walk(parsed(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
@@ -257,21 +251,6 @@ def public_names(module: ast.Module) -> Iterator[str]:
 
 def test_no_import_circle():
     assert find_cycle(import_graph(product_sources())) == []
-
-
-def test_scripts_use_the_installed_names():
-    bare = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for folder in SCRIPTS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for text in [path.read_text("utf-8")]
-        if names_a_folder(text)
-        for node in ast.walk(parsed(text))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in imported(node, set())
-        if name.split(".")[0] in FOLDERS and not is_own(name)
-    ]
-    assert bare == []
 
 
 def test_every_package_is_listed_and_mapped():

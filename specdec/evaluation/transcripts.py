@@ -82,8 +82,8 @@ def _whole_lines(path: Path) -> list[Record]:
     for number, line in enumerate(whole, start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number} is no transcript ({error}); use another folder") from error
+        except ValueError:
+            record = None
         if not isinstance(record, dict) or (lines and "index" not in record):
             raise ConfigError(f"{path}:{number} is no transcript of this version; use another folder")
         lines.append(record)

@@ -94,7 +94,7 @@ def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
 
 
 def drafter_name(pair: PairOptions) -> str | None:
-    """The drafter that the engine is given. 'auto' means the bundled target's own; the engine resolves it for others."""
+    """The drafter that the engine is given. 'auto' means the bundled target's own; the engine finds that of others."""
     name, comma, lookup = pair.drafter.partition(",")
     if name == "auto" and pair.target == "tiny-gemma4":
         name = "tiny-gemma4-mtp"
