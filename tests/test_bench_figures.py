@@ -117,18 +117,9 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     texts = ["Tom has 3 apples.", "Ann buys 12 pens and sells 5.", "Joe runs 4 km.", "Eva reads 20 pages."]
     rows = [{"category": ("a", "b")[at % 2], "turns": [text]} for at, text in enumerate(texts)]
     written(tmp_path / "question.jsonl", rows)
-    shape = ("--num-steps", str(draft.num_steps), "--draft-topk", str(draft.topk))
-    words = ("--data", "spec-bench", "--data-folder", str(tmp_path), "--max-new-tokens", "8", "--fixed-drafts")
-    words = (
-        *words,
-        *shape,
-        "--num-draft-tokens",
-        str(draft.num_nodes),
-        "--suppose-acceptance",
-        "2",
-        "--batch-size",
-        "2",
-    )
+    words = ["--data", "spec-bench", "--data-folder", str(tmp_path), "--num-draft-tokens", str(draft.num_nodes)]
+    words += ["--num-steps", str(draft.num_steps), "--draft-topk", str(draft.topk)]
+    words += ["--max-new-tokens", "8", "--fixed-drafts", "--suppose-acceptance", "2", "--batch-size", "2"]
     result = bench(*words, "--json", "-")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -150,7 +141,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     assert 0 < times["tpot_ms"]["p50"] <= times["tpot_ms"]["p99"] and times["ttft_ms"]["mean"] > 0
     assert "synthetic" in report["supposed"] and report["supposed"]["mean_acceptance_length"] == 2
     assert (report["data"], report["template"]) == ("spec-bench, file question.jsonl", "chat template")
-    table = bench(*words[:4], "--limit", "1", *words[4:]).stdout
+    table = bench(*words, "--limit", "1").stdout
     assert "mean acceptance length" in table and "| a | 1 |" in table and "spec-bench, file question.jsonl" in table
     assert "of all rounds with drafts, by position" in table
     [line] = [line for line in table.splitlines() if "supposed" in line]

@@ -393,11 +393,11 @@ def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions,
 
 def test_a_bench_has_no_figures_when_an_output_differs():
     plain, other = (Contestant(name, list, outputs=[[1, 2], [3, 4]]) for name in ("specdec, no drafter", "specdec, x"))
-    require_parity([plain, other])
+    require_parity(plain, other)
     for output, at in (([3, 5], 1), ([3], 1), ([3, 4, 5], 2), ([5, 4], 0)):
         other.outputs[1] = output
         with pytest.raises(SpecDecError, match=f"prompt 1 differs from plain decoding at token {at}"):
-            require_parity([plain, other])
+            require_parity(plain, other)
 
 
 # going on after a kill, and with more problems

@@ -24,14 +24,13 @@ from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import (
     FORMS,
-    META,
     build_model,
     count_modules,
     empty_packed,
     pack_layers,
 )
 from specdec.kvcache.index_spaces import PRIMARY
-from specdec.models.described_model import ModelOnMeta, model_on_meta
+from specdec.models.described_model import META, ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, cache_needs, lookahead_nodes, pool_slots

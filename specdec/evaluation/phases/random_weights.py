@@ -42,7 +42,7 @@ from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
 from specdec.loading import pick_device, pick_dtype
-from specdec.models.described_model import ModelOnMeta
+from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import StoredWeights, stored_weights
@@ -171,7 +171,6 @@ def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
     model.initialize_weights()
 
 
-META = torch.device("meta")
 ROUTER_SCORES = 4.0
 """Factor of a router's random weights."""
 ROUTER_CORRECTION = 1e-3
