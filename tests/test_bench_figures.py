@@ -152,10 +152,11 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
 def test_a_bench_says_which_share_of_a_core_it_had(monkeypatch, tmp_path):
     """A token took 1.6 times as long while other programs ran, and nothing in the report said so."""
     monkeypatch.setattr(contest, "process_time", lambda: 0.5 * contest.perf_counter())
-    table = bench("--limit", "1", "--max-new-tokens", "8", "--json", str(tmp_path / "b.json")).stdout
+    table = bench("--limit", "1", "--max-new-tokens", "8", "--peer", "--json", str(tmp_path / "b.json")).stdout
     assert json.loads((tmp_path / "b.json").read_text())["processor_share"] == pytest.approx(0.5, abs=0.01)
     assert "other programs took the processor: this one had 0.50 of a core" in " ".join(table.split())
     assert "; accuracy 0.0 %, cut off: 1 of 1; identical" in table
+    assert "| transformers, plain |" in table and "| transformers, assisted |" in table
 
 
 @pytest.mark.parametrize(

@@ -157,14 +157,6 @@ def test_a_fault_of_the_engine_fails_parity_and_has_no_figures(subject, monkeypa
 # cells
 
 
-def test_a_real_pair_has_its_measured_acceptance(subject):
-    real = BenchSubject(**{item.name: getattr(subject, item.name) for item in fields(subject)} | {"assumed": ()})
-    cell = run_phases(real, plan()).cells[1]
-    assert cell.acceptance_length is not None
-    per_round = cell.acceptance_length / (cell.ms["round"].median / 1e3)
-    assert cell.tokens_per_second == {"measured": pytest.approx(per_round)}
-
-
 def test_a_cell_without_memory_is_a_note_and_the_others_go_on(subject, monkeypatch):
     driven = run_module._driven
 
@@ -282,6 +274,17 @@ def test_a_shape_from_the_shell(tmp_path):
     assert set(record["cells"][1]["tokens_per_second"]) == {"if AL 2", "if AL 3"}
     assert record["conditions"]["command"].startswith("specdec")
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("shallow_pair", "bundled_once")
+def test_a_pair_from_the_shell():
+    words = ("--phases", "--device", "cpu", "--fixed-drafts", "--batches", "2", "--contexts", "24", "--rounds", "2")
+    record = json.loads(bench(*words, "--json", "-").stdout)
+    assert (record["subject"], record["shrunk"]) == ("tiny-gemma4 with tiny-gemma4-mtp", "")
+    assert [(cell["run"], cell["parity"]["passed"]) for cell in record["cells"]] == [("plain", True), ("chain", True)]
+    for cell in record["cells"]:
+        speed = 2 * cell["acceptance_length"] / (cell["ms"]["round"]["median"] / 1e3)
+        assert cell["tokens_per_second"] == {"measured": pytest.approx(speed)}
 
 
 @deep_cases("qwen3-8b-dspark-fp8-block-Qwen/Qwen3-8B with deepseek-ai/dspark_-fp8, the rest float32")
