@@ -3,7 +3,6 @@
 Compare the ratios: absolute figures depend on the machine and the moment.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -111,6 +110,7 @@ def run_bench(
     if peer:
         contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
     batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)  # no batch spans two categories
+    starts = [0, *accumulate(map(len, batches))]
     prompts = [prompts[i] for batch in batches for i in batch]
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
@@ -154,16 +154,14 @@ def run_bench(
             times={one.name: time_figures(one.finished_requests, one.seconds) for one in contestants if one.requests},
             speculative_decoding=accepted,
             supposed=supposed,
-            categories=_by_category(contestants, prompts, batches),
+            categories=_by_category(contestants, drafting or plain, prompts, starts),
             processor_share=_processor_share(contestants) if engine.target.device.type == "cpu" else None,
         )
 
     chat = getattr(engine.tokenizer, "chat_template", None)
-    starts = [0, *accumulate(map(len, batches))]
-    groups = [ids[start:end] for start, end in pairwise(starts)]
     try:
-        with progress_bar("measuring", len(groups)) as update:
-            take_turns(contestants, groups, update)
+        with progress_bar("measuring", len(batches)) as update:
+            take_turns(contestants, [ids[start:end] for start, end in pairwise(starts)], update)
     except KeyboardInterrupt as stop:
         done = len(plain.outputs)
         raise Interrupted(f"{done} of {len(ids)} prompts were measured", report() if done else None) from stop
@@ -171,29 +169,26 @@ def run_bench(
 
 
 def _by_category(
-    contestants: Sequence[Contestant], prompts: Sequence[Problem], batches: Sequence[Sequence[int]]
+    contestants: Sequence[Contestant], drafting: Contestant, prompts: Sequence[Problem], starts: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Figures by category from the measured batches; empty without categories."""
-    found: dict[str, dict[str, Any]] = {}
-    start = 0
-    for lap, batch in enumerate(batches[: len(contestants[0].laps)]):
-        end = start + len(batch)
-        if (name := prompts[start].category) is not None:
-            made = found.setdefault(name, {"prompts": 0, "requests": [], "spent": Counter(), "tokens": Counter()})
-            made["prompts"] += len(batch)
-            made["requests"] += contestants[min(1, len(contestants) - 1)].requests[start:end]
-            for one in contestants:
-                made["spent"][one.name] += one.laps[lap]
-                made["tokens"][one.name] += sum(map(len, one.outputs[start:end]))
-        start = end
-    return {
-        name: {
-            "prompts": made["prompts"],
-            "acceptance_length": RequestStats.total(made["requests"]).acceptance_length,
-            "tokens_per_second": {each: made["tokens"][each] / made["spent"][each] for each in made["spent"]},
+    """Figures by category from the measured groups; empty without categories. starts: each group's first prompt."""
+    laps: dict[str, list[int]] = {}
+    for lap in range(len(drafting.laps)):
+        if (name := prompts[starts[lap]].category) is not None:
+            laps.setdefault(name, []).append(lap)
+
+    def figures(own: Sequence[int]) -> dict[str, Any]:
+        places = [i for lap in own for i in range(starts[lap], starts[lap + 1])]
+        return {
+            "prompts": len(places),
+            "acceptance_length": RequestStats.total(drafting.requests[i] for i in places).acceptance_length,
+            "tokens_per_second": {
+                one.name: sum(len(one.outputs[i]) for i in places) / sum(one.laps[lap] for lap in own)
+                for one in contestants
+            },
         }
-        for name, made in found.items()
-    }
+
+    return {name: figures(own) for name, own in laps.items()}
 
 
 def markdown_table(report: BenchReport) -> str:
