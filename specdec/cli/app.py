@@ -65,7 +65,7 @@ for _name, _line in COMMANDS.items():
 @app.callback()
 def specdec(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Speculative decoding for transformers models."""

@@ -47,8 +47,8 @@ class PhaseOptions:
 
     shape: str | None = phase_option(
         None,
-        "Time rounds of random weights at a published shape, such as gemma4-e4b, gpt-oss-20b or llama-8b, instead of "
-        "a target, next to their memory floor.",
+        "Time rounds of random weights at a published shape, such as gemma4-e4b or llama-8b (an unknown name lists "
+        "all), next to their memory floor. Takes no target.",
     )
     weights: str | None = phase_option(
         None,
