@@ -7,13 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.report import Row
 from specdec.evaluation.phases.memory_floor import read_bandwidth
+from specdec.evaluation.phases.timed_rounds import idle_within
+
+T = TypeVar("T")
 
 COLD_BYTES = 400_000_000
 """Bytes of inputs in turn, together: several times the L2 cache."""
@@ -132,16 +135,18 @@ def waiting_row(name: str, work: Callable[[], None]) -> Row:
     return Row(f"{name} under set_sync_debug_mode('error')", error or "none waits", ok=not error)
 
 
-def kernel_times(call: Callable[[], object]) -> dict[str, tuple[float, int]]:
-    """Milliseconds and calls of each kernel that a call runs, by name."""
+def profiled(call: Callable[[], T]) -> tuple[T, float, dict[str, tuple[float, int]]]:
+    """What a call returns, milliseconds between its first and its last kernel in which none runs, and by kernel its
+    milliseconds and calls."""
     activity = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profile:
-        call()
+        result = call()
         synchronize([DEVICE])
-    kernels = dict[str, tuple[float, int]]()
+    spans, kernels = [], dict[str, tuple[float, int]]()
     for event in profile.events() or []:
         if (event.device_type.name == "CPU") == ON_CPU:
-            span = event.time_range
+            begin, end = event.time_range.start / 1e3, event.time_range.end / 1e3
+            spans.append((begin, end))
             ms, calls = kernels.get(event.name[:70], (0.0, 0))
-            kernels[event.name[:70]] = ms + (span.end - span.start) / 1e3, calls + 1
-    return kernels
+            kernels[event.name[:70]] = ms + end - begin, calls + 1
+    return result, idle_within(spans), kernels

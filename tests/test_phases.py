@@ -20,7 +20,7 @@ from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import check_parity, output_gaps
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, phase_table
 from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.timed_rounds import drive, most_new_tokens, round_time
+from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
 from specdec.evaluation.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
@@ -75,8 +75,8 @@ def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, mak
     model = make_target("gemma4-e2b")
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13]]
     engine = make_engine(model, make_assistant(model), num_steps=2, max_batch_size=2)
-    driven = drive(engine, prompts, 5, 2)
-    assert len(driven.rounds) == 5 and driven.uncaptured == 0
+    driven = drive(engine, prompts, 5, 2, profiled=True)
+    assert len(driven.rounds) == 5 and driven.uncaptured == 0 and driven.idle is None
     lengths = [len(output) for output in driven.outputs]
     fresh = make_engine(model, None, max_batch_size=2)
     for prompt, output, length in zip(prompts, driven.outputs, lengths, strict=True):
@@ -96,9 +96,9 @@ def ignoring_ends(count):
 def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
     model = make_target("llama")
     [plain] = make_engine(model).generate([[5, 6, 7]], ignoring_ends(most_new_tokens(4, 0)))
-    driven = drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0)
+    driven = drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
     assert driven.outputs[0] == plain.token_ids[: len(driven.outputs[0])]
-    assert most_new_tokens(4, 2) == 1 + (6 + 4 + 4) * 3
+    assert most_new_tokens(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
 
 
 def test_the_host_part_is_what_is_not_spent_waiting():
@@ -108,6 +108,23 @@ def test_the_host_part_is_what_is_not_spent_waiting():
     on_gpu, on_cpu = (round_time(10.0, passed, on_cpu) for on_cpu in (False, True))
     assert (on_gpu.wall, on_gpu.host, on_gpu.emitted) == (1.0, 0.25, 3)
     assert on_cpu.host == pytest.approx(0.4)
+
+
+def test_gaps_are_counted_within_rounds_and_not_between_them():
+    """Two rounds of two stamps, 0 to 5 and 100 to 104, with gaps of 1 and 0.5 in the first and 2 in the second."""
+    first = [("_stamp_kernel", 0.0, 1.0), ("a", 2.0, 4.0), ("_stamp_kernel", 4.5, 5.0)]
+    second = [("_stamp_kernel", 100.0, 101.0), ("copy", 50.0, 60.0), ("_stamp_kernel", 103.0, 104.0)]
+    assert gaps_between_stamps([*first, *second], 2) == pytest.approx((1.5 + 2.0) / 2)
+    assert gaps_between_stamps([], 2) == 0.0
+
+
+def test_idle_time_is_what_no_span_covers():
+    #      0  1  2  3  4  5  6  7
+    #      ####     ##       ##
+    #         ###
+    assert idle_within([(1.0, 2.0), (0.0, 1.5), (3.0, 4.0), (6.0, 7.0)]) == pytest.approx(1 + 2)
+    assert idle_within([(0.0, 5.0), (1.0, 2.0)]) == 0.0
+    assert idle_within([]) == 0.0
 
 
 # parity

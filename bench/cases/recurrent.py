@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.cases.greedy import SIZES, differences
-from bench.clock import copies_of, graph_seconds, kernel_times, timed_row
+from bench.clock import copies_of, graph_seconds, profiled, timed_row
 from bench.report import Row
 from bench.subjects import prompts_of
 from bench.tiny_targets import CHAIN, VOCAB, Setting, greedy, tiny_engine, tiny_target
@@ -168,7 +168,7 @@ def _prompt_rows(
         ok = max(errors) < (LIMIT_OF_ONE_PART if form.startswith(f"{FAST}/1") else LIMIT)
         yield Row(name, f"{errors[0]:.1e}, state {errors[1]:.1e}", ok=ok)
         us = graph_seconds([lambda: forward.recur(0, rows)], 5) * 1e6
-        kernels = kernel_times(lambda: forward.recur(0, rows))
+        _, _, kernels = profiled(lambda: forward.recur(0, rows))
         found = (f"{kernel} {ms * 1e3:.0f}" for kernel, (ms, _) in kernels.items() if kernel.endswith("_kernel"))
         yield timed_row(name, us, num_bytes, note=", ".join(found))
 

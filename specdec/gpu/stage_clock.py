@@ -16,6 +16,8 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.triton_shim import tl, triton
 
 MAX_MARKS = 8
+STAMP = "_stamp_kernel"
+"""The name of a mark in profilers."""
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -47,6 +47,7 @@ def bench_rounds(options: BenchOptions) -> None:
         contexts=whole_numbers("contexts", asked.contexts),
         rounds=asked.rounds,
         peer=options.peer,
+        profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
     with shown_when_interrupted(lambda report: print(phase_table(report))):

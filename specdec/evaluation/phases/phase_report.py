@@ -16,6 +16,7 @@ from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 
 STAGES = ("draft", "verify", "other", "host")
+NO_KERNEL = "no kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,10 @@ class Cell:
     """Figures of one way of decoding at one batch size and context.
 
     ms: times of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
-    uncaptured: timed rounds whose kernels were launched one by one. floor_ms: memory floor of one round. break_even:
-    acceptance length from which a round is faster than plain decoding. acceptance_length: of the timed rounds. ready_s:
-    seconds from loaded weights to an engine with captured rounds, compilation included.
+    uncaptured: timed rounds whose kernels were launched one by one. floor_ms: memory floor of one round. idle_ms: time
+    of a round in which no kernel ran. break_even: acceptance length from which a round is faster than plain decoding.
+    acceptance_length: of the timed rounds. ready_s: seconds from loaded weights to an engine with captured rounds,
+    compilation included.
     """
 
     run: str
@@ -51,6 +53,7 @@ class Cell:
     ms: dict[str, Spread] = field(default_factory=dict)
     floor_bytes: StepBytes | None = None
     floor_ms: float = 0.0
+    idle_ms: float | None = None
     acceptance_length: float | None = None
     ready_s: float | None = None
     break_even: float | None = None
@@ -94,7 +97,10 @@ class PhaseReport:
 def phase_table(report: PhaseReport) -> str:
     """The title, and a Markdown table with one row per cell."""
     lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
-    return "\n".join([bench_title(report), "", *table_lines([_row(cell, lengths) for cell in report.cells])])
+    rows = [_row(cell, lengths) for cell in report.cells]
+    if not any(row[NO_KERNEL] for row in rows):
+        rows = [{head: text for head, text in row.items() if head != NO_KERNEL} for row in rows]
+    return "\n".join([bench_title(report), "", *table_lines(rows)])
 
 
 def bench_title(report: PhaseReport) -> str:
@@ -111,7 +117,7 @@ def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
     """Texts of a row by heading; empty if the cell has no such figure."""
     times = cell.ms.get("round")
     stages = {stage: cell.ms[stage].median if stage in cell.ms else None for stage in STAGES}
-    figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages}
+    figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages, NO_KERNEL: cell.idle_ms}
     speeds = {f"tokens/s {length}": cell.tokens_per_second.get(length) for length in lengths}
     return {
         "run": cell.run,

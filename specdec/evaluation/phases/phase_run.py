@@ -60,6 +60,7 @@ class Plan:
     contexts: Sequence[int]
     rounds: int
     peer: bool = False
+    profiled: bool = False
     command: str = ""
 
     def require(self, subject: BenchSubject) -> None:
@@ -165,7 +166,7 @@ def _driven(
     with Engine(subject.target, subject.drafter if spec else None, spec=fixed, config=config) as engine:
         ready = perf_counter() - begin
         _require_room(engine, len(prompts), max_len)
-        return drive(engine, prompts, plan.rounds, spec.num_steps if spec else 0), ready
+        return drive(engine, prompts, plan.rounds, spec.num_steps if spec else 0, profiled=plan.profiled), ready
 
 
 def _require_room(engine: Engine, batch: int, max_len: int) -> None:
@@ -195,6 +196,7 @@ def _timed(cell: Cell, driven: Driven, subject: BenchSubject) -> Cell:
         rounds=len(rounds),
         uncaptured=driven.uncaptured,
         ms=ms,
+        idle_ms=None if driven.idle is None else 1e3 * driven.idle,
         acceptance_length=emitted,
         tokens_per_second={words: per_second * length for words, length in lengths.items()},
     )

@@ -8,18 +8,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from specdec.config import SamplingParams
 from specdec.engine import Engine
+from specdec.gpu.stage_clock import STAMP
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request, StreamDelta
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.steps import Steps
 
 WARM_UP = 6
 """Rounds before the first that counts: kernels are compiled, and a round is captured."""
+PROFILED = 8
+"""Rounds under the profiler."""
 UNSETTLED = 4
 """More rounds than are ever in flight."""
 
@@ -40,12 +48,14 @@ class RoundTime(NamedTuple):
 class Driven(NamedTuple):
     """Times and tokens of some rounds. outputs: tokens of each request, including those of the warm-up.
 
-    uncaptured: rounds whose kernels were launched one by one.
+    uncaptured: rounds whose kernels were launched one by one. idle: seconds per round in which none of its kernels
+    runs; None if not measured.
     """
 
     rounds: list[RoundTime]
     outputs: list[list[int]]
     uncaptured: int
+    idle: float | None
 
 
 class _Passed(NamedTuple):
@@ -84,15 +94,16 @@ class WatchedSteps(Steps):
 
 def most_new_tokens(rounds: int, depth: int) -> int:
     """Output tokens of a request in `drive` if every draft of `depth` levels is accepted."""
-    return 1 + (WARM_UP + rounds + UNSETTLED) * (depth + 1)
+    return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
 
 
-def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int) -> Driven:
+def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> Driven:
     """Prefill the prompts, then time `rounds` rounds of all of them together. Greedy; end tokens are ignored."""
     watched = engine.steps = WatchedSteps(engine.steps)
     params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
     streams = [engine.stream(list(prompt), params) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
+    idle = None
     try:
         with engine.prompts_only():  # every timed round has all requests
             for stream, output in zip(streams, outputs, strict=True):
@@ -104,6 +115,8 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
         while len(watched.passed) < WARM_UP + 1 + rounds:
             outputs[0] += _next(leader).token_ids
         uncaptured += engine.stats().captures.uncaptured_rounds
+        if profiled and engine.target.device.type == "cuda":
+            idle = _gaps_within_rounds(watched.passed, leader, outputs[0])
         for stream, output in zip(streams[1:], outputs[1:], strict=True):
             output += next(stream).token_ids
     finally:
@@ -112,7 +125,9 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
                 stream.close()  # type: ignore[attr-defined]
     timed = pairwise(watched.passed[WARM_UP : WARM_UP + 1 + rounds])
     times = [round_time(before.at, one, engine.target.device.type == "cpu") for before, one in timed]
-    return Driven(times, outputs, uncaptured)
+    if idle is not None:
+        idle += median(time.wall - time.draft - time.verify - time.other for time in times)
+    return Driven(times, outputs, uncaptured, idle)
 
 
 def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
@@ -126,3 +141,38 @@ def _next(stream: Any) -> StreamDelta:
     delta: StreamDelta = next(stream)
     assert delta.output is None, "a request ended while it was timed"
     return delta
+
+
+def _gaps_within_rounds(passed: Sequence[_Passed], leader: Any, output: list[int]) -> float:
+    """Seconds per round without a kernel between its first and last stamp, over some rounds under the profiler.
+
+    Gaps between rounds are not taken from here, since the profiler itself delays launches: `drive` adds the wall time
+    of rounds without the profiler, minus their stages.
+    """
+    torch.cuda.synchronize()
+    last = len(passed) + PROFILED
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        while len(passed) < last:
+            output += _next(leader).token_ids
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
+    spans = [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
+    return gaps_between_stamps(spans, len(DECODE_STAGES) + 1)
+
+
+def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) -> float:
+    """Mean uncovered time of a round, which reaches from the first to the last of `stamps` spans of the clock."""
+    taken = sorted((begin, end) for name, begin, end in spans if STAMP in name)
+    rounds = [(taken[i][0], taken[i + stamps - 1][1]) for i in range(0, len(taken) - stamps + 1, stamps)]
+    idle = (idle_within([(b, e) for _, b, e in spans if first <= b and e <= last]) for first, last in rounds)
+    return sum(idle) / max(1, len(rounds))
+
+
+def idle_within(spans: Sequence[tuple[float, float]]) -> float:
+    """Time that no span covers between the first beginning and the last end."""
+    idle = 0.0
+    reached = min((begin for begin, _ in spans), default=0.0)
+    for begin, end in sorted(spans):
+        idle += max(0.0, begin - reached)
+        reached = max(reached, end)
+    return idle
