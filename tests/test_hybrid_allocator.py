@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import PRIMARY, SWA, HybridAllocator, PrimaryLoc, make_allocator
+from kv_rig import SWA, HybridAllocator, PrimaryLoc, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
 
@@ -202,5 +202,3 @@ def test_check_finds(corrupt: Callable[[HybridAllocator], None], message: str):
     corrupt(a)
     with pytest.raises(AssertionError, match=message):
         a.check()
-
-
