@@ -72,13 +72,13 @@ def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_pr
     truth = greedy_oracle(model, prompt, NEW)
     assert ends(engine, prompt) == (truth, 0)
     assert ends(engine, prompt) == (truth, pages(39))
-    forked = prompt[:33] + [token for token in other if token != prompt[33]]
-    assert ends(engine, forked) == (greedy_oracle(model, forked, NEW), pages(33 - look))
+    forked = prompt[:32] + [token for token in other if token != prompt[32]]
+    assert ends(engine, forked) == (greedy_oracle(model, forked, NEW), pages(32 - look))
     turn = [*prompt, *truth, *other]
     assert ends(engine, turn) == (greedy_oracle(model, turn, NEW), pages(40 + NEW - 1))
     assert ends(engine, prompt[:21]) == (greedy_oracle(model, prompt[:21], NEW), pages(20))
     assert ends(engine, other) == (greedy_oracle(model, other, NEW), 0)
-    assert engine.stats().cached_tokens == pages(39) + pages(33 - look) + pages(47) + pages(20)
+    assert engine.stats().cached_tokens == pages(39) + pages(32 - look) + pages(47) + pages(20)
 
 
 @usual_cases("eagle3-chain-1")
