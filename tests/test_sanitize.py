@@ -13,9 +13,6 @@ from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
 from specdec.errors import LocationError
 
-from marks import deep
-from tiny_models import few_layers
-
 NODES = 3
 WIDE = GroupId(2)
 GROUPS = (PRIMARY, SWA, WIDE)  # layer n is that of group n
@@ -326,15 +323,3 @@ def test_after_a_finding_the_engine_goes_on(
             engine.generate(prompt, SamplingParams(max_new_tokens=8))
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))
     assert out.token_ids == greedy_oracle(model, prompt, 8)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("page_size", [deep(1), 4])
-def test_kernels_read_no_poison(page_size, make_target, make_engine, random_prompt, greedy_oracle, monkeypatch) -> None:
-    """Interpreted: what they load under a mask weighs nothing only if it is finite."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    model, prompts = make_target("gemma4-e2b", **few_layers()), [random_prompt(13), random_prompt(3)]
-    engine = make_engine(model, "ngram", attention="triton", page_size=page_size, max_batch_size=2, num_steps=2)
-    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
