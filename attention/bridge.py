@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from specdec.attention.plan import Attend, KVPlan, RecurrentRows
+from specdec.attention.plan import Attend, KVPlan
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId
-from specdec.kvcache.layer_context import Destination, LayerContext, Recurrence, ScoreOptions
+from specdec.kvcache.layer_context import Destination, LayerContext, Recurrence, RecurrentContext, ScoreOptions
 from specdec.modules.private_copy import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(
@@ -113,16 +113,16 @@ class ForwardContext:
     attention: dict[tuple[GroupId, int | None, int], Attend]
     states: dict[int, torch.Tensor | None]
     other_ranks: tuple["ForwardContext", ...] = ()
-    recurrent: RecurrentRows | None = None
+    recurrent: RecurrentContext | None = None
 
     @classmethod
     def from_plan(
         cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
-        if view.ranks is None:
-            return cls._of_rank(plan, view, windows, aux_layers)
         context = cls._of_rank(plan, view, windows, aux_layers)
+        if view.ranks is None:
+            return context
         view.ranks.begin()
         other_ranks = []
         for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.other_ranks, strict=True), start=1):

@@ -26,7 +26,7 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.sanitize import Fault, Sanitizer, sanitize_requested
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
@@ -200,16 +200,11 @@ class CheckedDraftBlock:
         self.draft = draft
         self.sanitizer = sanitizer
         self.level = -1
+        self.destination, self.prefix_slots = block.destination, block.prefix_slots
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
         self.block.enter_level(origin)
-
-    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
-        return self.block.destination(layer)
-
-    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block.prefix_slots(layer)
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         out = self.block.attend(layer, query, **options)  # [B, K, Hq, D]

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from specdec.attention.kernels.own_keys import OwnKeys
-from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.plan import KVPlan
 from specdec.kvcache.index_spaces import GroupId
 
 
-def part_of(attend: Attend, requests: slice, columns: slice) -> Attend:
-    """`attend` for these columns of these requests only. The backend is deterministic, and may be a checked one."""
-    whole: Any = attend
-    part: Attend = whole.part(requests, columns)
-    return part
+def part_of(whole: Any, requests: slice, columns: slice) -> Any:
+    """An `Attend` or the recurrent layers of a forward, for these columns of these requests only. The backend is
+    deterministic and runs in plain torch; it may be a checked one."""
+    return whole.part(requests, columns)
 
 
 @dataclass(frozen=True, slots=True)

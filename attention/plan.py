@@ -41,13 +41,6 @@ class PrefixTables(Protocol):
         """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. Used for checks."""
 
 
-class RecurrentRows(RecurrentContext, Protocol):
-    """The recurrent layers of one forward."""
-
-    def part(self, requests: slice, columns: slice) -> "RecurrentRows":
-        """The recurrent layers for these columns of these requests only."""
-
-
 class PlanBackend(KVOperations, Protocol):
     """The part of a backend that plans need: it makes their tables and computes with them."""
 
@@ -60,7 +53,7 @@ class PlanBackend(KVOperations, Protocol):
         shares: see `LayerCache`. The cut of keys depends on the heads of all ranks together, so bits do not depend on
         the number of ranks."""
 
-    def recurrence(self, plan: "KVPlan", view: KVView) -> RecurrentRows:
+    def recurrence(self, plan: "KVPlan", view: KVView) -> RecurrentContext:
         """The recurrent layers of a forward under `plan`."""
 
 

@@ -62,5 +62,5 @@ def tile_context(whole: ForwardContext, tile: RowTile) -> ForwardContext:
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
         states=dict.fromkeys(whole.states),
         other_ranks=tuple(tile_context(other, tile) for other in whole.other_ranks),
-        recurrent=None if whole.recurrent is None else whole.recurrent.part(*tile),
+        recurrent=None if whole.recurrent is None else part_of(whole.recurrent, *tile),
     )

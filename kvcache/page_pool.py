@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specdec.errors import DoubleFreeError, OutOfSlotsError
+from specdec.errors import DoubleFreeError
 from specdec.gpu.mirrored_array import IntArray
 
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -66,10 +66,8 @@ class PagePool:
         return self._held[pages] + self._cached[pages]
 
     def alloc(self, count: int) -> IntArray:
-        """Take `count` pages, [count] int64. If fewer are free, raises OutOfSlotsError and takes none."""
-        assert count >= 0, f"{count=}"
-        if count > self.free_pages:
-            raise OutOfSlotsError(f"{self.name} pool: {count} pages needed, {self.free_pages} of {self.capacity} free")
+        """Take `count` pages, [count] int64, of those that are free."""
+        assert 0 <= count <= self.free_pages, f"{self.name}: {count} of {self.free_pages} free pages"
         pages = self._stack[self.free_pages - count : self.free_pages][::-1].copy()
         self.free_pages -= count
         self._held[pages] = 1

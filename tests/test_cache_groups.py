@@ -1,10 +1,10 @@
-"""Many groups of layers in one cache: claims, refusals and matches by group, and slots of one group used in another.
+"""Many groups of layers in one cache: claims, refusals and matches by group.
 
-That K/V of several groups are those of their texts over random histories is shown by `test_kv_state_machine.py`.
+That K/V of several groups are those of their texts over random histories is shown by `test_kv_state_machine.py`; slots
+of one group used in another by `test_sanitize.py`.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,12 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_rig import KVRig, layer_spec, make_allocator, replaced
+from kv_rig import ints, layer_spec, make_allocator
 
-from specdec.attention.checked_backend import sanitized
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
-from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
+from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
 from specdec.kvcache.layout import KEEP_ALL, CacheField, KVLayout, Retention, attention_fields, cache_groups
 from specdec.kvcache.prefix_cache import PrefixCache
@@ -30,10 +27,6 @@ from snapshots import contents
 
 NARROW, WIDE = GroupId(1), GroupId(2)
 NODES = 3
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def table_of(windows: Sequence[int], *, page_size: int = 1, pages: int = 60, rows: int = 4) -> RequestTable:
@@ -149,25 +142,6 @@ def test_a_peer_that_is_released_in_one_group_stays_in_another() -> None:
     a.check()
     with pytest.raises(AssertionError, match="in the window of group 2 is unmapped"):
         table.check()
-
-
-def test_rows_that_share_pages_release_their_claims_by_group() -> None:
-    table = table_of([2, 8])
-    first = grown(table, 12)
-    second = table.open_row()
-    table.adopt_pages(second, table.pages(first, 12))
-    assert table.evicted_len[:, second].tolist() == [0, 10, 4]
-    a, pages = table.allocator, table.pages(first, 12)
-    assert [a.pools[group].row_refs(a._peers(group, pages)).tolist() for group in a.windowed] == [
-        [1] * 10 + [2] * 2,
-        [1] * 4 + [2] * 8,
-    ]
-    table.evict_unseen(ints(first), slack_pages=0)
-    table.check()
-    table.close_rows(second)
-    table.check()
-    table.close_rows(first)
-    assert [pool.free_pages for pool in a.pools] == [60] * 3
 
 
 @given(
@@ -370,93 +344,3 @@ def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
     kept = [pool.cached_pages for pool in table.allocator.pools]
     assert kept == ([5, 5, 5] if short == PRIMARY else [5 if group == short else 16 for group in range(3)])
     assert len(cache.match_prefix(cache.key(range(16)))) == (5 if short == PRIMARY else 16)
-
-
-# slots of one group used in another, under the sanitizer
-
-
-@pytest.fixture(params=[1, 4], ids=["pages of 1", "pages of 4"])
-def rig(request, monkeypatch) -> KVRig:
-    """A watched cache of three groups whose numbers differ; row 0 was evicted in both windows before row 1 came."""
-    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    layout = KVLayout((layer_spec(0, None), layer_spec(1, 4), layer_spec(2, 12)))
-    rig = KVRig(layout, pages=60, page_size=request.param, max_requests=3, max_len=48, lookahead=NODES)
-    rig.backend, _ = sanitized(rig, rig.backend, None)
-    rig.sanitizer.watch(rig.store)
-    wide = rig.allocator.pools[WIDE]
-    wide._stack = wide._stack[::-1].copy()  # its last pages come first, so that no number is one of another group
-    for length in (35, 13):
-        row = rig.open_row()
-        rig.ensure_slots(row, length)
-        plan = rig.chunk(ints(row), ints(length))
-        for layer in rig.store.layers:
-            rig.write(layer, plan.write, torch.ones((length, 1, 1)), torch.ones((length, 1, 1)))
-        rig.commit(ints(row), ints(length))
-        rig.evict_unseen(ints(row))
-        rig.ensure_slots(row, length + NODES)
-    rig.flush()
-    return rig
-
-
-PAIRS = list(itertools.permutations((PRIMARY, NARROW, WIDE), 2))
-
-
-def plan_of(rig: KVRig, kind: str) -> KVPlan:
-    rows = ints(1)
-    if kind == "chunk":
-        return rig.chunk(rows, ints(NODES))
-    if kind == "frozen":
-        return rig.frozen(rows, position_offset=0, window_shift=2)
-    chain = DraftTree.chain(torch.zeros((1, NODES), dtype=torch.int64))
-    parents = torch.tensor([[-1, 0, 0]])
-    return rig.verify(rows, chain if kind == "chain" else DraftTree.from_parents(chain.tokens, parents))
-
-
-def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
-    kept, window = rig.store.layers[group], rig.allocator.groups[group].window
-    call = plan.backend.attention(plan, group, window)
-    if plan.write is not None:
-        k = torch.ones((plan.positions.numel(), 1, 1))
-        plan.backend.store(kept, plan.write_slots(group), k, k)
-    query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 1))
-    return call(query, kept.k, kept.v, scaling=1.0)
-
-
-@pytest.mark.parametrize("kind", ["chunk", "chain", "tree", "frozen"])
-def test_slots_of_the_right_group_pass(kind: str, rig: KVRig) -> None:
-    for group, _ in rig.allocator.pools.items():
-        assert attend(rig, plan_of(rig, kind), group).isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["chunk", "chain", "tree"])
-@pytest.mark.parametrize(("source", "group"), PAIRS)
-def test_slots_of_another_group_are_not_written(kind: str, source: GroupId, group: GroupId, rig: KVRig) -> None:
-    plan = plan_of(rig, kind)
-    wrong = dataclasses.replace(plan, write=replaced(plan.write, group, plan.write[source]))
-    before = [kept.k.clone() for kept in rig.store.layers.values()]
-    name = rig.allocator.pools[group].name
-    with pytest.raises(LocationError, match=rf"^row 1, position 13: would write to {name} slot \d+ "):
-        attend(rig, wrong, group)
-    for kept, old in zip(rig.store.layers.values(), before, strict=True):
-        torch.testing.assert_close(kept.k, old, equal_nan=True, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["chunk", "chain", "frozen"])
-@pytest.mark.parametrize(("source", "group"), PAIRS)
-def test_pages_of_another_group_are_not_read(kind: str, source: GroupId, group: GroupId, rig: KVRig) -> None:
-    plan, page_size = plan_of(rig, kind), rig.allocator.page_size
-    pages, start = plan.prefix.pages(group)
-    positions = (start[:, None] + torch.arange(pages.shape[1]) * page_size).clamp(max=rig.slots.host.shape[1] - 1)
-    of_source = rig.allocator.translate(source, PrimaryLoc(rig.slots.tensor[plan.rows].gather(1, positions)))
-    tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, of_source // page_size))
-    name = rig.allocator.pools[group].name
-    with pytest.raises(LocationError, match=rf"^row 1, position \d+: would read {name} slot \d+ "):
-        attend(rig, dataclasses.replace(plan, prefix=tables), group)
-
-
-def test_a_peer_of_another_group_in_the_map_is_named(rig: KVRig) -> None:
-    """The map of one windowed group gets a line of the other."""
-    slot = rig.slots.host[1, rig.allocator.page_size * (12 // rig.allocator.page_size)]
-    rig.allocator.maps[WIDE, slot] = int(rig.allocator.maps.host[NARROW, slot])
-    with pytest.raises(LocationError, match="window 12 slot"):
-        rig.flush()

@@ -17,6 +17,7 @@ from kv_rig import (
     KVRig,
     KVView,
     Move,
+    PrefixCache,
     PrimaryLoc,
     ints,
     layer_spec,
@@ -83,18 +84,6 @@ def prefix_slots(plan: KVPlan, group: GroupId) -> torch.Tensor:
 
 
 # the protocol
-
-
-def test_detached_outside_lent_inside():
-    table, worker = make(), Worker()
-    assert not table.allocator.frozen
-    with table.lend(worker, [0, 1]) as view:
-        assert worker.view is view
-        assert table.allocator.frozen
-        assert not view.writable
-        assert view.layer_map == (0, 1)
-    assert worker.view is None
-    assert not table.allocator.frozen
 
 
 def test_restored_after_an_exception():
@@ -234,14 +223,19 @@ def test_keys_tell_views_apart():
 
 
 def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
-    a, slots = table.allocator, owned(table, row)
-    rows = ints(row)
-    k = torch.full((len(slots), 1, 1), 99.0)
+    a, slots, rows = table.allocator, owned(table, row), ints(row)
+    page, k = ints(int(slots[0]) // a.page_size), torch.full((len(slots), 1, 1), 99.0)
+    cache = table.allocator.cache
     return {
         "alloc": lambda: a.alloc(1),
         "alloc of nothing": lambda: a.alloc(0),
         "free": lambda: a.free(slots),
         "allocator evict": lambda: a.evict(SWA, slots),
+        "share": lambda: a.share(page, ints(0, 0)),
+        "cache pages": lambda: a.cache_pages(PRIMARY, page),
+        "cache peers": lambda: a.cache_pages(SWA, page),
+        "insert": lambda: cache.insert([row], [cache.key(range(12))]),
+        "clear the cache": lambda: cache.clear(),
         "move": lambda: table.move(Move(slots, slots)),
         "ensure": lambda: table.ensure_slots(row, int(table.capacity[row]) + 1),
         "commit": lambda: table.commit(rows, ints(1)),
@@ -257,6 +251,7 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("name", forbidden(make(), 0))
 def test_frozen_refuses_and_changes_nothing(name: str, page_size: int):
     table, worker = make(page_size), Worker()
+    PrefixCache(table.table)
     row = opened(table, 12)
     before = kv_contents(table)
     with table.lend(worker, [0, 1]) as view:

@@ -85,17 +85,6 @@ def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
     assert shared.last_owner("linear_attention") is None
 
 
-def test_gemma3_slides_on_five_layers_of_six():
-    config = transformers.Gemma3TextConfig(**GQA, num_hidden_layers=7, head_dim=16, sliding_window=8)
-    expected = [(i, 2, 16, 8) for i in range(5)] + [(5, 2, 16, None), (6, 2, 16, 8)]
-    assert rows(layout_from_config(config)) == expected
-
-
-def test_gpt_oss_alternates():
-    config = transformers.GptOssConfig(**GQA, num_hidden_layers=3, head_dim=16, sliding_window=8)
-    assert rows(layout_from_config(config)) == [(0, 2, 16, 8), (1, 2, 16, None), (2, 2, 16, 8)]
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -110,8 +99,25 @@ def test_gpt_oss_alternates():
             [(0, 2, 128, None), (1, 2, 128, 8)],
         ),
         (transformers.MistralConfig(**GQA, num_hidden_layers=1, sliding_window=None), [(0, 2, 16, None)]),
+        (
+            transformers.Gemma3TextConfig(**GQA, num_hidden_layers=7, head_dim=16, sliding_window=8),
+            [(i, 2, 16, None if i == 5 else 8) for i in range(7)],
+        ),
+        (
+            transformers.GptOssConfig(**GQA, num_hidden_layers=3, head_dim=16, sliding_window=8),
+            [(0, 2, 16, 8), (1, 2, 16, None), (2, 2, 16, 8)],
+        ),
     ],
-    ids=["llama", "llama-mha", "qwen3", "qwen3-window-off", "qwen3-window-on", "mistral-no-window"],
+    ids=[
+        "llama",
+        "llama-mha",
+        "qwen3",
+        "qwen3-window-off",
+        "qwen3-window-on",
+        "mistral-no-window",
+        "gemma3",
+        "gpt-oss",
+    ],
 )
 def test_other_families(config: transformers.PreTrainedConfig, expected: list[tuple[int, int, int, int | None]]):
     assert rows(layout_from_config(config)) == expected
@@ -123,13 +129,6 @@ def test_a_window_without_layer_types_is_on_every_layer():
     layout = layout_from_config(config)
     assert rows(layout) == [(0, 2, 16, 8), (1, 2, 16, 8)]
     assert layout.slot_bytes(KEEP_ALL, torch.float16) == 0
-
-
-def test_no_sliding_layer_means_no_window():
-    layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
-    assert layout.max_window is None
-    assert layout.slot_bytes(Retention(8), torch.float16) == 0
-    assert layout.last_owner(SLIDING) is None
 
 
 def plain(**changes: object) -> SimpleNamespace:

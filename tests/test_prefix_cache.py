@@ -1,6 +1,7 @@
 """The tree of kept pages: what matches, what is adopted, what is given up first, in cases to check by eye.
 
-That K/V in every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
+That K/V in every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`; windows,
+their matches and exchanges by `test_cache_groups.py`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from specdec.errors import OutOfSlotsError
 
 from snapshots import contents
 
-PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 4, 16])
 A, B, C, D = ([token] for token in (11, 22, 33, 44))
 
 
@@ -115,31 +115,15 @@ def test_worked_example():
     assert rig.allocator.available_pages == 8
 
 
-@PAGE_SIZES
+@pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 40])
-def test_one_token_of_the_same_prompt_is_left_to_compute(page_size: int, pairs: bool, length: int):
-    rig = Rig.make(page_size, pairs=pairs)
-    text = list(range(length))
-    assert rig.serve([*text, 99]) == 0
-    assert rig.found(text) == (length - 1) // page_size * page_size
-
-
-@PAGE_SIZES
-@pytest.mark.parametrize("common", [0, 1, 15, 16, 17, 31, 32, 33])
-def test_only_whole_pages_of_what_is_common_are_adopted(page_size: int, common: int):
-    rig, text = Rig.make(page_size), list(range(40))
+def test_whole_pages_of_what_is_common_are_adopted(page_size: int, pairs: bool):
+    """Pairs: K/V at the last common token were made with another token after it, so that a match is one token less."""
+    rig, text = Rig.make(page_size, pairs=pairs), list(range(40))
     rig.serve(text)
-    assert rig.found([*text[:common], *[77] * 20]) == common // page_size * page_size
-
-
-@PAGE_SIZES
-@pytest.mark.parametrize("common", [1, 2, 16, 17, 18, 32, 33, 34])
-def test_what_looks_ahead_matches_one_token_less(page_size: int, common: int):
-    """K/V at the last common token were made with another token after it."""
-    rig, text = Rig.make(page_size, pairs=True), list(range(40))
-    rig.serve(text)
-    assert rig.found([*text[:common], *[77] * 20]) == (common - 1) // page_size * page_size
+    for common in range(1, 35):
+        assert rig.found([*text[:common], *[77] * 20]) == (common - pairs) // page_size * page_size
+        assert rig.found(text[:common]) == (common - 1) // page_size * page_size  # one token is left to compute
 
 
 def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
@@ -153,39 +137,6 @@ def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
     plain = Rig.make(4)
     plain.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
     assert plain.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 4  # for the target's K/V alone it is the same page
-
-
-def test_what_is_written_behind_a_match_is_the_rows_own():
-    """Chunks and lookahead: no slot of them is another row's or the cache's, in either space."""
-    rig = Rig.make(4, window=6)
-    text = list(range(30))
-    rig.serve(text)
-    rows = [rig.begin(text)[0] for _ in range(3)]
-    for row in rows:
-        rig.fill(row, 29)
-        rig.table.ensure_slots(row, 31)
-    behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
-    assert len(set(behind.tolist())) == 12
-    assert not rig.allocator.primary.is_cached(np.unique(behind // 4)).any()
-    swa = rig.allocator.maps.host[SWA][behind]
-    assert len(set(swa.tolist())) == 12 and 0 not in swa
-    assert not rig.allocator.pools[SWA].is_cached(np.unique(swa // 4)).any()
-
-
-def test_rows_of_one_text_share_it_and_leave_one_by_one():
-    rig = Rig.make(pages=40)
-    text = list(range(20))
-    rig.serve(text)
-    rows = [rig.begin(text[:18])[0] for _ in range(4)]
-    assert rig.counts() == (21, 17, 2)
-    for row in rows[:3]:
-        rig.close(row)
-    assert rig.counts() == (21, 17, 2)
-    rig.cache.clear()
-    rig.table.check()
-    assert rig.counts() == (23, 17, 0)  # the last row's
-    rig.close(rows[3])
-    assert rig.counts() == (40, 0, 0)
 
 
 # windows: `retain` is 4 - 1 + 2 = 5
@@ -203,68 +154,6 @@ def test_a_match_ends_with_a_window_that_is_mapped():
     assert (rig.allocator.primary.held_pages, rig.allocator.pools[SWA].held_pages) == (23, 5)
 
 
-def test_a_match_that_reaches_to_the_start_needs_all_of_it():
-    rig = Rig.make(window=4)
-    text = list(range(24))
-    rig.serve(text)  # nothing evicted
-    assert [rig.found([*text[:n], 99]) for n in (1, 3, 5, 17, 23)] == [1, 3, 5, 17, 23]
-    rig.lose_peers(rig.cache.match_prefix(rig.cache.key(text))[[2, 9]])
-    key = rig.cache.key(text)
-    found = [len(rig.cache.match_prefix(key[:n])) for n in range(24)]
-    #      0  1  2 | 3 .. 7: the window of 5 holds 2 | 8  9 | 10 .. 14: it holds 9 | 15 ...
-    assert found == [0, 1, 2, 2, 2, 2, 2, 2, 8, 9, 9, 9, 9, 9, 9, *range(15, 24)]
-
-
-@PAGE_SIZES
-def test_a_long_text_that_ended_is_continued_from_its_window(page_size: int):
-    """The next turn of a chat: its end is where the last one's was."""
-    rig = Rig.make(page_size, window=8, pages=512 // page_size, max_len=400)
-    text = list(range(200))
-    rig.serve(text, evict=True)
-    assert rig.found([*text, *range(500, 520)]) == 199 // page_size * page_size
-
-
-def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
-    rig = Rig.make(window=4, pages=40)
-    text = list(range(12))
-    rig.serve(text)
-    first, second = rig.begin([*text, 7])[0], rig.begin([*text, 8])[0]
-    swa = rig.allocator.pools[SWA]
-    assert (swa.held_pages, swa.evictable_pages) == (5, 6)
-    for row in (first, second):
-        rig.fill(row, 20)
-    rig.table.evict_unseen(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
-    rig.table.check()
-    assert (swa.held_pages, swa.evictable_pages) == (5 + 18 - 2 - 1, 6 + 0)
-    rig.close(second)
-    assert (swa.held_pages, swa.evictable_pages) == (6, 11)
-    rig.cache.clear()
-    rig.table.check()
-    assert (swa.held_pages, swa.evictable_pages, swa.free_pages) == (6, 0, 34)
-    rig.close(first)
-    assert rig.counts() == (40, 0, 0)
-
-
-def test_a_row_that_made_it_again_revives_a_dead_window():
-    """The cache keeps slots 1 - 9 without SWA; a row has K/V of the same text in 10 - 18, and SWA for all of them."""
-    rig = Rig.make(window=4, pages=40)
-    text = list(range(10))
-    first, second = rig.begin(text)[0], rig.begin(text)[0]
-    for row in (first, second):
-        rig.fill(row, 9)
-    rig.keep(first, text)
-    rig.close(first)
-    rig.lose_peers(rig.cache.match_prefix(rig.cache.key(text)))
-    assert rig.found(text) == 0
-    assert rig.counts() == (40 - 18, 9, 9)
-    rig.keep(second, text)
-    assert rig.found(text) == 9
-    assert rig.counts() == (40 - 9, 9, 0)  # exchanged, the old ones are free: nothing was mapped anew
-    rig.close(second)
-    assert (rig.allocator.pools[SWA].held_pages, rig.allocator.pools[SWA].evictable_pages) == (0, 9)
-    assert rig.row_slots(rig.begin(text)[0]) == list(range(10, 19))
-
-
 def test_a_row_that_adopted_a_window_revives_it_in_place():
     rig = Rig.make(window=4, pages=40)
     text = list(range(10))
@@ -277,23 +166,6 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
     rig.close(row)
     assert rig.allocator.pools[SWA].evictable_pages == 5
     assert rig.found(text) == 9
-
-
-def test_a_half_dead_node_takes_from_a_row_what_that_has():
-    """Dead but for 6 .. 8; the row that comes has evicted 0 .. 4: 5 is exchanged, 0 .. 4 stay dead."""
-    rig = Rig.make(window=4, pages=40)
-    text = list(range(12))
-    other = rig.begin(text)[0]
-    rig.fill(other, 11)
-    row = rig.begin(text)[0]
-    rig.fill(row, 9)
-    rig.keep(row, text)
-    rig.lose_peers(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
-    rig.close(row)
-    rig.table.evict_unseen(np.array([other]))
-    assert rig.table.evicted_len[SWA, other] == 5
-    rig.keep(other, text)
-    assert rig.cache.match_prefix(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
 
 
 # giving up
@@ -430,14 +302,6 @@ def test_keeping_what_is_kept_changes_nothing():
     rig.keep(row, text)
     rig.keep(row, text[:9])
     assert contents(rig.table, rig.allocator) == before
-
-
-def test_nothing_is_kept_of_less_than_a_page():
-    rig = Rig.make(16)
-    assert rig.serve(list(range(16))) == 0  # 15 committed
-    assert rig.counts() == (64, 0, 0)
-    row, adopted = rig.begin([1])
-    assert (adopted, rig.row_slots(row)) == (0, [])
 
 
 def test_reset_forgets_rows_and_cache():

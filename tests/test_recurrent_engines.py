@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
+from crowd import require_empty
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, UnsupportedModelError
@@ -16,7 +15,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing, startup_timing
 
-from marks import deep, deep_cases, each_value, examples, is_deep, pairs, slow
+from marks import deep, deep_cases, examples, is_deep, slow
 
 NEW = examples(18, 24)  # answers cross a fold, at 16, 32 or 48 tokens
 NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
@@ -26,7 +25,7 @@ SPECS = {
     "tree": SpecConfig(3, 2, 6, adaptive=False),
     "deep tree": SpecConfig(19, 2, 26, adaptive=False),  # a path crosses one fold or two
 }
-DRAFTERS = [None, "trees", "ngram", "suffix", "lm", "eagle3"]
+DRAFTERS = ["trees", "ngram", "suffix", "lm", "eagle3"]
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 LENGTHS = (1, 15, 16, 37)
 
@@ -69,35 +68,20 @@ def drafter_of(make_target, scripted, tree_script) -> Callable[..., Any]:
     return make
 
 
-CASES = pairs(NAMES, DRAFTERS, list(SPECS), [1, 4], [16, 7], [False, True])
-
-
-@pytest.mark.parametrize(("family", "drafter", "spec", "page_size", "chunk", "deterministic"), each_value(CASES))
-def test_tokens_are_those_of_full_forwards(
-    family, drafter, spec, page_size, chunk, deterministic, make_target, make_engine, prompts, truths, drafter_of
-) -> None:
-    model = make_target(family)
-    expected = truths(model, prompts)
-    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
-    shape = SPECS["chain"] if drafter in ("ngram", "suffix") else SPECS[spec]
-    options = {"page_size": page_size, "prefill_chunk": chunk, "deterministic": deterministic, "max_batch_size": 3}
-    engine = make_engine(model, drafter_of(drafter, model, texts), spec=shape, **options)
-    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
-    require_empty(engine)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *map(deep, range(1, 10))])
-def test_random_cases(part, make_target, make_engine, random_prompt, truths, drafter_of) -> None:
-    """300 of families x drafters x chains and trees x pages x chunks x hits x preemption."""
-    for seed in range(30 * part, 30 * part + examples(3, 30)):
+def test_tokens_are_those_of_full_forwards(part, make_target, make_engine, random_prompt, truths, drafter_of) -> None:
+    """300 of families x drafters x chains and trees x pages x chunks x hits x preemption; `make test` has each family
+    once."""
+    for seed in range(30 * part, 30 * part + examples(6, 30)):
         draw = random.Random(seed)
         model = make_target(NAMES[seed % len(NAMES)])
         prompts = [random_prompt(draw.randrange(1, 50), seed=seed + i) for i in range(draw.randrange(1, 4))]
         prompts += [prompt[: draw.randrange(1, len(prompt) + 1)] for prompt in prompts]
         expected = truths(model, prompts, 20)
         texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
-        drafter = draw.choice(DRAFTERS[1:])
-        spec = draw.choice(list(SPECS.values())) if drafter not in ("ngram", "suffix") else SPECS["chain"]
+        drafter, shape = DRAFTERS[seed % 5], list(SPECS.values())[(seed + seed // 6) % 3]
+        spec = SPECS["chain"] if drafter in ("ngram", "suffix") else shape
         sizes = {
             "page_size": draw.choice((1, 2, 4, 16)),
             "prefill_chunk": draw.choice((3, 16, 64)),
@@ -105,6 +89,7 @@ def test_random_cases(part, make_target, make_engine, random_prompt, truths, dra
             "full_slots": draw.choice((160, 400)),
             "max_model_len": 96,
             "prefix_cache": draw.random() < 0.8,
+            "deterministic": seed % 2 == 1,
         }
         engine = make_engine(model, drafter_of(drafter, model, texts), spec=spec, **sizes)
         found = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
@@ -182,27 +167,6 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
     assert any(handle.output().stats.rounds < 39 for handle in handles)
 
 
-@deep_cases("1")
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prompts, truths, drafter_of) -> None:
-    model = make_target("qwen3_5")
-    expected = truths(model, prompts, 24)
-    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
-    tight = make_engine(
-        model,
-        drafter_of("trees", model, texts),
-        spec=SPECS["tree"],
-        max_batch_size=4,
-        page_size=page_size,
-        full_slots=96,
-        max_model_len=80,
-    )
-    outs = tight.generate(prompts, replace(PLAIN, max_new_tokens=24))
-    assert [out.token_ids for out in outs] == expected
-    assert sum(out.stats.preemptions for out in outs) > 0
-    require_empty(tight)
-
-
 def test_an_aborted_request_leaves_no_state(make_target, make_engine, prompts, truths) -> None:
     model = make_target("qwen3_5")
     engine = make_engine(model, max_batch_size=1)
@@ -211,17 +175,6 @@ def test_an_aborted_request_leaves_no_state(make_target, make_engine, prompts, t
         engine.step()
     handle.abort()
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == truths(model, prompts)
-
-
-def test_samples_of_one_prompt(make_target, make_engine, prompts, drafter_of) -> None:
-    """Each sample has the tokens of its seed, drafted or not."""
-    model = make_target("qwen3_5")
-    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, temperature=1.0, seed=5, n=3)
-    plain = [out.token_ids for out in make_engine(model, max_batch_size=1).generate(prompts[2], params)]
-    assert len({tuple(tokens) for tokens in plain}) == 3
-    trees = drafter_of("trees", model, [prompts[2] + tokens for tokens in plain])
-    drafted = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=4, page_size=4)
-    assert [out.token_ids for out in drafted.generate(prompts[2], params)] == plain
 
 
 @deep_cases("None")
@@ -236,17 +189,6 @@ def test_a_request_ends_at_the_maximum_length(
     engine = make_engine(model, trees, spec=SPECS["deep tree"], max_model_len=64, max_batch_size=2)
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=44, ignore_eos=True))
     assert out.token_ids == truth
-
-
-def test_prompt_scores_with_drafts(make_target, make_engine, prompts, hf_forward, drafter_of) -> None:
-    model = make_target("qwen3_5")
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True, prompt_logprobs=1)
-    engine = make_engine(model, drafter_of("trees", model, prompts), spec=SPECS["tree"], prefill_chunk=7)
-    for prompt, out in zip(prompts[1:], engine.generate(prompts[1:], params), strict=True):
-        logits = hf_forward(model, prompt).logits[0].log_softmax(-1)
-        want = [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
-        found = [step.logprob for step in out.prompt_logprobs[1:]]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(want), atol=1e-4, rtol=0)
 
 
 def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, truths, drafter_of) -> None:
@@ -275,17 +217,6 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
 
     startup_timing.time_prompts(round, engine.scheduler.prompt_gap, read, 64)
     assert max(seen) > (100, 100) and all(0 <= prefix - folded < 16 for prefix, folded in seen)
-
-
-def test_a_crowd_of_every_kind(make_target, make_engine) -> None:
-    crowd = make_crowd(examples(7, 60), 24, 96, seed=3)
-    model, options = make_target("qwen3_5"), {"deterministic": True, "max_model_len": 64}
-    alone = each_alone(make_engine(model, max_batch_size=1, **options), crowd)
-    engine = make_engine(
-        model, "ngram", spec=SpecConfig(3, adaptive=False), max_batch_size=4, full_slots=120, **options
-    )
-    assert wrong_requests(crowd, serve_crowd(engine, crowd), alone) == []
-    require_empty(engine)
 
 
 def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of, monkeypatch) -> None:

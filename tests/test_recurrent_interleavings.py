@@ -14,14 +14,13 @@ import torch
 from crowd import require_empty
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.recurrence import paths
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
+from specdec.kvcache.recurrent_state import RecurrentState
 from specdec.models.target import TargetModel
 
 from inside import state_cache_of
-from marks import deep, deep_cases, is_deep
+from marks import deep, is_deep
 
 VOCAB = 6
 FAMILIES = {"qwen3_5": "linear_attention", "granitemoehybrid": "linear_attention", "lfm2": "conv"}
@@ -178,35 +177,3 @@ def test_states_equal_recomputation_after_random_interleavings(part, play) -> No
     seen = sum((play(*game) for game in games), Counter[str]())
     print(dict(seen))
     assert all(seen[event] for event in ("aborts", "hits", "preemptions", "copies", "accepted drafts")), seen
-
-
-def _fold_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that crosses a fold replaces the request's state, whether it is accepted or not."""
-    wave = paths._wave
-
-    def published(rows: Any, blocks: Any, bases: Any, folds: Any) -> Any:
-        known = [request._replace(certain=1 << 30) for request in rows.requests]
-        certain, rows.requests = rows.requests, known
-        try:
-            return wave(rows, blocks, bases, folds)
-        finally:
-            rows.requests = certain
-
-    monkeypatch.setattr(paths, "_wave", published)
-
-
-def _copy_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that is published before the fold that it is said to have."""
-    save = StateCache.save
-    monkeypatch.setattr(
-        StateCache, "save", lambda states, row, length, page: save(states, row, max(length - FOLD, 0), page)
-    )
-
-
-@deep_cases("_copy_of_fewer")
-@pytest.mark.slow
-@pytest.mark.parametrize("defect", [_fold_of_drafts, _copy_of_fewer])
-def test_a_seeded_defect_is_seen(defect, play, monkeypatch) -> None:
-    defect(monkeypatch)
-    with pytest.raises(AssertionError, match=r"is folded already|begin=\d+|a copy after|an answer after"):
-        play(3)

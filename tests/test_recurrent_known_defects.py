@@ -85,29 +85,6 @@ def test_a_prompt_is_asked_again_after_another_that_shares_a_part(truth, drafted
                 )
 
 
-def test_a_prompt_that_is_aborted_while_it_is_read(truth, drafted, random_prompt) -> None:
-    """Its pages are in the cache, and a part of its state."""
-    prompt = random_prompt(60)
-    expected = truth(prompt)
-    engine = drafted([prompt + expected], prefill_chunk=7)
-    for steps in (1, 3, 5):
-        handle = engine.submit(prompt, PLAIN)
-        for _ in range(steps):
-            engine.step()
-        handle.abort()
-        assert tokens(engine, prompt) == expected, steps
-
-
-def test_twins_and_those_that_wait_for_them(truth, drafted, random_prompt) -> None:
-    """One prompt three times at once, and longer ones, that adopt what the first computes."""
-    base = random_prompt(45)
-    prompts = [base, base, [*base, 3], [*base, 3, 4, 5], base]
-    expected = [truth(prompt) for prompt in prompts]
-    texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-    engine = drafted(texts, max_batch_size=3, prefill_chunk=16, page_size=4)
-    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
-
-
 def test_drafts_longer_than_two_folds(truth, model, make_engine, scripted, random_prompt) -> None:
     """They are chains of 40, right up to some place (`--draft-max 48` elsewhere: ik_llama.cpp 1639)."""
     prompt = random_prompt(13)

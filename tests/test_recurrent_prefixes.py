@@ -77,15 +77,6 @@ def test_a_hit_after_a_rejected_draft(
     assert again.token_ids == list(greedy_oracle(model, [*text, 3, 4], NEW))
 
 
-def test_samples_begin_with_the_state_of_their_prompt(make_target, make_engine, random_prompt) -> None:
-    model, prompt = make_target("qwen3_5"), random_prompt(40)
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0, seed=3, n=4)
-    plain = make_engine(model, max_batch_size=1, prefix_cache=False).generate(prompt, params)
-    shared = make_engine(model, max_batch_size=4, prefill_chunk=64).generate(prompt, params)
-    assert [out.token_ids for out in shared] == [out.token_ids for out in plain]
-    assert sorted(out.stats.cached_tokens for out in shared) == [0, 32, 32, 32]
-
-
 def test_a_copy_goes_with_its_page_and_the_oldest_for_a_new_one(make_target, make_engine, random_prompt) -> None:
     engine = make_engine(make_target("qwen3_5"), max_batch_size=1, full_slots=100, max_model_len=64)
     prompts = [random_prompt(40, seed=seed) for seed in range(6)]

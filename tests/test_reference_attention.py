@@ -11,10 +11,9 @@ import torch
 from kv_rig import SWA, KVRig, layer_spec
 
 from specdec.attention.dense import VisibleKeys, known_in_block
-from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
@@ -164,12 +163,6 @@ def test_verify(page_size: int, window: int):
 
 
 @PAGE_SIZES
-def test_decode_is_a_tree_of_one_node(page_size: int):
-    scene = Scene([9, 0, 21], page_size=page_size, window=5)
-    scene.agree(scene.table.verify(scene.rows, tree_of([[-1]] * 3)))
-
-
-@PAGE_SIZES
 @pytest.mark.parametrize("window", [2, 5])
 def test_prefill_of_different_lengths(page_size: int, window: int):
     """Rows past a chunk's end are padding: nothing is asked of their values but that they are numbers."""
@@ -183,19 +176,13 @@ def test_prefill_of_different_lengths(page_size: int, window: int):
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("softcap", [None, SOFTCAP], ids=["no-cap", "cap"])
-@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
-def test_softcap_and_sinks(softcap: float | None, sinks: bool):
-    scene = Scene([13, 2], page_size=4, window=3)
-    logits = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
-    scene.agree(scene.table.verify(scene.rows, tree_of([BUSHY, CHAIN])), softcap=softcap, sinks=logits)
-
-
 @PAGE_SIZES
 @pytest.mark.parametrize(("offset", "shift"), [(0, 2), (0, 0), (-1, 0), (-1, 1)])
 def test_frozen(page_size: int, offset: int, shift: int):
-    scene = Scene([17, 3, 30, 1], page_size=page_size, window=4)
-    scene.agree(scene.table.frozen(scene.rows, position_offset=offset, window_shift=shift))
+    """A query on an empty prefix is zero, also if all are empty."""
+    for lengths in ([17, 3, 30, 1, 0], [0, 0]):
+        scene = Scene(lengths, page_size=page_size, window=4)
+        scene.agree(scene.table.frozen(scene.rows, position_offset=offset, window_shift=shift))
 
 
 @PAGE_SIZES
@@ -236,37 +223,18 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
     assert draw[3] == ["FTTTFFFF", "FFTTTFFF", "FFTTFTFF", "FFFTTFTF", "FFFFTFTT"]
 
 
-@pytest.mark.parametrize("softcap", [None, SOFTCAP])
-def test_the_strides_of_the_queries_do_not_matter(softcap: float | None):
-    scene = Scene([9], page_size=1, window=4)
-    plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
-    kept = scene.table.view.layer(SLIDING_LAYER)
-    query = scene.random(1, 4, NODES, 8)  # [B, Hq, N, D]
-    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert query.is_contiguous() != turned.is_contiguous()
-    keys = visible_keys(plan, 4)
-    out, expected = (keys.attend(q, kept.k, kept.v, scaling=SCALING, softcap=softcap) for q in (turned, query))
-    torch.testing.assert_close(out, expected)
-
-
 def test_random_trees_and_lengths():
-    rng = np.random.default_rng(0)
-    for case in range(12):
+    """With and without a softcap and sinks."""
+    rng, logits = np.random.default_rng(0), torch.tensor([0.5, -1.0, 2.0, 0.0])
+    for case in range(16):
         lengths = rng.integers(0, 24, 4).tolist()
         scene = Scene(lengths, page_size=int(rng.integers(1, 6)), window=int(rng.integers(1, 9)), evict=case % 2 == 0)
         parents = [[-1, *(int(rng.integers(0, node)) for node in range(1, NODES))] for _ in lengths]
-        scene.agree(scene.table.verify(scene.rows, tree_of(parents)))
+        extras = {"softcap": SOFTCAP if case % 4 > 1 else None, "sinks": logits if case % 3 else None}
+        scene.agree(scene.table.verify(scene.rows, tree_of(parents)), **extras)
 
 
 # what is not committed does not matter
-
-
-@PAGE_SIZES
-def test_one_request_gathers_committed_slots_only(page_size: int):
-    """Alone, or among equals, a request's tables end at its length: a NaN elsewhere in the pools is never read."""
-    scene = Scene([17, 17], page_size=page_size, window=4, fill=POISONED)
-    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY])))
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
 @PAGE_SIZES
@@ -280,14 +248,6 @@ def test_values_outside_committed_slots_do_not_leak(page_size: int, softcap: flo
     scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2), softcap=softcap)
 
 
-def test_nan_in_the_null_slot_does_not_reach_a_request():
-    """Lengths 1 and 9: the shorter one's row has null slots at most of the columns of the table."""
-    scene = Scene([1, 9], page_size=1, window=4)
-    for kept in scene.table.store.layers.values():
-        kept.k[0] = kept.v[0] = POISONED
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
-
-
 @pytest.mark.parametrize("kind", ["chunk", "verify"])
 def test_a_request_that_overflows_stays_alone(kind):
     """Request 1 computes NaN; in a prefill its padded rows and those of request 0 share the null slot."""
@@ -299,12 +259,6 @@ def test_a_request_that_overflows_stays_alone(kind):
         for b in (0, 2):
             valid = 1 if kind == "chunk" and b == 0 else 2
             torch.testing.assert_close(out[b, :valid].double(), expected[b, :valid], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("other", [0, 3])
-def test_a_frozen_query_on_an_empty_prefix_is_zero(other: int):
-    scene = Scene([0, other], page_size=1, window=4)
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
 # page tables
@@ -334,21 +288,6 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
     assert max(widths.values()) < scene.table.retain[SWA] + 2 * page_size
 
 
-def test_page_tables_of_a_mixed_batch():
-    """Page size 4, retained 7: request 0 starts at page 1 (position 4), request 1 at 0, request 2 at page 2."""
-    scene = Scene([12, 3, 17], page_size=4, window=6)
-    plan = scene.table.verify(scene.rows, tree_of([CHAIN] * 3))
-    assert plan.committed_len.tolist() == [12, 3, 17]
-    full, swa = (prefix_slots(plan, group) for group in (PRIMARY, SWA))
-    assert full[0].shape == (3, 20)
-    assert swa[0].shape == (3, 12)  # 7 retained, in up to 3 pages
-    assert swa[1].tolist() == [4, 0, 8]
-    slots, mapping = scene.table.slots.host, scene.table.allocator.maps.host[SWA]
-    for b, (row, length, start) in enumerate(zip(scene.rows.tolist(), [12, 3, 17], [4, 0, 8], strict=True)):
-        assert full[0][b, :length].tolist() == slots[row, :length].tolist()
-        assert swa[0][b, : length - start].tolist() == mapping[slots[row, start:length]].tolist()
-
-
 def test_tables_stay_inside_rows_that_are_full():
     """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
     layout = KVLayout((layer_of(SLIDING_LAYER, 6), layer_of(FULL_LAYER, None)))
@@ -366,26 +305,3 @@ def test_tables_stay_inside_rows_that_are_full():
     assert start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
     assert swa.shape == (2, 12)
     assert swa[1, :7].tolist() == table.allocator.maps.host[SWA][slots[1, 8:15]].tolist()
-
-
-def test_slots_of_pages_by_hand():
-    pages = ByGroup((torch.tensor([[2, 1], [3, 0]]), torch.tensor([[1], [0]])))
-    tables = PageTables(pages, torch.tensor([[0, 0], [0, 4]]), ByGroup(()))
-    slots, start = tables.slots(PRIMARY, 2)
-    assert (slots.tolist(), start.tolist()) == ([[4, 5, 2, 3], [6, 7, 0, 1]], [0, 0])
-    slots, start = tables.slots(SWA, 2)
-    assert (slots.tolist(), start.tolist()) == ([[2, 3], [0, 1]], [0, 4])
-
-
-def test_without_a_window_there_is_one_table():
-    layout = KVLayout((layer_of(FULL_LAYER, None), layer_of(FULL_LAYER, None)))
-    table = KVRig(layout, pages=8, page_size=1, max_requests=1, max_len=8, lookahead=2)
-    table.ensure_slots(table.open_row(), 4)
-    for plan in (
-        table.chunk(ints([0]), ints([2])),
-        table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),
-        table.frozen(ints([0]), position_offset=0, window_shift=0),
-    ):
-        assert len(plan.prefix.tables) == len(plan.prefix.write) == 1
-    with pytest.raises(IndexError):
-        table.backend.attention(plan, SWA, 4)

@@ -169,70 +169,33 @@ def test_a_tree_in_larger_pages_by_eye(kernel: bool, poison_empty: None) -> None
     assert destination == [0, slots[3], slots[4], 0, 0, *[0] * 5]
 
 
-@deep_cases("1-4", "2-1", "5-4", "8-1")
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("num_nodes", "page_size"), [(1, 1), (2, 4), (5, 1), (8, 4), deep(17, 1), deep(63, 4), slow(64, 1), slow(100, 4)]
+)
 def test_a_closing_is_that_of_torch(num_nodes: int, page_size: int, poison_empty: None) -> None:
-    """Random trees of three tokens, some with tokens forced in the place of drafts, beside seats of padding."""
-    lengths = [0, 1, 7, 30]
-    scenes = Scene(lengths, page_size), Scene(lengths, page_size)
-    generator = torch.Generator().manual_seed(num_nodes)
+    """Random trees of three tokens, some with tokens forced in the place of drafts, next to seats of padding; and a
+    chain that is accepted to its end."""
+    generator, widest = torch.Generator().manual_seed(num_nodes), max(num_nodes, 8)
 
     def random(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator).to(DEVICE)
 
-    for seats in ([3, 4, 0, 4, 2], [1, 2, 0, 3]):
+    chain = DraftTree.chain(torch.zeros((4, num_nodes), dtype=torch.int64, device=DEVICE))
+    rounds = [([0, 1, 2, 3], chain, chain.tokens, [num_nodes] * 4)]
+    for seats, most in (([3, 4, 0, 4, 2], [num_nodes] * 5), ([1, 2, 0, 3], [1, 2, 3, 4])):
         batch = len(seats)
         parents = torch.cat(
             [random(99, batch, 1) % max(n, 1) if n else long([[-1]] * batch) for n in range(num_nodes)], 1
         )
         tree = DraftTree.from_parents(random(3, batch, num_nodes), parents)
-        width = num_nodes
         if batch == 4:
-            width = 8
-            tree = force_tokens(tree, random(3, batch, 15), random(8, batch), width)
-        drawn, most = random(3, batch, width), [1 + n % 4 for n in range(batch)]
+            tree = force_tokens(tree, random(3, batch, 15), random(8, batch), widest)
         # equal siblings: the walks take another each, so they are told apart
-        tree = distinct(tree)
-        got, want = (
-            scene.close(kernel, seats, tree, drawn, most, depth=8, width=8)
-            for scene, kernel in zip(scenes, (True, False), strict=True)
-        )
-        for mine, other in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
-            torch.testing.assert_close(mine, other, rtol=0, atol=0)
-        assert scenes[0].state() == scenes[1].state()
-    assert scenes[0].state()[1] != [*lengths, 0]
-
-
-@pytest.mark.parametrize("kernel", [True, False])
-def test_walks_by_eye(kernel: bool, poison_empty: None) -> None:
-    """The tree of attention/trees/walk.py, walked to the end, part of the way, and not at all."""
-    tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 1]] * 3))
-    drawn = long([[1, 3, 8, 9], [2, 3, 8, 9], [7, 3, 8, 9]])
-    closed, packed = Scene([0, 1, 2]).close(kernel, [0, 1, 2], tree, drawn, [9] * 3, width=4, depth=4)
-    assert packed[:, 1:5].tolist() == [[0, 1, 3, 0], [0, 2, 0, 0], [0, 0, 0, 0]]
-    assert packed[:, 5:].tolist() == [[1, 3, 9, 1], [2, 8, 2, 2], [7, 7, 7, 7]]
-    assert [x.tolist() for x in closed] == [[3, 2, 1], [9, 8, 7]]
-
-
-@deep_cases("2", "17", "63")
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, slow(63), slow(64), slow(100)])
-def test_walks_of_any_size_are_those_of_torch(num_nodes: int, poison_empty: None) -> None:
-    """Random trees of three tokens, and a chain that is accepted to its end."""
-    generator = torch.Generator().manual_seed(num_nodes)
-    lengths = [3, 0, 1]
-    seats, most = [0, 1, 2], [num_nodes] * 3
-    chain = DraftTree.chain(torch.zeros((3, num_nodes), dtype=torch.int64, device=DEVICE))
-    drafted = [(chain, chain.tokens)]
-    for _ in range(4):
-        parents = (torch.rand(3, num_nodes, generator=generator) * torch.arange(num_nodes)).long()
-        parents[:, 0] = -1
-        tokens, drawn = torch.randint(0, 3, (2, 3, num_nodes), generator=generator).to(DEVICE)
-        drafted.append((distinct(DraftTree.from_parents(tokens, parents.to(DEVICE))), drawn))
-    for tree, drawn in drafted:
-        scenes = [Scene(lengths, lookahead=num_nodes) for _ in "kt"]
+        rounds.append((seats, distinct(tree), random(3, batch, tree.num_nodes), most))
+    for seats, tree, drawn, most in rounds:
+        scenes = [Scene([0, 1, 7, 30], page_size, lookahead=widest) for _ in "kt"]
         (got, mine), (want, other) = (
-            scene.close(kernel, seats, tree, drawn, most, width=num_nodes, depth=num_nodes)
+            scene.close(kernel, seats, tree, drawn, most, depth=widest, width=widest)
             for scene, kernel in zip(scenes, (True, False), strict=True)
         )
         for one, wanted in zip((*got, mine), (*want, other), strict=True):

@@ -1,6 +1,7 @@
 """SPECDEC_SANITIZE=1: what is poisoned and what is not, what is found and how it is named, and that off is off."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -12,27 +13,22 @@ from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
 from specdec.errors import LocationError
 
-from marks import deep
-from tiny_models import few_layers
-
-WINDOW, NODES, PAGES = 4, 3, 24
-SLIDING_LAYER, FULL_LAYER = 0, 1
+NODES = 3
+WIDE = GroupId(2)
+GROUPS = (PRIMARY, SWA, WIDE)  # layer n is that of group n
+PAIRS = list(itertools.permutations(GROUPS, 2))
 
 
 @pytest.fixture(params=[1, 4], ids=["pages of 1", "pages of 4"])
 def rig(request, monkeypatch) -> KVRig:
-    """A cache that is watched."""
+    """A watched cache of three groups whose numbers differ."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    rig = KVRig(
-        KVLayout((layer_spec(SLIDING_LAYER, WINDOW, head_dim=2), layer_spec(FULL_LAYER, None, head_dim=2))),
-        pages=PAGES // request.param * 2,
-        page_size=request.param,
-        max_requests=3,
-        max_len=24,
-        lookahead=NODES,
-    )
+    layout = KVLayout(tuple(layer_spec(i, window, head_dim=2) for i, window in enumerate((None, 4, 12))))
+    rig = KVRig(layout, pages=80, page_size=request.param, max_requests=3, max_len=48, lookahead=NODES)
     rig.backend, _ = sanitized(rig, rig.backend, None)
     rig.sanitizer.watch(rig.store)
+    wide = rig.allocator.pools[WIDE]
+    wide._stack = wide._stack[::-1].copy()  # its last pages come first, so that no number is one of another group
     return rig
 
 
@@ -42,23 +38,41 @@ def opened(rig: KVRig, length: int) -> int:
     rig.ensure_slots(row, length + NODES)
     plan = rig.chunk(ints(row), ints(length))
     k = torch.ones((length, 1, 2))
-    for layer in (SLIDING_LAYER, FULL_LAYER):
+    for layer in GROUPS:
         rig.write(layer, plan.write, k, k)
     rig.commit(ints(row), ints(length))
     return row
 
 
-def chain(rig: KVRig, *rows: int) -> KVPlan:
+def evicted_before(rig: KVRig) -> int:
+    """A row of 13 tokens that comes after one was evicted in both windows, so that no two groups have one number."""
+    rig.evict_unseen(ints(opened(rig, 35)))
+    row = opened(rig, 13)
+    rig.evict_unseen(ints(row))
+    return row
+
+
+def planned(rig: KVRig, kind: str, *rows: int) -> KVPlan:
     rig.flush()
-    return rig.verify(ints(*rows), DraftTree.chain(torch.zeros((len(rows), NODES), dtype=torch.int64)))
+    if kind == "chunk":
+        return rig.chunk(ints(*rows), ints(*[NODES] * len(rows)))
+    if kind == "frozen":
+        return rig.frozen(ints(*rows), position_offset=0, window_shift=2)
+    chain = DraftTree.chain(torch.zeros((len(rows), NODES), dtype=torch.int64))
+    parents = torch.tensor([[-1, 0, 0]] * len(rows))
+    return rig.verify(ints(*rows), chain if kind == "chain" else DraftTree.from_parents(chain.tokens, parents))
+
+
+def chain(rig: KVRig, *rows: int) -> KVPlan:
+    return planned(rig, "chain", *rows)
 
 
 def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
-    layer = FULL_LAYER if group is PRIMARY else SLIDING_LAYER
-    kept = rig.store.layers[layer]
-    k = torch.ones((plan.positions.numel(), 1, 2))
-    call = plan.backend.attention(plan, group, None if group is PRIMARY else WINDOW)
-    plan.backend.store(kept, plan.write_slots(group), k, k)
+    kept = rig.store.layers[group]
+    call = plan.backend.attention(plan, group, rig.allocator.groups[group].window)
+    if plan.write is not None:
+        k = torch.ones((plan.positions.numel(), 1, 2))
+        plan.backend.store(kept, plan.write_slots(group), k, k)
     query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 2))
     return call(query, kept.k, kept.v, scaling=1.0)
 
@@ -76,10 +90,10 @@ def poisoned(rig: KVRig, layer: int) -> list[int]:
 def test_all_but_the_sink_is_poison_until_it_is_written(rig) -> None:
     page_size = rig.allocator.page_size
     everything = list(range(page_size, rig.allocator.num_slots(PRIMARY)))
-    assert poisoned(rig, FULL_LAYER) == everything
+    assert poisoned(rig, PRIMARY) == everything
     row = opened(rig, 6)
     written = rig.slots.host[row, :6].tolist()
-    assert poisoned(rig, FULL_LAYER) == [slot for slot in everything if slot not in written]
+    assert poisoned(rig, PRIMARY) == [slot for slot in everything if slot not in written]
 
 
 def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
@@ -89,12 +103,12 @@ def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
     rig.evict_unseen(ints(row))
     gone = int(rig.evicted_len[SWA, row])
     assert gone > 0
-    assert set(peers[:gone].tolist()) <= set(poisoned(rig, SLIDING_LAYER))
-    assert not set(peers[gone:].tolist()) & set(poisoned(rig, SLIDING_LAYER))
-    assert not set(slots.tolist()) & set(poisoned(rig, FULL_LAYER))
+    assert set(peers[:gone].tolist()) <= set(poisoned(rig, SWA))
+    assert not set(peers[gone:].tolist()) & set(poisoned(rig, SWA))
+    assert not set(slots.tolist()) & set(poisoned(rig, PRIMARY))
     rig.close_rows(row)
-    assert set(slots.tolist()) <= set(poisoned(rig, FULL_LAYER))
-    assert set(peers.tolist()) <= set(poisoned(rig, SLIDING_LAYER))
+    assert set(slots.tolist()) <= set(poisoned(rig, PRIMARY))
+    assert set(peers.tolist()) <= set(poisoned(rig, SWA))
 
 
 def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
@@ -103,37 +117,32 @@ def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
     rig.table.adopt_pages(other, rig.table.pages(row, 8 // page_size))
     shared = set(rig.slots.host[other, :8].tolist())
     rig.close_rows(row)
-    assert not shared & set(poisoned(rig, FULL_LAYER))
+    assert not shared & set(poisoned(rig, PRIMARY))
     rig.close_rows(other)
-    assert shared <= set(poisoned(rig, FULL_LAYER))
+    assert shared <= set(poisoned(rig, PRIMARY))
 
 
 def test_beginning_again_poisons_everything(rig) -> None:
     opened(rig, 8)
     rig.table.reset()
-    assert len(poisoned(rig, FULL_LAYER)) == rig.allocator.primary.capacity * rig.allocator.page_size
+    assert len(poisoned(rig, PRIMARY)) == rig.allocator.primary.capacity * rig.allocator.page_size
 
 
 # plans that are right
 
 
-@pytest.mark.parametrize("group", [PRIMARY, SWA])
-def test_right_plans_pass_and_nothing_that_they_read_is_poison(group, rig) -> None:
-    rows = [opened(rig, length) for length in (1, 13, 6)]
+def test_right_plans_pass_and_nothing_that_they_read_is_poison(rig) -> None:
+    rows = [opened(rig, length) for length in (1, 13, 30)]
     rig.evict_unseen(ints(*rows))
-    plan = chain(rig, *rows, rig.padding_row)
-    assert attend(rig, plan, group)[:3].isfinite().all()
-    rig.commit(ints(*rows), ints(2, 1, 3), np.array([[0, 1, 2]] * 3))
-    for row in rows:
-        rig.ensure_slots(row, int(rig.committed_len.host[row]) + NODES)
-    assert attend(rig, chain(rig, *rows), group).isfinite().all()
+    for _ in range(2):
+        for group, kind in itertools.product(GROUPS, ("chunk", "chain", "tree", "frozen")):
+            assert attend(rig, planned(rig, kind, *rows, rig.padding_row), group)[:3].isfinite().all()
+        rig.commit(ints(*rows), ints(2, 1, 3), np.array([[0, 1, 2]] * 3))
+        for row in rows:
+            rig.ensure_slots(row, int(rig.committed_len.host[row]) + NODES)
 
 
 # plans that are not
-
-
-def slots_of_the_primary_group(plan: KVPlan) -> KVPlan:
-    return dataclasses.replace(plan, write=replaced(plan.write, SWA, plan.write[PRIMARY]))
 
 
 def slots_of_another_row(plan: KVPlan) -> KVPlan:
@@ -147,7 +156,30 @@ def nowhere(plan: KVPlan) -> KVPlan:
     return dataclasses.replace(plan, write=replaced(plan.write, SWA, torch.zeros_like(plan.write[SWA])))
 
 
-@pytest.mark.parametrize("change", [slots_of_the_primary_group, slots_of_another_row, nowhere])
+@pytest.mark.parametrize("kind", ["chunk", "chain", "tree"])
+@pytest.mark.parametrize(("source", "group"), PAIRS)
+def test_slots_of_another_group_are_not_written(kind: str, source: GroupId, group: GroupId, rig) -> None:
+    plan = planned(rig, kind, evicted_before(rig))
+    wrong = dataclasses.replace(plan, write=replaced(plan.write, group, plan.write[source]))
+    name = rig.allocator.pools[group].name
+    with pytest.raises(LocationError, match=rf"^row 1, position 13: would write to {name} slot \d+ "):
+        attend(rig, wrong, group)
+
+
+@pytest.mark.parametrize("kind", ["chunk", "chain", "frozen"])
+@pytest.mark.parametrize(("source", "group"), PAIRS)
+def test_pages_of_another_group_are_not_read(kind: str, source: GroupId, group: GroupId, rig) -> None:
+    plan, page_size = planned(rig, kind, evicted_before(rig)), rig.allocator.page_size
+    pages, start = plan.prefix.pages(group)
+    positions = (start[:, None] + torch.arange(pages.shape[1]) * page_size).clamp(max=rig.slots.host.shape[1] - 1)
+    of_source = rig.allocator.translate(source, PrimaryLoc(rig.slots.tensor[plan.rows].gather(1, positions)))
+    tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, of_source // page_size))
+    name = rig.allocator.pools[group].name
+    with pytest.raises(LocationError, match=rf"^row 1, position \d+: would read {name} slot \d+ "):
+        attend(rig, dataclasses.replace(plan, prefix=tables), group)
+
+
+@pytest.mark.parametrize("change", [slots_of_another_row, nowhere])
 def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVPlan], rig) -> None:
     first = opened(rig, 13)
     rig.evict_unseen(ints(first))
@@ -199,7 +231,7 @@ def test_a_write_to_a_shared_page_is_named(rig) -> None:
 def test_a_read_of_poison_is_named(rig) -> None:
     row = opened(rig, 6)
     plan = chain(rig, row)
-    rig.store.layers[SLIDING_LAYER].k[rig.allocator.maps.host[SWA][rig.slots.host[row, 5]]] = torch.nan
+    rig.store.layers[SWA].k[rig.allocator.maps.host[SWA][rig.slots.host[row, 5]]] = torch.nan
     with pytest.raises(LocationError, match=f"^row {row}, position 6: attends to a window 4 slot that holds no key"):
         attend(rig, plan, SWA)
 
@@ -219,6 +251,9 @@ def break_table(rig: KVRig, row: int, how: str) -> None:
             rig.capacity[other] = rig.capacity[row]
         case "a peer is lost":
             rig.allocator.maps[SWA, rig.slots.host[row, 5]] = 0
+        case "a peer of another group":
+            slot = rig.slots.host[row, 5]
+            rig.allocator.maps[WIDE, slot] = int(rig.allocator.maps.host[SWA, slot])
         case "two slots have one peer":
             maps, (one, other) = rig.allocator.maps, rig.slots.host[row, 4:6]
             maps[SWA, other] = int(maps.host[SWA, one])
@@ -233,6 +268,7 @@ def break_table(rig: KVRig, row: int, how: str) -> None:
         ("table names a slot that is not there", r"row 0, position 2: full slot 10000 .* is outside of the pool"),
         ("two rows have one page", r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
         ("a peer is lost", r"row 0, position 5: window 4 slot 0 \(padding\) is no peer of full slots \d+"),
+        ("a peer of another group", r".*window 12 slot \d+"),
         ("two slots have one peer", r"full slots \d+, \d+ have the same peer, window 4 slot \d+"),
     ],
 )
@@ -287,15 +323,3 @@ def test_after_a_finding_the_engine_goes_on(
             engine.generate(prompt, SamplingParams(max_new_tokens=8))
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))
     assert out.token_ids == greedy_oracle(model, prompt, 8)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("page_size", [deep(1), 4])
-def test_kernels_read_no_poison(page_size, make_target, make_engine, random_prompt, greedy_oracle, monkeypatch) -> None:
-    """Interpreted: what they load under a mask weighs nothing only if it is finite."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    model, prompts = make_target("gemma4-e2b", **few_layers()), [random_prompt(13), random_prompt(3)]
-    engine = make_engine(model, "ngram", attention="triton", page_size=page_size, max_batch_size=2, num_steps=2)
-    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]

@@ -56,15 +56,6 @@ def test_store_takes_any_strides():
     assert not pool_k[others].any() and not pool_v[others].any()
 
 
-def test_padded_rows_share_the_sink():
-    pool_k, pool_v = torch.zeros(4, 2, 3, device=DEVICE), torch.zeros(4, 2, 3, device=DEVICE)
-    k, v = numbers(5, 2, 3), numbers(5, 2, 3)
-    store_kv(k, v, slots(0, 2, 0, 0, 3), pool_k, pool_v)
-    torch.testing.assert_close(pool_k[[2, 3]], k[[1, 4]], rtol=0, atol=0)
-    torch.testing.assert_close(pool_v[[2, 3]], v[[1, 4]], rtol=0, atol=0)
-    assert not pool_k[1].any()
-
-
 def test_move_by_eye():
     """Node path 0, 2, 3 after 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)

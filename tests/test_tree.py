@@ -49,26 +49,6 @@ def test_chains_of_one_length_share_what_their_tokens_do_not_say():
         assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr(), name
 
 
-def test_a_root_alone_is_a_tree():
-    for tree in (DraftTree.chain(long([[5]])), DraftTree.from_parents(long([[5]]), long([[-1]]))):
-        assert (tree.parents.tolist(), tree.depth.tolist()) == ([[-1]], [[0]])
-        assert torch.equal(tree.ancestors, matrix("T"))
-        tree.check()
-
-
-def test_each_tree_of_a_batch_has_its_own_shape():
-    tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 0], [-1, 0, 0, 2], [-1, 0, 1, 1]]))
-    assert tree.depth.tolist() == [[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2, 2]]
-    assert torch.equal(tree.ancestors[0:1], matrix("TFFF", "TTFF", "TFTF", "TFFT"))
-    assert torch.equal(tree.ancestors[1:2], matrix("TFFF", "TTFF", "TFTF", "TFTT"))
-    assert torch.equal(tree.ancestors[2:3], matrix("TFFF", "TTFF", "TTTF", "TTFT"))
-    tree.check()
-
-
-def test_equal_tokens_are_allowed_unless_they_are_siblings():
-    DraftTree.from_parents(long([[7, 7, 8, 7, 7]]), long([[-1, 0, 0, 1, 2]])).check()
-
-
 def changed(**fields: torch.Tensor) -> DraftTree:
     tree = worked()
     names = ("tokens", "parents", "depth", "ancestors")
@@ -153,29 +133,21 @@ def walk(tokens: list[int], parents: list[int], drawn: list[int]) -> tuple[list[
 
 
 @pytest.mark.slow
-@given(trees())
-@QUICK
-def test_from_parents_against_a_walk_to_the_root(case: tuple[list[int], list[int], list[int]]):
-    tokens, parents, _ = case
-    tree = DraftTree.from_parents(long([tokens]), long([parents]))
-    tree.check()
-    for node in range(len(tokens)):
-        line = [node]
-        while parents[line[-1]] >= 0:
-            line.append(parents[line[-1]])
-        assert torch.nonzero(tree.ancestors[0, node]).flatten().tolist() == sorted(line)
-        assert tree.depth[0, node] == len(line) - 1
-
-
-@pytest.mark.slow
 @given(st.lists(trees(), min_size=1, max_size=4))
 @QUICK
-def test_accept_against_a_plain_walk(cases: list[tuple[list[int], list[int], list[int]]]):
+def test_fields_and_accepted_paths_against_plain_walks(cases: list[tuple[list[int], list[int], list[int]]]):
     size = min(len(case[0]) for case in cases)  # a prefix of a tree is a tree
     cases = [(tokens[:size], parents[:size], drawn[:size]) for tokens, parents, drawn in cases]
     tree = DraftTree.from_parents(long([c[0] for c in cases]), long([c[1] for c in cases]))
+    tree.check()
     accepted = accept(tree, long([c[2] for c in cases]))
     for b, case in enumerate(cases):
+        for node in range(size):
+            line = [node]
+            while case[1][line[-1]] >= 0:
+                line.append(case[1][line[-1]])
+            assert torch.nonzero(tree.ancestors[b, node]).flatten().tolist() == sorted(line)
+            assert tree.depth[b, node] == len(line) - 1
         path, emitted = walk(*case)
         length = len(path)
         assert accepted.length[b] == length

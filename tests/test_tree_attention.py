@@ -5,11 +5,12 @@ Closeness is against `dense_oracle.py`; bits are compared between the same row c
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_scene import Request, Text, bushy, dense, depths, lay_out, request
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
@@ -24,8 +25,7 @@ from specdec.attention.kernels.tree_attention import (
 )
 from specdec.kvcache.fp8_pool import Fp8Pool
 
-from dense_oracle import attend
-from marks import deep, deep_cases, each_value, quick, slow, usual_cases
+from marks import deep, deep_cases, slow
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -34,162 +34,6 @@ SMALL: dict[str, Any] = {"cut": KeySplit(BLOCK_K, 2 * BLOCK_K), "tiles": RowTile
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
-
-
-def bushy(num_nodes: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [-1] + [rng.randrange(max(0, n - 6), n) for n in range(1, num_nodes)]
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
-
-
-@dataclass(frozen=True)
-class Text:
-    """What a model would have computed for some tokens: q [T, Hq, D], k and v [T, Hkv, D]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @classmethod
-    def random(
-        cls,
-        length: int,
-        heads: tuple[int, int],
-        head_dim: int,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        v_dim: int | None = None,
-    ) -> "Text":
-        g = torch.Generator().manual_seed(seed)
-        hq, hkv = heads
-        sizes = (hq, head_dim), (hkv, head_dim), (hkv, v_dim or head_dim)
-        return cls(*(torch.randn(length, *size, generator=g).to(dtype) for size in sizes))
-
-    def __getitem__(self, rows: Any) -> "Text":
-        return Text(self.q[rows], self.k[rows], self.v[rows])
-
-    def __add__(self, other: "Text") -> "Text":
-        return Text(*(torch.cat(pair) for pair in zip(self.parts, other.parts, strict=True)))
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.q, self.k, self.v
-
-    def __len__(self) -> int:
-        return len(self.q)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prefix and the block after it: a tree of nodes, or a chain where `parents` is None.
-
-    frozen: only the block's queries count, all at position len(prefix).   valid: rows of the block that exist.
-    """
-
-    prefix: Text
-    block: Text
-    parents: list[int] | None = None
-    frozen: bool = False
-    valid: int | None = None
-
-    @property
-    def depth(self) -> list[int]:
-        if self.frozen:
-            return [0] * len(self.block)
-        return depths(self.parents) if self.parents is not None else list(range(len(self.block)))
-
-
-def lay_out(
-    requests: Sequence[Request],
-    *,
-    page_size: int = 1,
-    window: int | None = None,
-    evict: bool = False,
-    spare_pages: int = 0,
-    first_key: int = 0,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Arguments of `tree_attention`, and of `own_keys` in the place of `own`: pages shuffled, NaN in every slot that
-    nobody wrote."""
-    rng = random.Random(seed)
-    first = requests[0]
-    num_rows, frozen = len(first.block), first.frozen
-    totals = [len(r.prefix) + (0 if frozen else num_rows) for r in requests]
-    starts = [0] * len(requests)
-    if evict:
-        assert window is not None
-        starts = [max(0, len(r.prefix) - window) // page_size * page_size for r in requests]
-    held = [range(s // page_size, -(-n // page_size)) for s, n in zip(starts, totals, strict=True)]
-    num_pages = sum(map(len, held)) + 3
-    free = list(range(1, num_pages))
-    rng.shuffle(free)
-    pool_k, pool_v = (
-        torch.full((num_pages * page_size, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in first.prefix.parts[1:]
-    )
-    widths = [-(-(len(r.prefix) - s) // page_size) for r, s in zip(requests, starts, strict=True)]
-    pages = torch.zeros(len(requests), max(widths) + spare_pages, dtype=torch.int64)
-    write = torch.zeros(len(requests), num_rows, dtype=torch.int64)
-    for b, r in enumerate(requests):
-        page_of = {page: free.pop() for page in held[b]}
-        for page in range(widths[b]):
-            pages[b, page] = page_of[page + starts[b] // page_size]
-        for p in range(starts[b], totals[b]):
-            slot = page_of[p // page_size] * page_size + p % page_size
-            node = p - len(r.prefix)
-            if node >= 0:
-                write[b, node] = slot
-            if node < (num_rows if r.valid is None else r.valid):
-                source, row = (r.prefix, p) if node < 0 else (r.block, node)
-                pool_k[slot], pool_v[slot] = source.k[row], source.v[row]
-    lengths = torch.tensor([len(r.prefix) for r in requests])
-    parents = None if first.parents is None else torch.tensor([r.parents for r in requests])
-    valid = [num_rows if r.valid is None else r.valid for r in requests]
-    return {
-        "query": torch.stack([r.block.q for r in requests]).transpose(1, 2),
-        "pool_k": pool_k,
-        "pool_v": pool_v,
-        "pages": pages,
-        "start": torch.tensor(starts) if evict else None,
-        "committed_len": lengths,
-        "positions": lengths[:, None] + torch.tensor([r.depth for r in requests]),
-        "write": None if frozen else write,
-        "parents": parents,
-        "page_size": page_size,
-        "scaling": first.block.q.shape[2] ** -0.5 * 1.5,
-        "block_len": torch.tensor(valid) if any(r.valid is not None for r in requests) else None,
-        "window": window,
-        "first_key": first_key,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
-
-
-def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
-    """Every row by the definition, over the keys of its path."""
-    options = {name: args[name] for name in ("scaling", "softcap", "sinks")}
-    block = requests[0].block
-    out = torch.zeros(len(requests), *block.q.shape[:2], block.v.shape[2], dtype=torch.float64)
-    for b, r in enumerate(requests):
-        for i in range(len(r.block) if r.valid is None else r.valid):
-            path = []
-            node = -1 if r.frozen else i
-            while node >= 0:
-                path.insert(0, node)
-                node = node - 1 if r.parents is None else r.parents[node]
-            position = len(r.prefix) + r.depth[i]
-            oldest = 0 if args["window"] is None else max(0, position - args["window"] + 1)
-            oldest = max(oldest, min(args["first_key"], position))
-            seen = (r.prefix + r.block[path])[oldest:]
-            out[b, i] = attend(r.block.q[i], seen.k, seen.v, **options)
-    return out
 
 
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -231,29 +75,56 @@ def check(requests: Sequence[Request], by: tuple[Run, ...] = (run, folded, run_p
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def request(
-    length: int,
-    num_rows: int,
-    parents: list[int] | None = None,
-    *,
-    heads: tuple[int, int] = (2, 1),
-    head_dim: int = 16,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    v_dim: int | None = None,
-    **fields: Any,
-) -> Request:
-    text = Text.random(length + num_rows, heads, head_dim, dtype, seed, v_dim)
-    return Request(text[:length], text[length:], parents, **fields)
+TREE = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
+SINKS = torch.linspace(-1, 2, 4)
+GROUPED = {"heads": (4, 2)}
+CASES: dict[str, tuple[tuple[int, ...], int, list[int] | None, dict[str, Any], dict[str, Any]]] = {
+    # lengths of prefixes, rows, parents; sizes, and options of a launch
+    "one node": ((0, 65), 1, [-1], {}, {}),
+    "a wide tree": ((BLOCK_K - 1, BLOCK_K), 17, bushy(17, 1), {}, {}),
+    "V narrower than K": ((40, 3, 0), 5, TREE[:5], {**GROUPED, "head_dim": 24, "v_dim": 5}, {"page_size": 4}),
+    "a head of 512": ((18,), 2, [-1, 0], {"head_dim": 512}, {}),
+    "pages of 16": ((37, 16, 0), 3, [-1, 0, 0], {"heads": (6, 2)}, {"page_size": 16, "spare_pages": 2}),
+    "a window smaller than the tree": ((40, 3, 0), 8, TREE, {}, {"window": 2, "page_size": 4, "evict": True}),
+    # keys before the first do not exist, except a query's own: in committed tiles, in the block's tile, in the block
+    "a first key": ((40, 19, 16, 0), 8, TREE, {}, {"window": 20, "page_size": 4, "first_key": 18}),
+    "a first key in the block": ((3, 0), 8, TREE, {}, {"first_key": 2}),
+    "softcap and sinks": ((50, 0, 1), 5, TREE[:5], GROUPED, {"sinks": SINKS, "softcap": 2.0, "window": 9}),
+    "frozen queries": ((33, 1, 0), 2, None, {**GROUPED, "frozen": True}, {"window": 5, "sinks": SINKS}),
+}
 
 
-@deep_cases("None-24-16", "9-12-8", "9-24-5", "None-12-8")
-@pytest.mark.parametrize(("head_dim", "v_dim"), [(12, 8), (24, 16), (24, 5)])
-@pytest.mark.parametrize("window", [None, 9])
-def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None) -> None:
-    sizes = {"heads": (4, 2), "head_dim": head_dim, "v_dim": v_dim}
-    requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, **sizes) for n in (40, 3, 0)]
-    check(requests, window=window, page_size=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+@pytest.mark.parametrize("name", [slow(name) if case[1] == 17 else name for name, case in CASES.items()])
+def test_kernels_and_plain_torch_are_the_definition(name: str) -> None:
+    lengths, num_rows, parents, sizes, options = CASES[name]
+    check([request(n, num_rows, parents, seed=n, **sizes) for n in lengths], **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *map(deep, range(2, 60))])
+def test_random_cases_are_the_definition(seed: int) -> None:
+    draw = random.Random(seed)
+    kind, num_rows = draw.choice(("tree", "chain", "frozen")), draw.randrange(1, 24)
+    parents = bushy(num_rows, seed) if kind == "tree" else None
+    kv_heads, dim = draw.choice((1, 2)), draw.choice((12, 16, 24))
+    sizes = {"heads": (kv_heads * draw.choice((1, 3)), kv_heads), "head_dim": dim, "v_dim": draw.choice((dim, 5))}
+    lengths = [draw.choice((0, 1, BLOCK_K - 1, BLOCK_K, draw.randrange(90))) for _ in range(draw.randrange(1, 4))]
+    window = draw.choice((None, draw.randrange(1, 40)))
+    check(
+        [request(n, num_rows, parents, seed=seed + n, frozen=kind == "frozen", **sizes) for n in lengths],
+        page_size=draw.choice((1, 3, 16)),
+        window=window,
+        evict=window is not None and draw.random() < 0.5,
+        first_key=draw.choice((0, draw.randrange(30))),
+        softcap=draw.choice((None, 1.5)),
+        sinks=draw.choice((None, torch.randn(sizes["heads"][0]))),
+    )
+
+
+@pytest.mark.parametrize(("num_rows", "window"), [(17, 20), deep(35, None)])
+def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> None:
+    """What padded rows hold is nobody's business: their slots keep NaN."""
+    valid = zip((0, 21, 9), (num_rows, num_rows // 2, 0), strict=True)
+    check([request(n, num_rows, heads=(3, 1), seed=n, valid=rows) for n, rows in valid], window=window)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -265,67 +136,6 @@ def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window:
     torch.testing.assert_close(run(args | fp8), expected, atol=1e-5, rtol=1e-5)
 
 
-@deep_cases("17-(64, 1)", "17-(17, 16)")
-@pytest.mark.parametrize("lengths", [(0, 65), (64, 1), (BLOCK_K - 1, 63), (BLOCK_K + 1, BLOCK_K)], ids=str)
-@pytest.mark.parametrize("num_rows", [1, slow(17)])
-def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows: int) -> None:
-    requests = [request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)]
-    check(requests, (folded if num_rows == 1 else run, run_plain))
-
-
-@deep_cases("(2, 2)-16", "(4, 1)-4", "(6, 2)-1")
-@pytest.mark.parametrize(
-    ("heads", "page_size"),
-    [((2, 2), 4), ((4, 1), 1), slow((6, 2), 16), slow((2, 2), 16), slow((4, 1), 4), slow((6, 2), 1)],
-    ids=str,
-)
-def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
-    requests = [request(n, 3, [-1, 0, 0], heads=heads, seed=n) for n in (37, 16, 0)]
-    check(requests, (run, run_plain), page_size=page_size, spare_pages=2)
-
-
-@deep_cases("2-4-True", "1-1-False")
-@pytest.mark.parametrize(
-    ("window", "page_size", "evict"),
-    each_value(
-        quick(
-            ((*sizes, evict) for sizes in [(1, 1), (2, 4), (4, 1), (18, 16)] for evict in (False, True)),
-            lambda window, page_size, evict: window == 2 and evict,
-        )
-    ),
-)
-def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int, evict: bool) -> None:
-    parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
-    requests = [request(n, 8, parents, seed=n) for n in (40, 3, 0)]
-    check(requests, window=window, page_size=page_size, evict=evict)
-
-
-@deep_cases("tree-None", "chain-20")
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 1, 4, 5, 3], None], ids=["tree", "chain"])
-def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(parents: list[int] | None, window: int | None) -> None:
-    """Among committed tiles, in the tile of the block, and in the block."""
-    requests = [request(n, 8, parents, seed=n) for n in (40, 19, 16, 0)]
-    check(requests, window=window, page_size=4, first_key=18)
-    check([request(n, 8, parents, seed=n) for n in (3, 0)], window=window, first_key=2)
-
-
-@deep_cases("tree-{'softcap': 1.5}", "chain-{'softcap': 2.0, 'window': 9}", "chain-{}")
-@pytest.mark.parametrize("extras", [slow({"softcap": 1.5}), {"softcap": 2.0, "window": 9}, slow({})], ids=str)
-@pytest.mark.parametrize("parents", [[-1, 0, 1, 1, 0], slow(None)], ids=["tree", "chain"])
-def test_softcap_and_sinks(parents: list[int] | None, extras: dict[str, Any]) -> None:
-    requests = [request(n, 5, parents, heads=(4, 2), seed=n) for n in (50, 0, 1)]
-    check(requests, sinks=torch.linspace(-1, 2, 4), **extras)
-
-
-@deep_cases("1-None", "17-5")
-@pytest.mark.parametrize("window", [slow(None), 5])
-@pytest.mark.parametrize("num_rows", [1, slow(17)])
-def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: int | None) -> None:
-    requests = [request(n, num_rows, heads=(4, 2), seed=n, frozen=True) for n in (33, 1, 0)]
-    check(requests, window=window, spare_pages=3, sinks=torch.zeros(4))
-
-
 @PATHS
 def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     args = lay_out([request(n, 2, frozen=True, seed=n) for n in (40, 2)], window=3, sinks=torch.ones(2))
@@ -335,29 +145,12 @@ def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     assert bool((out[0] != 0).any())
 
 
-@usual_cases("17-20")
-@pytest.mark.parametrize(("num_rows", "window"), [(17, 20), slow(17, None), slow(35, 20)])
-def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> None:
-    """What padded rows hold is nobody's business: their slots keep NaN."""
-    valid = [num_rows, num_rows // 2, 0]
-    requests = [
-        request(n, num_rows, heads=(3, 1), seed=n, valid=rows) for n, rows in zip((0, 21, 9), valid, strict=True)
-    ]
-    check(requests, window=window)
-
-
 def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
     """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits after their request."""
     requests = [request(40, 40)]
     args = lay_out(requests, window=20)
     out = run(args, cut=KeySplit(16, 16))
     torch.testing.assert_close(out.double(), dense(requests, args), atol=2e-5, rtol=2e-5)
-
-
-@deep_cases("80", "112")
-@pytest.mark.parametrize("head_dim", [40, slow(80), slow(112), 512])
-def test_head_sizes(head_dim: int) -> None:
-    check([request(18, 2, [-1, 0], head_dim=head_dim)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)

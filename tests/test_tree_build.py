@@ -79,17 +79,6 @@ def test_select_by_eye():
     grown.check()
 
 
-@pytest.mark.parametrize("score", [0.0, -1.5, -INF, NAN], ids=str)
-def test_equal_scores_fill_the_tree_level_by_level(score: float):
-    parents = long([candidates(2, 3, [[0, 1], [0, 1]])])
-    scores = torch.full((1, 10), score, device=DEVICE)
-    found = Candidates(torch.arange(10, device=DEVICE)[None], scores, parents)
-    grown = select_tree(long([0]), found, num_nodes=8, num_levels=3)
-    assert grown.tokens.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6]]
-    assert grown.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]]
-    grown.check()
-
-
 def test_a_child_is_never_better_than_its_parent():
     """A child of 0.0 under a parent of -5 waits for it, and counts as -5 then."""
     for select in (select_tree, reference_select_tree):
@@ -104,18 +93,6 @@ def test_a_child_is_never_better_than_its_parent():
         )
         assert grown.tokens.tolist() == [[0, 1, 2]]
         assert grown.parents.tolist() == [[-1, 0, 0]]
-
-
-def test_smallest_and_largest_trees():
-    tokens, scores = long([[4, 5], [6, 7]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0]], device=DEVICE)
-    parents = long([[-1, -1], [-1, 0]])
-    found = Candidates(tokens, scores, parents)
-    alone = select_tree(long([1, 2]), found, num_nodes=1)
-    assert alone.tokens.tolist() == [[1], [2]] and alone.parents.tolist() == [[-1], [-1]]
-    everything = select_tree(long([1, 2]), found, num_nodes=3)
-    assert everything.parents.tolist() == [[-1, 0, 0], [-1, 0, 1]]
-    with pytest.raises(AssertionError, match="2 candidates cannot fill 4 nodes"):
-        select_tree(long([1, 2]), found, num_nodes=4)
 
 
 @st.composite
@@ -226,16 +203,6 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
     assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
 
 
-def test_growth_without_branches_is_a_chain():
-    builder = TreeBuilder(long([5]), TorchBackend(), 3)
-    for token in (6, 7, 8):
-        beam = builder.add_level(long([[[token]]]), torch.tensor([[[-0.5]]], device=DEVICE))
-        assert beam.tokens.tolist() == [[token]] and beam.origin.tolist() == [[0]]
-    tree, chain = builder.select(4), DraftTree.chain(long([[5, 6, 7, 8]]))
-    for name in ("tokens", "parents", "depth", "ancestors"):
-        torch.testing.assert_close(getattr(tree, name), getattr(chain, name))
-
-
 # walks
 
 
@@ -246,21 +213,6 @@ def random_tree(batch: int, num_nodes: int, seed: int) -> DraftTree:
     ]
     siblings = [[row[:n].count(row[n]) for n in range(num_nodes)] for row in parents]  # distinct tokens in few values
     return DraftTree.from_parents(long(siblings), long(parents))
-
-
-def test_fields_by_eye(poison_empty: None):
-    depth, ancestors = tree_fields(long([[-1, 0, 0, 1, 3]]))
-    assert depth.tolist() == [[0, 1, 1, 2, 3]]
-    true, false = True, False
-    assert ancestors.tolist() == [
-        [
-            [true, false, false, false, false],
-            [true, true, false, false, false],
-            [true, false, true, false, false],
-            [true, true, false, true, false],
-            [true, true, false, true, true],
-        ]
-    ]
 
 
 @deep_cases("512", "2", "17", "200")

@@ -7,14 +7,13 @@ It runs on a CPU and reads lengths on the host. A forward may run in parts, as l
 the next part reads the records and states of the earlier ones.
 """
 
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 
 from specdec.attention.plan import KVPlan
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.attention.recurrence.paths import ForwardRows, NewestInputs, Wave, newest_inputs, rows_of_plan, waves_of
-from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Recurrence
@@ -25,17 +24,6 @@ from specdec.kvcache.table import RequestTable
 EVERYTHING = slice(None), slice(None)
 
 
-class _Rows(NamedTuple):
-    """The forward's rows, shared by all layers. numbers, write: [n]. begun: rows of the request table whose text begins
-    here. folded_len: folded tokens by row of the request table at the start of the forward."""
-
-    rows: ForwardRows
-    numbers: torch.Tensor
-    write: torch.Tensor
-    begun: torch.Tensor
-    folded_len: IntArray
-
-
 class RecurrentForward:
     """The rows of a plan or of a part of it. `part`: a slice of requests and a slice of columns."""
 
@@ -43,9 +31,19 @@ class RecurrentForward:
         self._plan = plan
         self._view = view
         self._part = part
-        self._rows: _Rows | None = None
         self._newest: dict[int, NewestInputs] = {}  # keyed by taps
-        self._waves: list[Wave] | None = None
+
+    @cached_property
+    def _rows(self) -> ForwardRows:
+        """Rows of the forward. All recurrent layers have the slots of one group, and the same folded tokens when the
+        first of them runs."""
+        kept = self._view.recurrent[0].layers[0]
+        assert kept.state is not None
+        return rows_of_plan(self._plan, kept.group, self._part, kept.state.folded_len)
+
+    @cached_property
+    def _waves(self) -> list[Wave]:
+        return waves_of(self._rows)
 
     def part(self, requests: slice, columns: slice) -> "RecurrentForward":
         return RecurrentForward(self._plan, self._view, (requests, columns))
@@ -54,13 +52,13 @@ class RecurrentForward:
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Convolve inputs [T, C] with weight [C, K] -> [T, C], 0 on padding."""
-        kept, mine = self._view.writable_layer(layer), self._found(layer)
+        kept, mine = self._view.writable_layer(layer), self._rows
         state, pool, taps = kept.state, kept.fields[0], weight.shape[1]
         assert state is not None
         state.clear(mine.begun)
         pool.index_copy_(0, mine.write, inputs[mine.numbers][:, None])
         if taps not in self._newest:
-            self._newest[taps] = newest_inputs(mine.rows, mine.folded_len, taps)
+            self._newest[taps] = newest_inputs(mine, taps)
         newest = self._newest[taps]
         before = state.inputs[newest.states, state.inputs.shape[1] - newest.back]
         path = torch.where(newest.recorded[:, :, None], rows_at(pool, newest.slots)[:, :, 0], before)  # [n, K, C]
@@ -70,20 +68,14 @@ class RecurrentForward:
 
     def _fold_inputs(self, kept: LayerKV, state: RecurrentState) -> None:
         """Fold certain tokens into the states of a layer that is only a convolution."""
-        for wave in self._all_waves():
+        for wave in self._waves:
             if len(wave.into):
                 matrices = state.matrices[wave.into]
                 state.fold(wave.into, matrices, last_inputs(kept, wave, state), wave.folded_len)
 
-    def _all_waves(self) -> list[Wave]:
-        assert self._rows is not None
-        if self._waves is None:
-            self._waves = waves_of(self._rows.rows, self._rows.folded_len)
-        return self._waves
-
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """Run the recurrence -> [T, HV, DV] in float32, 0 on padding."""
-        kept, mine = self._view.writable_layer(layer), self._found(layer)
+        kept, mine = self._view.writable_layer(layer), self._rows
         state = kept.state
         assert state is not None
         new = rows.map(lambda x: x[mine.numbers].float())
@@ -92,7 +84,7 @@ class RecurrentForward:
         pool_g.index_copy_(0, mine.write, new.g[:, :, None])
         out = new.v.new_zeros(new.v.shape)
         before: torch.Tensor | None = None
-        for wave in self._all_waves():
+        for wave in self._waves:
             base = state.matrices[wave.base] if before is None else before[wave.base]
             block = _stored(kept, wave, base)
             if wave.rows.shape[1]:
@@ -110,17 +102,6 @@ class RecurrentForward:
                     inputs = last_inputs(kept, wave, state)
                     state.fold(wave.into, before[wave.certain], inputs, wave.folded_len)
         return _spread(out, mine.numbers, len(rows.v))
-
-    def _found(self, layer: int) -> _Rows:
-        """Rows of the forward. All their records use the slots of one group."""
-        if self._rows is None:
-            kept = self._view.layer(layer)
-            assert kept.state is not None
-            found = rows_of_plan(self._plan, kept.group, self._part)
-            numbers, write, begun = (torch.from_numpy(x) for x in (found.numbers, found.write, found.begun))
-            folded_len = kept.state.folded_len.index_fill(0, begun, 0).numpy()
-            self._rows = _Rows(found, numbers, write, begun, folded_len)
-        return self._rows
 
 
 def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -> None:

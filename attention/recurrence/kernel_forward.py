@@ -134,9 +134,6 @@ class RecurrentKernels:
         self._spans: Spans | None = None
         self._slots: PrefixSlots | None = None
 
-    def part(self, requests: slice, columns: slice) -> "RecurrentKernels":
-        raise AssertionError("kernels run whole forwards")
-
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

@@ -56,20 +56,24 @@ class RequestPath(NamedTuple):
     certain: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ForwardRows:
     """The rows of a forward, or of a part of it, without padding.
 
     numbers [n]: place of each row in the part. request, position, write slot: [n] each. own: for each row, slots of its
-    path from the first uncertain position on; None: all positions are certain.
+    path from the first uncertain position on; None: all positions are certain. begun: rows of the request table whose
+    text begins in this forward (position 0). folded_len: folded tokens by row of the request table at the start of the
+    forward; 0 if the text begins here.
     """
 
     requests: Sequence[RequestPath]
-    numbers: IntArray
+    numbers: torch.Tensor
     request: IntArray
     position: IntArray
-    write: IntArray
+    write: torch.Tensor
     own: Sequence[IntArray] | None
+    begun: torch.Tensor
+    folded_len: IntArray
 
     def path(self, row: int, begin: int, end: int) -> IntArray:
         """Slots of positions `begin` to `end` on the path of a row."""
@@ -83,15 +87,10 @@ class ForwardRows:
         assert len(slots) == end - begin, f"{begin=} {end=} {request=}"
         return slots
 
-    @property
-    def begun(self) -> IntArray:
-        """Rows of the request table whose text begins in this forward (position 0)."""
-        rows = [self.requests[request].row for request in self.request[self.position == 0]]
-        return np.unique(np.array(rows, dtype=np.int64))
 
-
-def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> ForwardRows:
-    """The rows of a part (requests, columns) of a plan that writes; rows without a slot are padding."""
+def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded_len: torch.Tensor) -> ForwardRows:
+    """The rows of a part (requests, columns) of a plan that writes; rows without a slot are padding. folded_len: folded
+    tokens by row of the request table."""
     shape = plan.positions.shape
     numbers = np.arange(shape.numel()).reshape(shape)[part].reshape(-1)
     write = _host(plan.write_slots(group))[numbers]
@@ -104,17 +103,20 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> For
         line = _host(lines.slots[lines.line])
         begin = np.zeros_like(rows) if lines.begin is None else _host(lines.begin)
         requests = [RequestPath(*known) for known in zip(rows, begin, line, start + length, strict=True)]
-        return ForwardRows(
-            requests, np.flatnonzero(exists), of_run[numbers][exists], position[exists], write[exists], None
-        )
-    assert isinstance(plan.prefix, PageTables) and plan.tree is not None
-    slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
-    requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
-    request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]
-    ancestors = _host(plan.tree.ancestors)  # in order of depth, since parents come before children
-    all_written = _host(plan.write_slots(group)).reshape(shape)
-    own = [all_written[b][ancestors[b, n]] for b, n in zip(request, node, strict=True)]
-    return ForwardRows(requests, np.flatnonzero(exists), request, position[exists], write[exists], own)
+        request, own = of_run[numbers][exists], None
+    else:
+        assert isinstance(plan.prefix, PageTables) and plan.tree is not None
+        slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
+        requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
+        request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]
+        ancestors = _host(plan.tree.ancestors)  # in order of depth, since parents come before children
+        all_written = _host(plan.write_slots(group)).reshape(shape)
+        own = [all_written[b][ancestors[b, n]] for b, n in zip(request, node, strict=True)]
+    position = position[exists]
+    begun = torch.from_numpy(np.unique(rows[request[position == 0]]))
+    places, written = torch.from_numpy(np.flatnonzero(exists)), torch.from_numpy(write[exists])
+    folded = folded_len.index_fill(0, begun, 0).numpy()
+    return ForwardRows(requests, places, request, position, written, own, begun, folded)
 
 
 class NewestInputs(NamedTuple):
@@ -127,8 +129,9 @@ class NewestInputs(NamedTuple):
     back: torch.Tensor
 
 
-def newest_inputs(rows: ForwardRows, folded_len: IntArray, taps: int) -> NewestInputs:
-    """Locate the inputs. folded_len: folded tokens by row of the request table, 0 if its text begins here."""
+def newest_inputs(rows: ForwardRows, taps: int) -> NewestInputs:
+    """Locate the inputs."""
+    folded_len = rows.folded_len
     states = np.array([rows.requests[request].row for request in rows.request], dtype=np.int64)
     positions = rows.position[:, None] + np.arange(1 - taps, 1)  # [n, taps]
     back = folded_len[states][:, None] - positions
@@ -151,8 +154,8 @@ class _Block:
     rows: list[tuple[int, int]] = field(default_factory=list)  # (row of the forward, place)
 
 
-def waves_of(rows: ForwardRows, folded_len: IntArray) -> list[Wave]:
-    """Make the waves. folded_len: folded tokens by row of the request table, 0 if its text begins here."""
+def waves_of(rows: ForwardRows) -> list[Wave]:
+    """Make the waves."""
     levels: list[dict[int, _Block]] = []  # keyed by the slot of a block's last place
     row_at = {slot: row for row, slot in enumerate(rows.write.tolist())}
     covered = np.zeros(len(rows.write), dtype=np.bool_)
@@ -160,7 +163,7 @@ def waves_of(rows: ForwardRows, folded_len: IntArray) -> list[Wave]:
     def add(row: int, begin: int, end: int) -> int:
         """Add the block at positions `begin` to `end` of a row's path. Returns its key."""
         request = int(rows.request[row])
-        level, odd = divmod(begin - int(folded_len[rows.requests[request].row]), FOLD)
+        level, odd = divmod(begin - int(rows.folded_len[rows.requests[request].row]), FOLD)
         assert level >= 0 and not odd, f"position {begin} of {rows.requests[request]} is folded already"
         slots = rows.path(row, begin, end)
         key = int(slots[-1])
