@@ -10,11 +10,11 @@ from fastapi.testclient import TestClient
 from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
 from specdec.runtime.draft_reports import llama_timings, vllm_figures
-from specdec.runtime.request import RequestStats
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 
+from inside import RequestStats, record_round
 from marks import deep_cases
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -114,7 +114,7 @@ def test_the_server_says_which_figures_answers_have(switch, fields, engine):
 def test_a_histogram_has_a_place_for_every_length():
     stats = RequestStats(prompt_tokens=9, cached_tokens=4, output_tokens=8, first_token_seconds=0.5, decode_seconds=2)
     for accepted, depth in ((3, 4), (0, 4), (0, 2), (2, 2), (0, 0)):
-        stats.record_round(accepted + 1, accepted, depth)
+        record_round(stats, accepted + 1, accepted, depth)
     assert vllm_figures(stats, 4) == {
         "mean_acceptance_length": 1 + 5 / 4,
         "draft_acceptance_rate": 5 / 12,
