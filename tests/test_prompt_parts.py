@@ -170,7 +170,9 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, engine_for, make_t
     doomed.abort()
     late = engine.submit(random_prompt(40, seed=3), params())
     engine.step()
-    assert engine.steps.prefill.reading is None or late.id in [r.number for r in engine.steps.prefill.reading.requests]
+    assert engine.steps.prefill.reading is None or late.id in [
+        r.number for r in engine.steps.prefill.reading.batch.requests
+    ]
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40, seed=3), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
     assert doomed.output().finish_reason == "abort"
@@ -199,7 +201,7 @@ def test_a_preemption_in_the_middle_reads_again(engine_for, make_target, greedy_
         engine.scheduler._make_room()
     engine.step()
     assert request.stats.preemptions == 1 and (
-        parts_run(engine) is None or engine.steps.prefill.reading.requests == [request]
+        parts_run(engine) is None or engine.steps.prefill.reading.batch.requests == [request]
     )
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)

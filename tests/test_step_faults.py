@@ -42,7 +42,7 @@ def breaks(engine, bad, error=ValueError, *, where="round", names=False, after=0
     whole = getattr(owner, name)
 
     def broken(launched, *rest):
-        for request in getattr(launched, "requests", launched):
+        for request in launched if where == "round" else launched.batch.requests:
             if request.prompt == bad and request.num_output >= after:
                 raise name_row(error("no such thing"), request.row) if names else error("no such thing")
         return whole(launched, *rest)

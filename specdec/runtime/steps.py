@@ -24,7 +24,7 @@ from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
-from specdec.runtime.launched_step import launched_now
+from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
@@ -170,8 +170,8 @@ class Steps:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        ranks = self.round.target.ranks
-        launched = launched_now(batch, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
+        result, done = copy_to_host(packed), event_now(packed.device, self.round.target.ranks)
+        launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, drafts, forced, None, done)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
