@@ -23,7 +23,7 @@ from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
 from specdec.runtime.request import Request, RequestState, RequestStats, restricted
-from specdec.runtime.rounds.prompt_parts import PartShare, part_ends, part_shares
+from specdec.runtime.rounds.prompt_parts import PartShare, divide
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler, rank, slots_needed
 from specdec.runtime.settling import commit_chunks_on_host, settle_round
@@ -54,9 +54,8 @@ __all__ = [
     "captured_prompts",
     "captured_rounds",
     "commit_chunks_on_host",
+    "divide",
     "packed_values",
-    "part_ends",
-    "part_shares",
     "prompt_chunks",
     "rank",
     "record_round",

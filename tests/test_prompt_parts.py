@@ -24,8 +24,7 @@ from inside import (
     TargetModel,
     assert_idle,
     capture_on_tape,
-    part_ends,
-    part_shares,
+    divide,
 )
 from marks import deep, deep_cases, examples, is_deep, usual_cases
 from tiny_models import FAMILIES, TWO_OWNERS, random_eagle3
@@ -322,12 +321,11 @@ def test_where_a_forward_is_divided(make_target):
     target = TargetModel(make_target("gemma4-e2b", **TWO_OWNERS), REFERENCE)
     every, last, none = FinalStates.EVERY, FinalStates.LAST, FinalStates.NONE
     assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
-    assert part_ends(target, (), every, 2) == [2, 4, 6]
-    assert part_ends(target, (), none, 2) == [1, 3]
-    assert part_ends(target, (), last, 1) == [1, 2, 3, 6]
     third, half = pytest.approx(1 / 3), pytest.approx(1 / 2)
-    assert part_shares(target, (), every, [2, 4, 6]) == [(third, half, 0), (third, 0, 0), (third, half, 0)]
-    assert part_shares(target, (), last, [1, 2, 3, 6]) == [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
+    assert divide(target, (), every, 2) == ([2, 4, 6], [(third, half, 0), (third, 0, 0), (third, half, 0)])
+    assert divide(target, (), none, 2)[0] == [1, 3]
+    ends, shares = [1, 2, 3, 6], [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
+    assert divide(target, (), last, 1) == (ends, shares)
 
 
 SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for number in range(8)]

@@ -16,7 +16,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
-from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, divide
 from specdec.runtime.rounds.round import Round
 
 
@@ -78,6 +78,5 @@ def division_of(round: Round, *, captured: bool) -> Division | None:
     if not round.target.can_pause or not (captured or round.device.type == "cpu"):
         return None
     states = round.final_states(scored=False, ends=False)
-    ends = part_ends(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
-    shares = part_shares(round.target, round.aux_layers, states, ends)
+    _, shares = divide(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
     return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

@@ -21,7 +21,6 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
-from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
@@ -52,22 +51,20 @@ class Steps:
         scheduler: Scheduler,
         round: Round,
         spec: SpecConfig,
+        choice: DraftChoice | None,
         graphs: RoundGraphs | None,
         chunks: ChunkGraphs | None,
     ) -> None:
         self.scheduler = scheduler
         self.round = round
         self.spec = spec
+        self.choice = choice
         self.graphs = graphs
         self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
         self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)
         self.prefill = Prefill(scheduler, round, chunks, self.threads)
-        adaptive = spec.adaptive and round.worker is not None
-        captured, num_rows = graphs is not None, self.table.max_requests + 1
-        shapes = draft_ladder(spec, captured=captured, lookup=round.has_lookup)
-        self.choice = DraftChoice(shapes, num_rows) if adaptive else None
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
