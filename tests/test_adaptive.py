@@ -282,16 +282,6 @@ def test_a_loss_is_paid_by_later_rounds_and_forgotten_with_them():
     assert account.balance(times) == pytest.approx(2.0 + SHARE * MEMORY * 2.0, rel=0.05)
 
 
-def test_a_draft_that_is_never_right_loses_its_share_and_no_more():
-    """Whenever the balance covers it, a draft of twice a plain round runs: one of a hundred rounds."""
-    account, times, lost = DraftAccount([0, 0]), RoundTimes([1.0, 2.0]), 0
-    for _ in range(20 * MEMORY):
-        chosen = int(account.balance(times)[0] >= 1.0)
-        account.settle(times, chosen, 1.0)
-        lost += chosen
-    assert 0.007 < lost / (20 * MEMORY) < 0.0105
-
-
 def test_rounds_are_charged_by_what_is_believed_of_them_now():
     """A draft that was timed too fast is charged in full once that is known; a burst is not charged."""
     account, times = DraftAccount([0, 0]), RoundTimes([2.0, 3.0])
@@ -388,14 +378,6 @@ def test_drafts_that_were_all_timed_too_slow_are_tried(batch):
     """Regression: all drafts were timed at twice what they take, seemed not to pay, and never ran: 0.86 of the best."""
     best, plain = ratios([f"all drafts timed at 2x, {batch} requests, right 0.3"])[0]
     assert best.min() > 0.93 and plain.min() > 1.05, (best, plain)
-
-
-@pytest.mark.parametrize("right", [0.0, 0.05, 0.8])
-def test_where_nothing_is_captured_a_round_has_the_whole_draft_or_none(right):
-    machine = Machine(captured=False, seconds=lambda shape, batch: 1 + 0.3 * shape.num_steps)
-    best, plain, outcome = to_best(machine, Load(chances(right), tokens=500), CHAIN)
-    assert set(outcome.rounds) <= {NO_DRAFT, LADDER[-1]}
-    assert plain > 0.96 and best > 0.95
 
 
 def test_hard_and_easy_requests_get_drafts_of_their_own():

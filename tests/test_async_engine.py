@@ -282,23 +282,6 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
     assert output.token_ids == greedy_oracle(model, random_prompt(5), NEW)
 
 
-def test_only_those_in_the_round_fail(pair, greedy_oracle, random_prompt, monkeypatch):
-    """One row, two faults: the one that runs fails, the one that waits does not."""
-    model, _ = pair
-    faults = [RuntimeError("it"), RuntimeError("it")]
-
-    async def scene(served):
-        fault = failing(served.engine, lambda: faults.pop() if faults and len(served.samples) == 2 else None)
-        monkeypatch.setattr(served.engine.target, "logits", fault)
-        return await asyncio.gather(
-            *(served.generate(random_prompt(n), LONG if n == 5 else PARAMS) for n in (5, 6)), return_exceptions=True
-        )
-
-    first, second = serving(pair, scene, max_batch_size=1)
-    assert isinstance(first, RoundFailedError) and faults == []
-    assert second[0].token_ids == greedy_oracle(model, random_prompt(6), NEW)
-
-
 def test_an_idle_engine_takes_no_steps(pair, random_prompt):
     async def scene(served):
         await served.generate(random_prompt(5), PARAMS)

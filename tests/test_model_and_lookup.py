@@ -250,12 +250,3 @@ def test_a_command_names_a_pair_by_a_comma(target, given, drafter):
 def test_a_pair_needs_a_choice():
     with pytest.raises(ConfigError, match=r"adaptive=False, and each round of .+ or suffix has the draft"):
         Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp,suffix", spec=SpecConfig(4, adaptive=False))
-
-
-def test_statistics_name_who_drafted():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp,suffix", spec=CHAIN, config=CONFIG) as engine:
-        choosing(engine, lambda shapes: shapes[-1])
-        engine.generate(prompts(engine), SamplingParams(max_new_tokens=4))
-        use = engine.stats().drafts
-        assert use.shapes[-1] == (4, 1, 5, True)
-        assert engine.drafter.name.endswith(" or suffix")

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+import specdec.serving.async_engine
 from specdec import SamplingParams
 from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
 from specdec.serving.async_engine import AsyncEngine
@@ -228,32 +229,6 @@ def test_interrupts_end_none_however_often(scene):
     assert_right(handles, truths)
 
 
-@pytest.mark.parametrize("where", ["round", "prompts"])
-def test_an_error_before_settling_changes_nothing_that_the_host_knows_of_a_request(where, scene):
-    engine, prompts, truths = scene
-    handles = engine.submit_many(prompts[:2], PARAMS)
-    while handles[0].num_output < 2:
-        engine.step()
-    late = engine.submit(prompts[2], PARAMS)
-    owner, name = launching(engine, where)
-    whole, seen = getattr(owner, name), []
-
-    def broken(*asked):
-        seen.append([request.settled for request in engine.inbox.live.values()])
-        seen.append([request.stats.copy() for request in engine.inbox.live.values()])
-        raise ValueError("before anything came out")
-
-    setattr(owner, name, broken)
-    with pytest.raises(ValueError, match="before anything"):
-        step_on(engine)
-    setattr(owner, name, whole)
-    live = list(engine.inbox.live.values())
-    assert all(now is then for now, then in zip([request.settled for request in live], seen[0], strict=True))
-    assert [request.stats for request in live] == seen[1]
-    assert finish(engine, [*handles, late]) == 0
-    assert_right([*handles, late], truths[:3])
-
-
 def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene):
     """Handles of one `submit_many` are requests like any others; `generate` ends with the first that fails."""
     engine, prompts, truths = scene
@@ -268,7 +243,9 @@ def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene)
 # served
 
 
-def test_a_task_whose_request_breaks_every_round_fails_alone(scene):
+def test_a_task_whose_request_breaks_every_round_fails_alone(scene, monkeypatch):
+    """The newest one: a single thread hands them in, so that they arrive in the order of the calls."""
+    monkeypatch.setattr(specdec.serving.async_engine, "READERS", 1)
     engine, prompts, truths = scene
     breaks(engine, prompts[3])
 
