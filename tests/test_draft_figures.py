@@ -15,7 +15,7 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 
 from inside import RequestStats, record_round
-from marks import deep_cases
+from marks import usual_cases
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 12}
@@ -64,16 +64,7 @@ def gained(engine: Engine, before: RequestStats) -> RequestStats:
     return now
 
 
-@deep_cases(
-    "completion-stream1",
-    "completion-stream2",
-    "chat of two-stream0",
-    "chat of two-stream1",
-    "chat-stream0",
-    "chat-stream2",
-    "response-stream0",
-    "response-stream2",
-)
+@usual_cases("chat-stream1", "chat of two-stream2", "completion-stream0", "response-stream1")
 @pytest.mark.parametrize("stream", [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}])
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_and_last_chunks_count_drafts_as_the_engine_does(name, stream, client, engine):
