@@ -198,7 +198,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         commit_chunks_on_host(self.table, self.scheduler.prefixes, requests, chunk_len)
         for request in requests:
             if request.state is RequestState.DECODE and request.num_output == 0:
-                self.settle(request, [next_token(request.tokens)])
+                request.settle([next_token(request.tokens)])
+        self.release_finished(requests)
 
     def decode(self, draw: random.Random, requests: Sequence[Request]) -> None:
         if not requests:
@@ -227,7 +228,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.write(self.rig.verify(rows, tree), values)
         self.rig.commit(rows, length, path)
         for request, tokens in zip(requests, emitted, strict=True):
-            self.settle(request, tokens)
+            request.settle(tokens)
+        self.release_finished(requests)
         self.table.evict_unseen(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
 
     def write(self, plan: KVPlan, values: list[list[float]]) -> None:
@@ -235,10 +237,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for layer in (SLIDING_LAYER, FULL_LAYER):
             self.rig.write(layer, plan.write, k, -k)
 
-    def settle(self, request: Request, tokens: list[int]) -> None:
-        request.settle(tokens)
-        if request.finished:
-            self.scheduler.release_requests(request)
+    def release_finished(self, requests: Sequence[Request]) -> None:
+        """All at once, as after a round."""
+        finished = [request for request in requests if request.finished]
+        self.scheduler.release_requests(*finished)
+        for request in finished:
             self.end(request)
 
     def end(self, request: Request) -> None:
