@@ -79,31 +79,6 @@ def test_streams_and_outputs_are_those_of_the_engine(pair, greedy_oracle, random
         assert [delta.output is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
 
 
-def test_samples_come_with_their_index(pair, random_prompt):
-    prompts, params = [random_prompt(7), random_prompt(9)], SamplingParams(NEW, temperature=1.0, seed=5, n=2)
-
-    async def scene(served):
-        texts = [""] * 4
-        async with await served.submit(prompts, params) as streams:
-            async for index, delta in streams:
-                texts[index] += delta.text
-        return texts, await served.generate(prompts, params)
-
-    texts, outputs = serving(pair, scene)
-    assert texts == [output.text for output in outputs] and texts[0] != texts[1]
-
-
-def test_a_deltas_logprobs_are_those_of_its_tokens(pair, random_prompt):
-    async def scene(served):
-        params = SamplingParams(NEW, logprobs=2, ignore_eos=True)
-        return [delta async for delta in served.stream(random_prompt(7), params)]
-
-    deltas = serving(pair, scene)
-    assert len(deltas) > 1
-    assert all([one.token_id for one in delta.logprobs] == delta.token_ids for delta in deltas)
-    assert [one for delta in deltas for one in delta.logprobs] == deltas[-1].output.logprobs
-
-
 @pytest.mark.parametrize("how", ["break", "cancel", "cancel-generate", "abort"])
 def test_whoever_leaves_frees_slots_within_a_round(how, pair, random_prompt):
     """A request of 400 tokens is gone after at most two more steps: the one under way, and the one that ends it."""

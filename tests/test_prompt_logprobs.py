@@ -152,10 +152,6 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
     assert_right(model, out, hf_forward)
 
 
-def test_the_tile_of_a_vocabulary_of_262144_has_64_rows():
-    assert specdec.runtime.rounds.prompt_scoring.MAX_LOGITS // 262_144 == 64
-
-
 # whatever happens to the request
 
 
