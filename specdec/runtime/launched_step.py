@@ -79,4 +79,4 @@ def event_now(device: torch.device, ranks: Ranks | None = None) -> torch.cuda.Ev
         return None
     done = torch.cuda.Event()
     done.record()
-    return done if ranks is None else ranks.guarded(done)  # type: ignore[no-any-return]
+    return done if ranks is None else ranks.guarded(done)
