@@ -51,6 +51,7 @@ from specdec.runtime.arguments import (
 )
 from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
@@ -142,21 +143,20 @@ class Engine:
             prefixes=self.prefixes,
             longest=target.context_length.max_len,
         )
-        graphs = chunks = None
+        graphs = chunks = choice = None
+        if drafter is not None and spec.adaptive:
+            ladder = draft_ladder(spec, captured=capture is not None, lookup=self.round.has_lookup)
+            choice = DraftChoice(ladder, self.table.max_requests + 1)
         if capture is not None:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
-            adaptive = drafter is not None and self.spec.adaptive
-            ladder = draft_ladder(self.spec, captured=True, lookup=self.round.has_lookup)
-            num_drafts = len(ladder) if adaptive else 1
-            store = CaptureStore(
-                capture, memory, budget, max_captures(len(batch_buckets(self.table.max_requests)), num_drafts)
-            )
+            num_drafts, num_sizes = len(choice.shapes) if choice else 1, len(batch_buckets(self.table.max_requests))
+            store = CaptureStore(capture, memory, budget, max_captures(num_sizes, num_drafts))
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
-        self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks)
+        self.steps = Steps(self.scheduler, self.round, self.spec, choice, graphs, chunks)
         self._watch = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)

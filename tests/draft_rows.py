@@ -13,13 +13,19 @@ from typing import NamedTuple
 import numpy as np
 from draft_simulation import E4B, Load, Machine, Outcome, adaptive, chances, e4b, fixed
 
-from specdec import SpecConfig
+from specdec import Engine, SpecConfig
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
 CHAIN, TREE, SMALL_TREE = (SpecConfig(*size, adaptive=True) for size in ((4,), (4, 4, 16), (4, 4, 8)))
 SEEDS = range(8)
 RIGHT = (0.0, 0.3, 0.45, 0.8)
+
+
+def prompts(engine: Engine) -> list[list[int]]:
+    """Three questions for the bundled target."""
+    texts = ["Tom has 3 boxes of 12 pencils.", "A cinema has 4 rows with 8 seats each.", "17 boys go to a match."]
+    return [engine.chat_prompt(text) for text in texts]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec import SpecConfig
 from specdec.runtime.draft_policy.draft_acceptance import FloatArray
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
-from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
@@ -148,14 +146,6 @@ def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burs
             timed = np.array(burst) * [machine.seconds(shape, size) for shape in shapes]
             choice.times[size] = RoundTimes(timed.tolist())
     return _play(machine, load, choice)._replace(choice=choice)
-
-
-def to_best(machine: Machine, load: Load, spec: SpecConfig, *, lookup: bool = False) -> tuple[float, float, Outcome]:
-    """How many times as fast as the best fixed draft, and as none."""
-    shapes = draft_ladder(spec, captured=machine.captured, lookup=lookup)
-    times = [fixed(machine, load, shape) for shape in shapes]
-    outcome = adaptive(machine, load, shapes)
-    return min(times) / outcome.seconds, times[0] / outcome.seconds, outcome
 
 
 def _play(machine: Machine, load: Load, choice: DraftChoice) -> Outcome:

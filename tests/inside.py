@@ -22,8 +22,8 @@ from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
-from specdec.runtime.request import Request, RequestState, restricted
-from specdec.runtime.rounds.prompt_parts import PartShare, part_ends, part_shares
+from specdec.runtime.request import Request, RequestState, RequestStats, restricted
+from specdec.runtime.rounds.prompt_parts import PartShare, divide
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler, rank, slots_needed
 from specdec.runtime.settling import commit_chunks_on_host, settle_round
@@ -43,6 +43,7 @@ __all__ = [
     "REFERENCE",
     "Request",
     "RequestState",
+    "RequestStats",
     "RoundResult",
     "Scheduler",
     "TargetModel",
@@ -53,11 +54,11 @@ __all__ = [
     "captured_prompts",
     "captured_rounds",
     "commit_chunks_on_host",
+    "divide",
     "packed_values",
-    "part_ends",
-    "part_shares",
     "prompt_chunks",
     "rank",
+    "record_round",
     "restricted",
     "settle_round",
     "slots_needed",
@@ -78,6 +79,15 @@ def assert_idle(engine: Engine) -> None:
     allocator = engine.table.allocator
     assert not any(pool.held_pages for pool in allocator.pools)
     assert not allocator.frozen and not engine.table.active_rows.size
+
+
+def record_round(stats: RequestStats, emitted: int, accepted: int, num_drafts: int) -> None:
+    """Count a round with drafts `num_drafts` deep: its emitted tokens, of which the first `accepted` were drafts."""
+    one = RequestStats(rounds=1, round_tokens=emitted)
+    if num_drafts:
+        one.drafted_rounds, one.drafted_round_tokens, one.draft_tokens = 1, emitted, num_drafts
+        one.accepted_counts, one.drafted_counts = [1] * accepted + [0] * (num_drafts - accepted), [1] * num_drafts
+    stats.add(one)
 
 
 @contextmanager

@@ -79,31 +79,6 @@ def test_streams_and_outputs_are_those_of_the_engine(pair, greedy_oracle, random
         assert [delta.output is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
 
 
-def test_samples_come_with_their_index(pair, random_prompt):
-    prompts, params = [random_prompt(7), random_prompt(9)], SamplingParams(NEW, temperature=1.0, seed=5, n=2)
-
-    async def scene(served):
-        texts = [""] * 4
-        async with await served.submit(prompts, params) as streams:
-            async for index, delta in streams:
-                texts[index] += delta.text
-        return texts, await served.generate(prompts, params)
-
-    texts, outputs = serving(pair, scene)
-    assert texts == [output.text for output in outputs] and texts[0] != texts[1]
-
-
-def test_a_deltas_logprobs_are_those_of_its_tokens(pair, random_prompt):
-    async def scene(served):
-        params = SamplingParams(NEW, logprobs=2, ignore_eos=True)
-        return [delta async for delta in served.stream(random_prompt(7), params)]
-
-    deltas = serving(pair, scene)
-    assert len(deltas) > 1
-    assert all([one.token_id for one in delta.logprobs] == delta.token_ids for delta in deltas)
-    assert [one for delta in deltas for one in delta.logprobs] == deltas[-1].output.logprobs
-
-
 @pytest.mark.parametrize("how", ["break", "cancel", "cancel-generate", "abort"])
 def test_whoever_leaves_frees_slots_within_a_round(how, pair, random_prompt):
     """A request of 400 tokens is gone after at most two more steps: the one under way, and the one that ends it."""
@@ -280,23 +255,6 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
 
     output = serving(pair, scene)
     assert output.token_ids == greedy_oracle(model, random_prompt(5), NEW)
-
-
-def test_only_those_in_the_round_fail(pair, greedy_oracle, random_prompt, monkeypatch):
-    """One row, two faults: the one that runs fails, the one that waits does not."""
-    model, _ = pair
-    faults = [RuntimeError("it"), RuntimeError("it")]
-
-    async def scene(served):
-        fault = failing(served.engine, lambda: faults.pop() if faults and len(served.samples) == 2 else None)
-        monkeypatch.setattr(served.engine.target, "logits", fault)
-        return await asyncio.gather(
-            *(served.generate(random_prompt(n), LONG if n == 5 else PARAMS) for n in (5, 6)), return_exceptions=True
-        )
-
-    first, second = serving(pair, scene, max_batch_size=1)
-    assert isinstance(first, RoundFailedError) and faults == []
-    assert second[0].token_ids == greedy_oracle(model, random_prompt(6), NEW)
 
 
 def test_an_idle_engine_takes_no_steps(pair, random_prompt):

@@ -14,8 +14,8 @@ from specdec.evaluation import contest
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
 from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
 from specdec.runtime.draft_reports import vllm_figures
-from specdec.runtime.request import RequestStats
 
+from inside import RequestStats, record_round
 from marks import deep
 
 SPEED_ROW = {"question_id": "q" * 32, "category": "coding", "sub_category": "x", "source": "s", "multiturn": True}
@@ -176,7 +176,7 @@ def test_what_a_bench_cannot_pin_or_find_is_refused(words, says):
 def request(tokens: int, first: float, later: float, *rounds: tuple[int, int]) -> RequestStats:
     stats = RequestStats(output_tokens=tokens, first_token_seconds=first, decode_seconds=later)
     for accepted, depth in rounds:
-        stats.record_round(accepted + 1, accepted, depth)
+        record_round(stats, accepted + 1, accepted, depth)
         stats.draft_nodes += 2 * depth
         stats.verify_seconds += 0.25
     return stats

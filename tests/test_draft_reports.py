@@ -16,10 +16,11 @@ from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
-from specdec.runtime.request import RequestStats
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot
+
+from inside import RequestStats, record_round
 
 ADAPTIVE = SpecConfig(4, adaptive=True)
 CHAINS = {shape.num_steps: shape for shape in draft_ladder(ADAPTIVE, captured=True)}
@@ -72,9 +73,9 @@ def test_a_draft_below_the_end_of_an_output_is_not_rejected(make_target, make_en
 def test_sums_by_depth_are_of_all_rounds():
     deep, shallow = RequestStats(), RequestStats()
     for accepted in (4, 1, 0):
-        deep.record_round(accepted + 1, accepted, 4)
+        record_round(deep, accepted + 1, accepted, 4)
     for accepted in (1, 1, 0, 1):
-        shallow.record_round(accepted + 1, accepted, 1)
+        record_round(shallow, accepted + 1, accepted, 1)
     total = deep.copy()
     total.add(shallow)
     assert total.accepted_counts == [5, 1, 1, 1] and total.drafted_counts == [7, 3, 3, 3]
@@ -170,8 +171,8 @@ def test_an_engine_says_why_without_waiting_for_a_step(right, make_target, make_
 def test_the_log_says_why_there_are_no_drafts():
     none, some = RequestStats(output_tokens=9), RequestStats(output_tokens=9)
     for _ in range(8):
-        none.record_round(1, 0, 0)
-    some.record_round(2, 1, 1)
+        record_round(none, 1, 0, 0)
+    record_round(some, 2, 1, 1)
     some.add(none)
     off = EngineStats(drafts=taught(0.5, 0).use())
     assert "no drafts (of 41 drafts that were tried 0 began" in traffic_line(None, Snapshot(off, none), 1.0)
@@ -182,13 +183,13 @@ def test_the_log_says_why_there_are_no_drafts():
 def test_words_of_drafts():
     stats = RequestStats()
     for accepted, depth in ((4, 4), (0, 1), (1, 2)):
-        stats.record_round(accepted + 1, accepted, depth)
+        record_round(stats, accepted + 1, accepted, depth)
     assert acceptance_in_words(stats, "why") == "acceptance length 2.67"
     assert depths_in_words(stats.accepted_per_position, stats.drafted_counts) == (
         "0.67 of 3, 0.50 of 2, 1.00 of 1, 1.00 of 1 rounds"
     )
     for _ in range(9):
-        stats.record_round(1, 0, 0)
+        record_round(stats, 1, 0, 0)
     assert acceptance_in_words(stats, "why") == "acceptance length 2.67 in the 3 of 12 rounds that drafted (why)"
     assert depths_in_words([0.5, 0.25], [8, 8]) == "0.50, 0.25"
     assert acceptance_in_words(RequestStats(rounds=3), "why") == "no drafts were made: why"
@@ -225,7 +226,7 @@ def test_a_bench_without_drafts_says_so():
 def test_a_bench_says_by_depth_how_many_rounds_drafted_and_why_it_was_slower():
     stats = RequestStats()
     for accepted, depth in ((4, 4), (0, 1)):
-        stats.record_round(accepted + 1, accepted, depth)
+        record_round(stats, accepted + 1, accepted, depth)
     report = BenchReport(
         *("t", "d", 1, ADAPTIVE, 0.0, 1, {"plain": 10.0, "d": 5.0}, stats.acceptance_length),
         *(stats.accepted_per_position, stats, "", "rounds are long", None, 0, True, "a machine", "versions"),

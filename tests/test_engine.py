@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA
 
-from specdec import SamplingParams, SpecDecError
+from specdec import SamplingParams
 from specdec.errors import CapacityError, ConfigError
 
 from inside import assert_idle, slots_needed
@@ -150,40 +149,6 @@ def test_no_piece_of_a_stop_string_is_streamed(
     assert [delta.text for delta in deltas] == [""] * len(deltas)
 
 
-def test_text_of_split_characters(make_target, make_engine, random_prompt, byte_tokenizer, greedy_oracle):
-    """Random bytes: most are broken characters. What is streamed is what the whole decodes to."""
-    model = make_target("llama", vocab_size=257)
-    engine = make_engine(model, "ngram", tokenizer=byte_tokenizer)
-    for seed in range(examples(3, 5)):
-        prompt = random_prompt(6, seed=seed, vocab=256)
-        deltas = list(
-            engine.stream(prompt, SamplingParams(max_new_tokens=30, temperature=1.5, seed=seed, ignore_eos=True))
-        )
-        out = deltas[-1].output
-        assert out.text == byte_tokenizer.decode(out.token_ids, skip_special_tokens=True)
-        assert "".join(delta.text for delta in deltas) == out.text
-
-
-def test_characters_of_several_tokens_come_whole(make_target, make_engine, byte_tokenizer, scripted):
-    """The target is replaced by a script that writes three- and four-byte characters."""
-    text = "Grüße, 世界 🎉!"
-    ids = byte_tokenizer(text)["input_ids"]
-    model = make_target("llama", vocab_size=257)
-    engine = make_engine(model, tokenizer=byte_tokenizer)
-
-    def logits(hidden):
-        out = torch.full((*hidden.shape[:-1], 257), -1.0)
-        request = engine.scheduler.running[0]
-        out[..., ids[request.num_output]] = 1.0
-        return out
-
-    engine.target.logits = logits
-    deltas = list(engine.stream([1, 2, 3], SamplingParams(max_new_tokens=len(ids))))
-    assert "".join(delta.text for delta in deltas) == text == deltas[-1].output.text
-    assert all("\ufffd" not in delta.text for delta in deltas)
-    assert {"ü", "世", "🎉"} <= {delta.text for delta in deltas}
-
-
 @pytest.mark.parametrize("how", ["close", "drop", "unstarted", "unstarted-close"])
 def test_an_abandoned_stream_frees_all_slots(how, make_target, make_engine, random_prompt):
     engine = make_engine(make_target("gemma4-e2b"), "ngram")
@@ -199,40 +164,7 @@ def test_an_abandoned_stream_frees_all_slots(how, make_target, make_engine, rand
     assert_idle(engine)
 
 
-def test_streams_and_generate_share_rounds(make_target, make_engine, greedy_oracle, random_prompt):
-    model = make_target("gemma4-e2b")
-    prompts = [random_prompt(n) for n in (3, 21, 40)]
-    engine = make_engine(model, "ngram")
-    streams = [engine.stream(p, SamplingParams(max_new_tokens=NEW)) for p in prompts[:2]]
-    got = [list(next(s).token_ids) for s in streams]
-    [out] = engine.generate(prompts[2], SamplingParams(max_new_tokens=NEW))
-    assert out.token_ids == greedy_oracle(model, prompts[2], NEW)
-    for tokens, stream in zip(got, streams, strict=True):
-        tokens += [token for delta in stream for token in delta.token_ids]
-    assert got == [greedy_oracle(model, p, NEW) for p in prompts[:2]]
-    assert_idle(engine)
-
-
 # stop conditions
-
-
-@deep_cases("0-2-None", "4-6-perfect", "5-6-None", "5-8-perfect", "1-12-None", "12-17-perfect", "31-32-None")
-@pytest.mark.parametrize("drafter", [None, "perfect"])
-@pytest.mark.parametrize(("start", "end"), [(0, 2), (4, 6), (5, 6), (5, 8), (1, 12), (12, 17), (31, 32)])
-def test_stop_strings_across_token_borders(
-    start, end, drafter, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer, perfect
-):
-    model, prompt = make_target("gemma4-e2b"), random_prompt(9)
-    ids = greedy_oracle(model, prompt, NEW)
-    text = pair_tokenizer.decode(ids)
-    stop = text[start:end]
-    at = text.find(stop)
-    engine = make_engine(model, perfect(model, [prompt], NEW) if drafter else None, tokenizer=pair_tokenizer)
-    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=NEW, stop=stop))
-    assert out.text == text[:at]
-    assert out.token_ids == ids[: (at + len(stop) + 1) // 2]  # up to the token that completes it
-    assert out.finish_reason == "stop"
-    assert_idle(engine)
 
 
 @pytest.mark.slow
@@ -282,13 +214,6 @@ def test_end_tokens_come_from_the_model(source, make_target, make_engine, greedy
     assert whole.token_ids == ids and whole.finish_reason == "length"
     if tokenizer is not None:
         assert cut.text == pair_tokenizer.decode(cut.token_ids[:-1])  # special tokens are no text
-
-
-def test_stop_token_ids_work_with_ignore_eos(make_target, make_engine, greedy_oracle, random_prompt):
-    model, prompt = make_target("llama"), random_prompt(9)
-    ids = greedy_oracle(model, prompt, NEW)
-    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, stop_token_ids=(ids[3],))
-    assert make_engine(model).generate(prompt, params)[0].token_ids == ids[: ids.index(ids[3]) + 1]
 
 
 # figures
@@ -373,40 +298,6 @@ def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt,
     for out in outputs:
         assert [item.token_id for item in out.logprobs] == out.token_ids
         assert out.stats.output_tokens == NEW
-    assert_idle(engine)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("page_size", [deep(1), 4])
-def test_a_long_text_holds_a_window_of_swa_slots(
-    page_size, make_target, make_engine, random_prompt, hf_forward, monkeypatch
-):
-    """2,000 tokens in an SWA pool that is more than 95 % used, checked against one HF forward over the whole text."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    model, prompt = make_target("gemma4-31b", **layers), random_prompt(30)
-    sizes = {"page_size": page_size, "max_model_len": 2200}
-    full, swa = slots_needed(make_engine(model, "ngram", **sizes).table, len(prompt), 2000)
-    assert swa < 8 + 4 + 5 * page_size
-    engine = make_engine(model, "ngram", **sizes, full_slots=full, swa_slots=swa)
-    allocator, held, forward = engine.table.allocator, [], engine.target.forward
-
-    def counting(*args):
-        held.append(allocator.pools[SWA].held_pages)
-        if len(held) % 100 == 0:
-            engine.table.check()
-        return forward(*args)
-
-    monkeypatch.setattr(engine.target, "forward", counting)
-    [output] = engine.generate(prompt, SamplingParams(max_new_tokens=2000))
-    assert len(output.token_ids) == 2000 and output.stats.preemptions == 0
-    assert max(held) > 0.95 * allocator.pools[SWA].capacity
-    assert min(held[5:]) >= 8 // page_size
-    logits = hf_forward(model, prompt + output.token_ids[:-1]).logits[0, len(prompt) - 1 :]
-    top = logits.topk(2).values
-    clear = top[:, 0] - top[:, 1] > 1e-4
-    assert clear.sum() > 1990
-    assert torch.equal(logits.argmax(-1)[clear], torch.tensor(output.token_ids)[clear])
-    assert len(set(output.token_ids)) > 20
     assert_idle(engine)
 
 
@@ -496,19 +387,6 @@ def test_the_model_is_as_it_was(name, implementation, make_target, make_assistan
         assert torch.equal(tensor, weights[key]), key
 
 
-def test_a_failing_forward_leaves_the_model_alone(make_target, make_engine, random_prompt):
-    """Hooks that a model has when an engine is made run in the engine too, and may fail."""
-    model, failing = make_target("llama", fresh=True), []
-    model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0 if failing else None)
-    engine = make_engine(model)
-    before = model.config._attn_implementation
-    failing.append(True)
-    with pytest.raises(ZeroDivisionError):
-        engine.generate(random_prompt(5), SamplingParams(max_new_tokens=4))
-    assert model.config._attn_implementation == before
-    assert_idle(engine)
-
-
 def test_two_engines_share_a_model(make_target, make_assistant, make_engine, greedy_oracle, random_prompt):
     model, prompts = make_target("gemma4-e2b"), [random_prompt(20), random_prompt(7)]
     engines = [make_engine(model, make_assistant(model)), make_engine(model, "ngram", page_size=4)]
@@ -518,20 +396,6 @@ def test_two_engines_share_a_model(make_target, make_assistant, make_engine, gre
         for tokens, stream in zip(got, streams, strict=True):
             tokens += [token for delta in (next(stream, None),) if delta for token in delta.token_ids]
     assert got == [greedy_oracle(model, p, NEW) for p in prompts]
-
-
-def test_a_closed_engine_says_so(make_target, make_engine, random_prompt):
-    engine = make_engine(make_target("llama"), "ngram")
-    stream = engine.stream(random_prompt(9), SamplingParams(max_new_tokens=NEW))
-    next(stream)
-    engine.close()
-    engine.close()
-    with pytest.raises(SpecDecError, match="closed before the request had ended"):
-        list(stream)
-    for ask in (engine.generate, engine.stream):
-        with pytest.raises(SpecDecError, match="closed"):
-            ask([1, 2, 3])
-    assert engine.stats().rounds == 0
 
 
 @deep_cases("llama-32-9")

@@ -264,17 +264,6 @@ def test_a_fault_after_a_request_finished_leaks_no_row(rows, make_target, make_e
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
-def test_whatever_is_raised_in_a_forward_reaches_the_caller(error, scenes, monkeypatch) -> None:
-    scene = scenes("mtp", TREE, 1)
-    scene.begin("round")
-    with monkeypatch.context() as broken:
-        broken.setattr(scene.engine.target, "logits", lambda hidden: (_ for _ in ()).throw(error("out")))
-        with pytest.raises(error, match="out"):
-            next(scene.other)
-    scene.finish()
-
-
 def test_an_interrupted_recovery_is_made_again(scenes, monkeypatch) -> None:
     scene = scenes("ngram", CHAIN, 4)
     scene.begin("round")

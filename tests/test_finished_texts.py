@@ -1,6 +1,7 @@
 """The store of finished outputs finds what a search through all its texts finds, and holds no more than it may."""
 
 import random
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -204,44 +205,49 @@ def test_before_the_text_is_no_token():
     assert newest_tokens(torch.tensor([[4, 5, 9]]), torch.tensor([2])).tolist() == [[5, 4, *[BEFORE] * (MATCH - 2)]]
 
 
+@pytest.fixture
+def suffix_engine(make_target, make_engine):
+    def make(kept=500, spec=None, **config):
+        return make_engine(
+            make_target("gemma4-e2b"), "suffix", spec=spec or SpecConfig(5), finished_tokens=kept, **config
+        )
+
+    return make
+
+
+DRAWN = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
+
+
 @pytest.mark.parametrize("spec", [SpecConfig(5), deep(SpecConfig(4, 3, 12))], ids=["chain", "tree"])
-def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, make_target, make_engine, random_prompt):
-    model, prompt = make_target("gemma4-e2b"), random_prompt(12)
-    params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
+def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, suffix_engine, random_prompt):
     rounds = {}
     for kept in (0, 500):
-        engine = make_engine(model, "suffix", spec=spec, finished_tokens=kept)
-        first, again = (engine.generate([prompt], params)[0] for _ in range(2))
+        engine = suffix_engine(kept, spec)
+        first, again = (engine.generate([random_prompt(12)], DRAWN)[0] for _ in range(2))
         assert first.token_ids == again.token_ids
         rounds[kept] = again.stats.rounds
     assert rounds[500] <= 1 + -(-NEW // 6) < rounds[0]
 
 
-def test_captured_rounds_see_what_finished_after_they_were_captured(
-    make_target, make_engine, random_prompt, monkeypatch
-):
+def test_captured_rounds_see_what_finished_after_they_were_captured(suffix_engine, random_prompt, monkeypatch):
     capture_on_tape(monkeypatch)
-    engine = make_engine(make_target("gemma4-e2b"), "suffix", spec=SpecConfig(5), max_batch_size=2, finished_tokens=500)
-    params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
-    outs = [engine.generate([random_prompt(12)], params)[0] for _ in range(2)]
+    engine = suffix_engine(max_batch_size=2)
+    outs = [engine.generate([random_prompt(12)], DRAWN)[0] for _ in range(2)]
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[1].stats.rounds < 10 < outs[0].stats.rounds
     assert engine.stats().captures.uncaptured_rounds <= 1  # the first that draws with a temperature
 
 
-def test_a_salt_keeps_texts_from_others(make_target, make_engine, random_prompt):
-    model, prompt = make_target("gemma4-e2b"), random_prompt(12)
-    engine = make_engine(model, "suffix", spec=SpecConfig(5), finished_tokens=500)
-    rounds = []
+def test_a_salt_keeps_texts_from_others(suffix_engine, random_prompt):
+    engine, rounds = suffix_engine(), []
     for salt in ("a", "b", "a", None):
-        params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3, cache_salt=salt)
-        rounds.append(engine.generate([prompt], params)[0].stats.rounds)
+        rounds.append(engine.generate([random_prompt(12)], replace(DRAWN, cache_salt=salt))[0].stats.rounds)
     assert rounds[2] < 10 < min(rounds[0], rounds[1], rounds[3])
     assert rounds[0] == rounds[1] == rounds[3]
 
 
-def test_aborted_requests_are_not_kept(make_target, make_engine, random_prompt):
-    engine = make_engine(make_target("gemma4-e2b"), "suffix", finished_tokens=500)
+def test_aborted_requests_are_not_kept(suffix_engine, random_prompt):
+    engine = suffix_engine()
     handle = engine.submit(random_prompt(12), SamplingParams(max_new_tokens=40))
     engine.step()
     engine.step()
@@ -251,9 +257,8 @@ def test_aborted_requests_are_not_kept(make_target, make_engine, random_prompt):
     assert 0 < engine.round.finished.num_tokens <= 500
 
 
-def test_after_a_fault_it_is_empty_and_in_step(make_target, make_engine, random_prompt, monkeypatch):
-    engine = make_engine(make_target("gemma4-e2b"), "suffix", finished_tokens=500)
-    params = SamplingParams(max_new_tokens=12)
+def test_after_a_fault_it_is_empty_and_in_step(suffix_engine, random_prompt, monkeypatch):
+    engine, params = suffix_engine(), SamplingParams(max_new_tokens=12)
     want = engine.generate([random_prompt(12)], params)[0].token_ids
     with monkeypatch.context() as patched:
         patched.setattr(engine.scheduler, "release_requests", lambda *_: 1 / 0)

@@ -16,7 +16,7 @@ from specdec.errors import ConfigError, FrozenKVError
 from specdec.runtime.rounds.captured_rounds import batch_buckets, prefix_buckets
 
 from inside import FinalStates, assert_idle, capture_on_tape, captured_prompts, captured_rounds
-from marks import deep, deep_cases, examples
+from marks import deep_cases, examples
 from tiny_models import few_layers
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -113,22 +113,6 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
         engine = small_engine(assistant, on, **settings)
         outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]))
     assert outputs[0] == outputs[1]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("drafter", [deep(None), "mtp"])
-def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assistant) -> None:
-    """Chunks of many lengths, at the beginning of prompts and after, alone and together, each shape time and again."""
-    made = None if drafter is None else make_assistant(make_target("gemma4-e2b"))
-    asked = requests(12, seed=5)
-    outputs = []
-    for on in (True, False):
-        engine = small_engine(made, on, prefill_chunk=8, max_batch_size=3)
-        outputs.append([serve(engine, *asked) for _ in range(2)])
-        if on:
-            captured = captured_prompts(engine)
-            assert {shape.tokens for shape in captured} == {16, 24} and {shape.runs for shape in captured} == {3}
-    assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
 
 
 @deep_cases("32-shapes0", "15-shapes2")

@@ -17,7 +17,17 @@ from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
-from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
+from inside import (
+    Detokenizer,
+    PromptRoom,
+    Request,
+    RequestState,
+    RoundResult,
+    Scheduler,
+    record_round,
+    restricted,
+    settle_round,
+)
 from marks import deep_cases
 from snapshots import contents
 
@@ -387,11 +397,11 @@ def test_present_are_those_that_kept_their_row():
 
 def test_figures_are_copied_whole():
     first = request_of().stats
-    first.record_round(3, 2, 4)
+    record_round(first, 3, 2, 4)
     first.cached_tokens, first.draft_seconds = 5, 0.25
     twin = first.copy()
     assert twin == first and contents(twin) == contents(first)
-    twin.record_round(1, 1, 4)
+    record_round(twin, 1, 1, 4)
     assert (first.accepted_counts, twin.accepted_counts) == ([1, 1, 0, 0], [2, 1, 0, 0])
     assert first.rounds == 1
 

@@ -82,20 +82,6 @@ def test_the_cap_is_of_all_prompts_together_and_first_come_first_served(engine_f
     assert (seen[2][2], seen[2][3]) == (9, 8) and seen[2][1] > 12
 
 
-def test_where_nobody_decodes_prompts_of_a_few_steps_are_read_in_one(engine_for, random_prompt):
-    """Five of 8 tokens are four times the cap of 10, and one step; with one token more they go by the cap."""
-    engine = engine_for(False, max_prefill_tokens=10, max_batch_size=6)
-    for length in [8] * 5:
-        engine.submit(random_prompt(length), PARAMS)
-    engine.step()
-    assert chunks_of(engine) == dict.fromkeys(range(5), 8)
-    engine = engine_for(False, max_prefill_tokens=10, max_batch_size=6)
-    for length in [8] * 4 + [9]:
-        engine.submit(random_prompt(length), PARAMS)
-    engine.step()
-    assert chunks_of(engine) == {0: 8, 1: 2, 2: 0, 3: 0, 4: 0}
-
-
 @deep_cases("None-eager", "eagle3-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, deep("ngram"), deep("mtp"), slow("eagle3")])
@@ -161,16 +147,6 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     assert stream.output().token_ids == greedy_oracle(model, prompts[0], 30)
     assert had == greedy_oracle(model, prompts[1], NEW)[: len(had)]
     assert_idle(engine)
-
-
-def test_priority_then_arrival_decides_who_is_admitted(engine_for, random_prompt):
-    engine = engine_for(False, max_batch_size=1)
-    handles = [engine.submit(random_prompt(5, seed=i), PARAMS, priority=p) for i, p in enumerate((1, 0, 1, 0))]
-    order = []
-    while len(order) < 4:
-        engine.step()
-        order += [h.id for h in handles if h.finished and h.id not in order]
-    assert order == [1, 3, 0, 2]
 
 
 def test_the_last_by_priority_is_preempted(engine_for, random_prompt):

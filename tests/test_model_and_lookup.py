@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from draft_rows import CHAIN, prompts
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree
@@ -15,18 +16,12 @@ from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
 from inside import capture_on_tape
-from marks import deep_cases, examples, pairs, usual, usual_cases
+from marks import deep, deep_cases, examples, usual_cases
 
-CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(3, 3, 12, adaptive=True)
-MODELS = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "tiny-gemma4"]
+TREE = SpecConfig(3, 3, 12, adaptive=True)
 CONFIG = EngineConfig(max_batch_size=4, max_model_len=200)
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
-
-
-def prompts(engine):
-    texts = ["Tom has 3 boxes of 12 pencils.", "A cinema has 4 rows with 8 seats each.", "17 boys go to a match."]
-    return [engine.chat_prompt(text) for text in texts]
 
 
 def choosing(engine, choose):
@@ -109,29 +104,17 @@ class Watched:
 
 
 SHAPES = {"chain": CHAIN, "tree": TREE, "long": SpecConfig(20, adaptive=True)}  # longer than what may be unread
-RUNS = [("chain", 1), ("chain", 3), ("chain", 9), ("tree", 5), ("long", 2)]
+EAGLE3, MODEL = "tiny-gemma4-eagle3", "tiny-gemma4"
 LAGGING = [
-    (*run, *pair) for run in RUNS for pair in pairs(["tiny-gemma4-eagle3", "tiny-gemma4"], ["one token", "text"])
+    *(("chain", 9, EAGLE3, "one token"), ("tree", 5, EAGLE3, "one token"), ("long", 2, EAGLE3, "one token")),
+    *(("tree", 5, MODEL, "text"), ("chain", 1, EAGLE3, "plain")),
+    *(deep("chain", 3, MODEL, "one token"), deep("chain", 1, MODEL, "text"), deep("long", 2, MODEL, "text")),
+    *(deep("chain", rounds, EAGLE3, "plain") for rounds in (5, 15, 16, 17, 40)),
+    *(deep("chain", rounds, MODEL, "plain") for rounds in (1, 16, 17)),
 ]
-ALONE = [
-    *(("tiny-gemma4-eagle3", rounds) for rounds in (1, 5, 15, 16, 17, 40)),
-    *(("tiny-gemma4", rounds) for rounds in (1, 16, 17)),
-]
-LAGGING += [("chain", rounds, model, "plain") for model, rounds in ALONE]
 
 
-def each_once(shape, others, model, said):
-    """One of every shape, of a token that repeats with the head; a tree with a language model, too; and of plain
-    rounds, few and more than are kept."""
-    if said == "plain":
-        return others in (1, 17) and model == "tiny-gemma4-eagle3"
-    if said == "text":
-        return shape == "tree" and model == "tiny-gemma4"
-    return others in (2, 5, 9) and model == "tiny-gemma4-eagle3"
-
-
-@deep_cases("chain-17-tiny-gemma4-eagle3-plain")
-@pytest.mark.parametrize(("shape", "others", "model", "said"), usual(LAGGING, each_once))
+@pytest.mark.parametrize(("shape", "others", "model", "said"), LAGGING)
 def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, model, said):
     """`others` rounds between two of the model: by lookup, or plain ones. Of a text of one token all drafts are right.
     Several requests, so that rows begin while others have unread tokens."""
@@ -250,12 +233,3 @@ def test_a_command_names_a_pair_by_a_comma(target, given, drafter):
 def test_a_pair_needs_a_choice():
     with pytest.raises(ConfigError, match=r"adaptive=False, and each round of .+ or suffix has the draft"):
         Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp,suffix", spec=SpecConfig(4, adaptive=False))
-
-
-def test_statistics_name_who_drafted():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp,suffix", spec=CHAIN, config=CONFIG) as engine:
-        choosing(engine, lambda shapes: shapes[-1])
-        engine.generate(prompts(engine), SamplingParams(max_new_tokens=4))
-        use = engine.stats().drafts
-        assert use.shapes[-1] == (4, 1, 5, True)
-        assert engine.drafter.name.endswith(" or suffix")

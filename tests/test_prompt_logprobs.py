@@ -102,12 +102,6 @@ def test_a_prompt_is_scored_without_any_new_token(make_target, make_engine, rand
     engine.table.check()
 
 
-@pytest.mark.parametrize("wrong", [-1, True, "1", 2000, 0.5])
-def test_a_wrong_number_of_alternatives_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"prompt_logprobs=.*integer from 0 to 1024"):
-        SamplingParams(prompt_logprobs=wrong)
-
-
 # what is computed, and what is not
 
 
@@ -158,10 +152,6 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
     assert_right(model, out, hf_forward)
 
 
-def test_the_tile_of_a_vocabulary_of_262144_has_64_rows():
-    assert specdec.runtime.rounds.prompt_scoring.MAX_LOGITS // 262_144 == 64
-
-
 # whatever happens to the request
 
 
@@ -187,10 +177,8 @@ def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engi
             assert_right(model, out, hf_forward)
 
 
-@deep_cases("True-True")
-@pytest.mark.parametrize(
-    ("captured", "prefix_cache"), [(False, False), (True, True), deep(False, True), deep(True, False)]
-)
+@pytest.mark.parametrize("captured", [deep(False), True])
+@pytest.mark.parametrize("prefix_cache", [deep(False), True])
 def test_preempted_requests_have_all_their_scores(
     captured, prefix_cache, make_target, make_engine, random_prompt, hf_forward, monkeypatch
 ):
@@ -210,18 +198,8 @@ def test_preempted_requests_have_all_their_scores(
         assert_right(model, out, hf_forward)
     expected = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=count))
     assert [out.token_ids for out in outs[::2]] == [out.token_ids for out in expected]
+    assert not captured or captured_prompts(engine)
     assert_idle(engine)
-
-
-def test_captured_prompts_have_the_same_scores(make_target, make_engine, random_prompt, hf_forward, monkeypatch):
-    capture_on_tape(monkeypatch)
-    model = make_target("gemma4-e2b")
-    engine = make_engine(model, "ngram", max_batch_size=2, max_model_len=64)
-    for seed, length in itertools.product(range(2), (9, 30, 12)):
-        outs = engine.generate([random_prompt(length, seed), random_prompt(20, seed)], SCORE)
-        for out in outs:
-            assert_right(model, out, hf_forward)
-    assert captured_prompts(engine)
 
 
 def test_nothing_waits_for_the_device_while_a_prompt_is_scored(

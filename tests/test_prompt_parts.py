@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import specdec.runtime.warm_up
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import SamplingParams, SpecConfig
 from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import walker_of
 from specdec.runtime import startup_timing
@@ -24,8 +24,7 @@ from inside import (
     TargetModel,
     assert_idle,
     capture_on_tape,
-    part_ends,
-    part_shares,
+    divide,
 )
 from marks import deep, deep_cases, examples, is_deep, usual_cases
 from tiny_models import FAMILIES, TWO_OWNERS, random_eagle3
@@ -38,195 +37,183 @@ def params(new: int = NEW, **changes) -> SamplingParams:
     return SamplingParams(max_new_tokens=new, ignore_eos=True, **changes)
 
 
-@pytest.fixture
-def engine_for(make_target, make_engine, monkeypatch):
-    """engine_for(captured, drafter, **config): beside streams it reads 8 tokens of prompts at a time, a part a step."""
+class Scene:
+    """An engine that decodes a stream: beside it, 8 tokens of prompts are read at a time, a part a step."""
 
-    def make(captured=False, drafter=None, model=None, **config) -> Engine:
+    def __init__(self, engine, continued, random_prompt):
+        self.engine, self.continued, self.random_prompt = engine, continued, random_prompt
+        self.num_layers = len(engine.target.layout.layers)
+        self.asked = []
+        self.stream = self.submit(5, 60)
+        while not self.stream.num_output:
+            engine.step()
+
+    def submit(self, length, new=NEW, prompt=None, **changes):
+        """A request whose prompt has this many tokens, or this one."""
+        prompt = self.random_prompt(length, seed=length) if prompt is None else prompt
+        self.asked.append((self.engine.submit(prompt, params(new, **changes)), prompt, new))
+        return self.asked[-1][0]
+
+    def submit_divided(self, length, **changes):
+        """A request whose prompt is being read in parts."""
+        handle = self.submit(length, **changes)
+        for _ in range(20):
+            if self.reading is not None:
+                return handle
+            self.engine.step()
+        raise AssertionError("no forward is divided")
+
+    @property
+    def reading(self):
+        """The forward that is under way; None: there is none."""
+        return self.engine.steps.prefill.reading
+
+    @property
+    def parts_run(self) -> int | None:
+        return None if self.reading is None else self.reading.begun
+
+    def finish(self) -> None:
+        """Everybody who was not aborted has the tokens of plain decoding."""
+        for handle, prompt, new in self.asked:
+            output = handle.output()
+            assert output.finish_reason == "abort" or output.token_ids == self.continued(prompt, new)
+        assert_idle(self.engine)
+
+
+@pytest.fixture
+def scene_of(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
+    """scene_of(captured, drafter, model, **config)"""
+
+    def make(captured=False, drafter=None, model=None, **config) -> Scene:
         capture_on_tape(monkeypatch, captured)
         model = make_target("gemma4-e2b") if model is None else model
         sizes = {"max_batch_size": 3, "max_model_len": 128, "prefill_chunk": None, **config}
         engine = make_engine(model, drafter, **sizes)
-        assert (engine.scheduler.prompt_gap.division is None) == (config.get("prefill_chunk") is not None)
+        assert engine.scheduler.prompt_gap.division is not None
         monkeypatch.setattr(PromptGap, "tokens", lambda gap, room, num_waiting, prefix: 8)
         monkeypatch.setattr(PromptGap, "budget", lambda gap, room, num_waiting, load: 0.0)
-        return engine
+        return Scene(engine, lambda prompt, new: greedy_oracle(model, prompt, new), random_prompt)
 
     return make
 
 
-def stream_of(engine: Engine, prompt: list[int], new: int = 60):
-    handle = engine.submit(prompt, params(new))
-    while not handle.num_output:
-        engine.step()
-    return handle
-
-
-def parts_run(engine: Engine) -> int | None:
-    """Parts of the forward that is under way; None: there is none."""
-    return None if engine.steps.prefill.reading is None else engine.steps.prefill.reading.begun
-
-
-def until_divided(engine: Engine) -> None:
-    for _ in range(20):
-        if parts_run(engine) is not None:
-            return
-        engine.step()
-    raise AssertionError("no forward is divided")
-
-
-def divided(engine: Engine, prompt: list[int], first: list[int], new: int = 60):
-    """A stream that begins with `first`, and a request whose prompt is being read in parts beside it."""
-    stream = stream_of(engine, first, new)
-    late = engine.submit(prompt, params())
-    until_divided(engine)
-    return stream, late
-
-
-def test_a_step_runs_a_part_beside_its_round(engine_for, make_target, greedy_oracle, random_prompt):
+def test_a_step_runs_a_part_beside_its_round(scene_of):
     """Five layers, each a part: a chunk of 8 tokens is committed with the fifth. The stream has a token of each."""
-    engine, model = engine_for(), make_target("gemma4-e2b")
-    num_layers = len(engine.target.layout.layers)
-    stream = stream_of(engine, random_prompt(5))
-    late, seen = engine.submit(random_prompt(20), params()), []
-    had = stream.num_output
+    scene = scene_of()
+    engine, num_layers = scene.engine, scene.num_layers
+    late, had, seen = scene.submit(20), scene.stream.num_output, []
     for _ in range(3 * num_layers):
         engine.step()
         done = [int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running if r.number == late.id]
-        seen.append((parts_run(engine), done[0]))
+        seen.append((scene.parts_run, done[0]))
     chunk = [*range(1, num_layers), None]
     committed = [0] * (num_layers - 1) + [8] * num_layers + [16] * num_layers + [20]
     assert seen == list(zip(chunk * 3, committed, strict=True))
-    assert stream.num_output - had == 3 * num_layers and late.num_output == 1
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-    assert late.output().token_ids == greedy_oracle(model, random_prompt(20), NEW)
-    assert late.output().stats.prefill_seconds > 0
-    assert_idle(engine)
+    assert scene.stream.num_output - had == 3 * num_layers and late.num_output == 1
+    scene.finish()
+    assert late.stats.prefill_seconds > 0
 
 
 @usual_cases("None-captured", "mtp-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, "ngram", "suffix", "mtp", "eagle3"])
-def test_tokens_are_those_of_each_alone(
-    drafter, captured, engine_for, make_target, make_assistant, greedy_oracle, random_prompt
-):
+def test_tokens_are_those_of_each_alone(drafter, captured, scene_of, make_target, make_assistant):
     model = make_target("gemma4-e2b")
     made = {"mtp": make_assistant, "eagle3": random_eagle3}[drafter](model) if drafter in ("mtp", "eagle3") else drafter
     specs = [SpecConfig(3, adaptive=False), SpecConfig(3, 2, 6, adaptive=False)]
     if drafter not in ("mtp", "eagle3"):
         specs.pop()
     for spec in specs if is_deep() else specs[-1:]:
-        engine = engine_for(captured, made, spec=spec)
-        stream = stream_of(engine, random_prompt(5))
-        late = [engine.submit(random_prompt(n, seed=n), params()) for n in (29, 11)]
-        divided = 0
-        while engine.step():
-            divided += parts_run(engine) is not None
+        scene, divided = scene_of(captured, made, spec=spec), 0
+        scene.submit(29)
+        scene.submit(11)
+        while scene.engine.step():
+            divided += scene.reading is not None
         assert divided > 4
-        assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-        for handle, length in zip(late, (29, 11), strict=True):
-            assert handle.output().token_ids == greedy_oracle(model, random_prompt(length, seed=length), NEW)
-        assert_idle(engine)
+        scene.finish()
 
 
 @deep_cases("gemma2")
 @pytest.mark.parametrize("family", [deep(f) if f not in ("gemma4-e2b", "gpt_oss", "gemma2") else f for f in FAMILIES])
-def test_every_family_stops_between_layers(family, engine_for, make_target, greedy_oracle, random_prompt):
-    model = make_target(family)
-    engine = engine_for(model=model, page_size=4)
-    stream, late = divided(engine, random_prompt(40), random_prompt(5))
-    assert late.output().token_ids == greedy_oracle(model, random_prompt(40), NEW)
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
+def test_every_family_stops_between_layers(family, scene_of, make_target):
+    scene = scene_of(model=make_target(family), page_size=4)
+    scene.submit_divided(40)
+    scene.finish()
 
 
 @deep_cases("eager")
 @BOTH
-def test_fused_layers_stop_too(captured, engine_for, make_target, greedy_oracle, random_prompt):
+def test_fused_layers_stop_too(captured, scene_of):
     """Captured, three layers are a program, and those for the last token another; each is replayed by itself."""
-    model = make_target("gemma4-e2b")
-    engine = engine_for(captured, fused=True)
-    stream = stream_of(engine, random_prompt(5), 90)
-    late = [engine.submit(random_prompt(n, seed=n), params()) for n in (29, 17)]
-    until_divided(engine)
+    scene = scene_of(captured, fused=True)
+    late = [scene.submit(29), scene.submit_divided(17)]
     while not all(handle.finished for handle in late):
-        engine.step()
+        scene.engine.step()
     if captured:
-        kept = [one for one in engine.steps.prefill.chunks._captured.values() if one]
+        kept = [one for one in scene.engine.steps.prefill.chunks._captured.values() if one]
         assert max(len(one.replays) for one in kept) > 1
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 90)
-    for handle, length in zip(late, (29, 17), strict=True):
-        assert handle.output().token_ids == greedy_oracle(model, random_prompt(length, seed=length), NEW)
-    assert_idle(engine)
+    scene.finish()
 
 
 @deep_cases("captured")
 @BOTH
-def test_an_abort_in_the_middle_drops_what_was_read(captured, engine_for, make_target, greedy_oracle, random_prompt):
+def test_an_abort_in_the_middle_drops_what_was_read(captured, scene_of):
     """Its slots go to a third request at once, whose K/V no layer of the dropped forward may touch."""
-    model = make_target("gemma4-e2b")
-    engine = engine_for(captured, full_slots=150, swa_slots=150)
-    stream, doomed = divided(engine, random_prompt(50), random_prompt(5))
-    engine.step()
+    scene = scene_of(captured, full_slots=150, swa_slots=150)
+    doomed = scene.submit_divided(50)
+    scene.engine.step()
     doomed.abort()
-    late = engine.submit(random_prompt(40, seed=3), params())
-    engine.step()
-    assert engine.steps.prefill.reading is None or late.id in [r.number for r in engine.steps.prefill.reading.requests]
-    assert late.output().token_ids == greedy_oracle(model, random_prompt(40, seed=3), NEW)
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-    assert doomed.output().finish_reason == "abort"
-    assert_idle(engine)
+    late = scene.submit(40)
+    scene.engine.step()
+    assert scene.reading is None or late.id in [request.number for request in scene.reading.batch.requests]
+    scene.finish()
+    assert doomed.finish_reason == "abort"
 
 
-def test_an_abort_of_all_lets_go_of_what_was_read_at_once(engine_for, random_prompt):
+def test_an_abort_of_all_lets_go_of_what_was_read_at_once(scene_of):
     """No step follows: states of a paused prompt, of any length, lay on the device until the next request."""
-    engine = engine_for()
-    stream, late = divided(engine, random_prompt(20), random_prompt(5))
-    kept = weakref.ref(engine.steps.prefill.reading.parts.read)
+    scene = scene_of()
+    late = scene.submit_divided(20)
+    kept = weakref.ref(scene.reading.parts.read)
     late.abort()
-    stream.abort()
+    scene.stream.abort()
     gc.collect()
-    assert kept() is None and not engine.steps.launches.unsettled
-    assert_idle(engine)
+    assert kept() is None and not scene.engine.steps.launches.unsettled
+    assert_idle(scene.engine)
 
 
-def test_a_preemption_in_the_middle_reads_again(engine_for, make_target, greedy_oracle, random_prompt):
-    model = make_target("gemma4-e2b")
-    engine = engine_for(full_slots=110, swa_slots=110, prefix_cache=False)
-    stream, late = divided(engine, random_prompt(40), random_prompt(5))
-    request = engine.inbox.live[late.id]
-    engine.scheduler._make_room()
+def test_a_preemption_in_the_middle_reads_again(scene_of):
+    scene = scene_of(full_slots=110, swa_slots=110, prefix_cache=False)
+    request = scene.engine.inbox.live[scene.submit_divided(40).id]
+    scene.engine.scheduler._make_room()
     while request.row >= 0:  # slack after the windows goes first
-        engine.scheduler._make_room()
-    engine.step()
-    assert request.stats.preemptions == 1 and (
-        parts_run(engine) is None or engine.steps.prefill.reading.requests == [request]
-    )
-    assert late.output().token_ids == greedy_oracle(model, random_prompt(40), NEW)
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-    assert_idle(engine)
+        scene.engine.scheduler._make_room()
+    scene.engine.step()
+    assert request.stats.preemptions == 1
+    assert scene.reading is None or scene.reading.batch.requests == [request]
+    scene.finish()
 
 
 @deep_cases("eager")
 @BOTH
-def test_weights_that_move_in_the_middle_are_read_from_the_start(captured, engine_for, make_target, random_prompt):
+def test_weights_that_move_in_the_middle_are_read_from_the_start(captured, scene_of, make_target):
     """All of the chunk comes from the new weights, none of it from the old ones."""
     model = make_target("gemma4-e2b", fresh=True)
-    engine = engine_for(captured, model=model, prefix_cache=False)
-    _, late = divided(engine, random_prompt(20), random_prompt(5))
-    before = engine.steps.prefill.reading
+    scene = scene_of(captured, model=model, prefix_cache=False)
+    late = scene.submit_divided(20)
+    before = scene.reading
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight = torch.nn.Parameter(layer.mlp.down_proj.weight * 3.0)
-    engine.step()
-    assert engine.steps.prefill.reading is not before and parts_run(engine) == 1
-    assert late.output().token_ids == engine.generate([random_prompt(20)], params())[0].token_ids
+    scene.engine.step()
+    assert scene.reading is not before and scene.parts_run == 1
+    assert late.output().token_ids == scene.engine.generate([scene.asked[-1][1]], params())[0].token_ids
 
 
-def test_an_interrupted_step_begins_again(engine_for, make_target, greedy_oracle, random_prompt, monkeypatch):
-    model = make_target("gemma4-e2b")
-    engine = engine_for()
-    stream, late = divided(engine, random_prompt(20), random_prompt(5))
-    launches = engine.steps.launches
+def test_an_interrupted_step_begins_again(scene_of, monkeypatch):
+    scene = scene_of()
+    scene.submit_divided(20)
+    launches = scene.engine.steps.launches
     settle = launches.settle
 
     def fail(*, busy):
@@ -235,62 +222,52 @@ def test_an_interrupted_step_begins_again(engine_for, make_target, greedy_oracle
 
     monkeypatch.setattr(launches, "settle", fail)
     with pytest.raises(MemoryError):
-        engine.step()
-    assert late.output().token_ids == greedy_oracle(model, random_prompt(20), NEW)
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-    assert_idle(engine)
+        scene.engine.step()
+    scene.finish()
 
 
-def test_who_comes_in_the_middle_waits_for_its_end(engine_for, random_prompt):
+def test_who_comes_in_the_middle_waits_for_its_end(scene_of):
     """And is read then, before the rest of the long one, which it passes."""
-    engine = engine_for()
-    num_layers = len(engine.target.layout.layers)
-    stream = stream_of(engine, random_prompt(5))
-    engine.submit(random_prompt(60), params())
-    engine.step()
-    assert parts_run(engine) == 1
-    short = engine.submit(random_prompt(3), params())
-    for _ in range(2 * num_layers - 1):
+    scene = scene_of()
+    scene.submit(60)
+    scene.engine.step()
+    assert scene.parts_run == 1
+    short = scene.submit(3)
+    for _ in range(2 * scene.num_layers - 1):
         assert short.num_output == 0
-        engine.step()
+        scene.engine.step()
     assert short.num_output == 1
-    stream.abort()
 
 
-def test_without_streams_the_rest_is_read_at_once(engine_for, random_prompt):
-    engine = engine_for()
-    stream = stream_of(engine, random_prompt(5))
-    late = engine.submit(random_prompt(7), params())
-    engine.step()
-    assert parts_run(engine) == 1
-    stream.abort()
-    engine.step()
-    assert parts_run(engine) is None and late.num_output == 1
+def test_without_streams_the_rest_is_read_at_once(scene_of):
+    scene = scene_of()
+    late = scene.submit(7)
+    scene.engine.step()
+    assert scene.parts_run == 1
+    scene.stream.abort()
+    scene.engine.step()
+    assert scene.reading is None and late.num_output == 1
 
 
 @deep_cases("eager")
 @BOTH
-def test_scores_of_a_prompt_are_those_of_the_prompt_alone(captured, engine_for, make_target, random_prompt):
-    engine = engine_for(captured, model=make_target("llama"), prefix_cache=False)
-    asked = params(3, logprobs=2, prompt_logprobs=2)
-    [alone] = engine.generate([random_prompt(20)], asked)
-    stream = stream_of(engine, random_prompt(4))
-    out = engine.submit(random_prompt(20), asked).output()
-    assert not stream.finished and out.token_ids == alone.token_ids
+def test_scores_of_a_prompt_are_those_of_the_prompt_alone(captured, scene_of, make_target):
+    scene = scene_of(captured, model=make_target("llama"), prefix_cache=False)
+    asked = {"logprobs": 2, "prompt_logprobs": 2}
+    out = scene.submit(20, 3, **asked).output()
+    assert not scene.stream.finished
+    [alone] = scene.engine.generate([out.prompt_token_ids], params(3, **asked))
     for one, other in zip(out.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-    stream.abort()
+    scene.finish()
 
 
-def test_a_cached_prefix_goes_on_in_parts(engine_for, make_target, greedy_oracle, random_prompt):
-    model, engine = make_target("gemma4-e2b"), engine_for()
-    engine.generate([random_prompt(24)], params())
-    stream = stream_of(engine, random_prompt(5, seed=8))
-    prompt = random_prompt(24) + random_prompt(15, seed=4)
-    late = engine.submit(prompt, params())
-    until_divided(engine)
-    assert late.output().token_ids == greedy_oracle(model, prompt, NEW) and late.output().stats.cached_tokens > 8
-    assert stream.output().token_ids == greedy_oracle(model, random_prompt(5, seed=8), 60)
+def test_a_cached_prefix_goes_on_in_parts(scene_of, random_prompt):
+    scene = scene_of()
+    scene.submit(24).output()
+    late = scene.submit_divided(39, prompt=random_prompt(24, seed=24) + random_prompt(15, seed=4))
+    scene.finish()
+    assert late.stats.cached_tokens > 8
 
 
 def test_who_sets_a_chunk_has_it_read_whole_and_tiles_are_not_divided(make_engine, make_target):
@@ -320,12 +297,11 @@ def test_where_a_forward_is_divided(make_target):
     target = TargetModel(make_target("gemma4-e2b", **TWO_OWNERS), REFERENCE)
     every, last, none = FinalStates.EVERY, FinalStates.LAST, FinalStates.NONE
     assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
-    assert part_ends(target, (), every, 2) == [2, 4, 6]
-    assert part_ends(target, (), none, 2) == [1, 3]
-    assert part_ends(target, (), last, 1) == [1, 2, 3, 6]
     third, half = pytest.approx(1 / 3), pytest.approx(1 / 2)
-    assert part_shares(target, (), every, [2, 4, 6]) == [(third, half, 0), (third, 0, 0), (third, half, 0)]
-    assert part_shares(target, (), last, [1, 2, 3, 6]) == [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
+    assert divide(target, (), every, 2) == ([2, 4, 6], [(third, half, 0), (third, 0, 0), (third, half, 0)])
+    assert divide(target, (), none, 2)[0] == [1, 3]
+    ends, shares = [1, 2, 3, 6], [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
+    assert divide(target, (), last, 1) == (ends, shares)
 
 
 SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for number in range(8)]
@@ -371,26 +347,24 @@ def test_a_queue_of_prompts_is_not_divided() -> None:
     assert lone.budget(room, 1, PromptLoad(200, 200**2 / 2)) is None
 
 
-def test_parts_are_captured_before_the_first_request(engine_for, random_prompt, monkeypatch):
+def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
     """In three sizes, with states of last tokens and of none; nobody waits for a capture when a long prompt comes."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
-    engine = engine_for(True, fused=True, max_model_len=256)
-    kept = engine.steps.prefill.chunks._captured
+    scene = scene_of(True, fused=True, max_model_len=256)
+    kept = scene.engine.steps.prefill.chunks._captured
     divided = {shape: one for shape, one in kept.items() if shape.divided}
     assert {(shape.tokens, shape.states) for shape in divided} == {
         (tokens, states) for tokens in (64, 128, 256) for states in (FinalStates.LAST, FinalStates.NONE)
     }
     assert all(divided.values())
-    stream = stream_of(engine, random_prompt(5))
-    made = engine.stats().captures.made
-    late = engine.submit(random_prompt(20), params(1))
+    made = scene.engine.stats().captures.made
+    late = scene.submit(20, 1)
     while not late.finished:
-        engine.step()
-    assert engine.stats().captures.made == made
-    stream.abort()
+        scene.engine.step()
+    assert scene.engine.stats().captures.made == made
 
 
-def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for, monkeypatch):
+def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(make_engine, make_target, monkeypatch):
     """A replayed forward reads what is there. Once that was no prefix, and attention over one took no time."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     seen, load_chunks = set(), ChunkProgram.load_chunks
@@ -403,5 +377,6 @@ def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for,
     monkeypatch.setattr(ChunkProgram, "load_chunks", watched)
     for name in ("time_prompts", "time_rounds"):  # tests do without otherwise
         monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(startup_timing, name))
-    engine_for(True, max_model_len=300)
+    capture_on_tape(monkeypatch)
+    make_engine(make_target("gemma4-e2b"), max_batch_size=3, max_model_len=300, prefill_chunk=None)
     assert len(seen) > 1 and all(host == device for host, device in seen)

@@ -1,5 +1,7 @@
 """Rows of slots: what commit, eviction and closing do to the K/V at each position, in every group."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -232,29 +234,6 @@ def test_chains_are_committed_where_they_lie(page_size: int):
 
 
 @PAGE_SIZES
-def test_several_rows_with_different_lengths_and_paths(page_size: int):
-    table = make(page_size, max_requests=4)
-    prompts = [[100.0], [200.0, 201.0, 202.0, 203.0], [300.0, 301.0]]
-    rows = [opened(table, prompt) for prompt in prompts]
-    for base, row, prompt in zip((10, 20, 30), rows, prompts, strict=True):
-        put(table, row, len(prompt), [base + node + 0.0 for node in range(5)])
-    order = ints(2, 0, 1)  # batch order is not row order
-    paths = np.array([[0, 2, 3, 0, 0], [0, 0, 0, 0, 0], [0, 1, 3, 4, 0]])
-    other = opened(table, [400.0])
-    put(table, other, 1, [40.0, 41.0, 42.0])
-    slots = table.slots.host[other].copy()
-    table.commit(order, ints(3, 0, 4), paths)
-    assert (table.slots.host[other] == slots).all()  # of a row that is not named
-    for layer in (SLIDING_LAYER, FULL_LAYER):
-        assert held(table, 2, 0, 5, layer) == [300.0, 301.0, 30.0, 32.0, 33.0]
-        assert held(table, 0, 0, 1, layer) == [100.0]
-        assert held(table, 1, 0, 8, layer) == [200.0, 201.0, 202.0, 203.0, 20.0, 21.0, 23.0, 24.0]
-        assert held(table, other, 0, 4, layer) == [400.0, 40.0, 41.0, 42.0]
-    assert table.committed_len.host.tolist() == [1, 8, 5, 1, 0]
-    table.check()
-
-
-@PAGE_SIZES
 def test_commit_past_the_slots_a_row_owns_raises(page_size: int):
     table = make(page_size)
     first, second = opened(table, [100.0]), opened(table, [200.0])
@@ -343,16 +322,6 @@ def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     table.check()
 
 
-@PAGE_SIZES
-def test_evict_treats_each_row_by_its_own_length(page_size: int):
-    table = make(page_size)
-    rows = [opened(table, [float(i) for i in range(length)]) for length in (30, 4, 14)]
-    table.evict_unseen(ints(*rows))
-    expected = [max(0, (length - 7) // page_size * page_size - page_size) for length in (30, 4, 14)]
-    assert table.evicted_len[SWA, :3].tolist() == expected
-    table.check()
-
-
 @deep_cases("1", "4")
 @pytest.mark.parametrize("page_size", [slow(1), slow(3), 4])
 def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
@@ -389,66 +358,49 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
 # `check` itself
 
 
-def corrupt(table: KVRig, how: str) -> None:
-    match how:
-        case "one page in two rows":
-            table.slots[1, :4] = table.slots.host[0, 24:28].copy()
-        case "slots behind capacity":
-            table.slots[0, int(table.capacity[0])] = 9
-        case "longer than capacity":
-            table.committed_len[0] = table.capacity[0] + 1
-        case "page 0 in a row":
-            table.slots[0, :4] = 0
-        case "closed but owning":
-            table._active[1] = False
-        case "leaked page":
-            table.allocator.alloc(1)
-        case "freed page":
-            table.allocator.free(PrimaryLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
-        case "evicted too far":
-            table.evicted_len[SWA, 0] = 14
-        case "evicted yet mapped":
-            table.evicted_len[SWA, 0] += 4
-        case "in the window but unmapped":
-            table.allocator.evict(SWA, PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
-        case "padding row with slots":
-            table.slots[table.padding_row, 0] = 4
-        case "disordered":
-            table.slots[0, np.array([1, 2])] = table.slots.host[0, [2, 1]].copy()
-        case "disordered across pages":
-            table.slots[0, np.array([16, 20])] = table.slots.host[0, [20, 16]].copy()
-        case "one slot four times":
-            table.slots[0, 16:20] = int(table.slots.host[0, 16])
-        case _:
-            raise AssertionError(how)
+def put_slots(row: int, cells: object, value: object) -> Callable[[KVRig], None]:
+    return lambda table: table.slots.__setitem__((row, cells), value)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("one page in two rows", "a page is owned by two rows"),
-        ("slots behind capacity", "slots past its capacity"),
-        ("longer than capacity", r"evicted=array\(\[0, 8\]\) length=29 capacity=28"),
-        ("page 0 in a row", "not whole pages"),
-        ("closed but owning", "slots past its capacity|closed but owns"),
-        ("leaked page", "a held page belongs to no row"),
-        ("freed page", "unmapped|a row owns a free page"),
-        ("evicted too far", r"evicted \[ 0 14\], but the windows start at \[ 0 13\]"),
-        ("evicted yet mapped", "an evicted token is mapped"),
-        ("in the window but unmapped", "a token in the window of group 1 is unmapped"),
-        ("padding row with slots", "row=3: slots past its capacity"),
-        ("disordered", "not whole pages in order"),
-        ("disordered across pages", "not whole pages in order"),
-        ("one slot four times", "not whole pages in order"),
-    ],
-)
-def test_check_finds(how: str, message: str):
+def slots_of(table: KVRig, start: int, end: int) -> PrimaryLoc:
+    return PrimaryLoc(torch.from_numpy(table.slots.host[0, start:end].copy()))
+
+
+CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
+    "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "a page is owned by two rows"),
+    "slots behind capacity": (put_slots(0, 28, 9), "slots past its capacity"),
+    "longer than capacity": (
+        lambda table: table.committed_len.__setitem__(0, 29),
+        r"evicted=array\(\[0, 8\]\) length=29 capacity=28",
+    ),
+    "page 0 in a row": (put_slots(0, slice(4), 0), "not whole pages"),
+    "closed but owning": (lambda table: table._active.__setitem__(1, False), "slots past its capacity|closed but owns"),
+    "leaked page": (lambda table: table.allocator.alloc(1), "a held page belongs to no row"),
+    "freed page": (lambda table: table.allocator.free(slots_of(table, 24, 28)), "unmapped|a row owns a free page"),
+    "evicted too far": (
+        lambda table: table.evicted_len.__setitem__((SWA, 0), 14),
+        r"evicted \[ 0 14\], but the windows start at \[ 0 13\]",
+    ),
+    "evicted yet mapped": (lambda table: table.evicted_len.__setitem__((SWA, 0), 12), "an evicted token is mapped"),
+    "in the window but unmapped": (
+        lambda table: table.allocator.evict(SWA, slots_of(table, 16, 20)),
+        "a token in the window of group 1 is unmapped",
+    ),
+    "padding row with slots": (put_slots(3, 0, 4), "row=3: slots past its capacity"),
+    "disordered": (put_slots(0, ints(1, 2), ints(6, 5)), "not whole pages in order"),
+    "disordered across pages": (put_slots(0, ints(16, 20), ints(24, 20)), "not whole pages in order"),
+    "one slot four times": (put_slots(0, slice(16, 20), 20), "not whole pages in order"),
+}
+
+
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTED.values(), ids=CORRUPTED)
+def test_check_finds(corrupt: Callable[[KVRig], object], message: str):
     table = make(page_size=4, lookahead=5)
-    opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
+    opened(table, [float(i) for i in range(20)])  # slots 4 to 31, evicted up to 8
     opened(table, [0.0, 1.0])
     table.evict_unseen(ints(0, 1))
-    assert table.evicted_len[SWA, :2].tolist() == [8, 0]
+    assert table.evicted_len[SWA, :2].tolist() == [8, 0] and table.slots.host[0, :28].tolist() == [*range(4, 32)]
     table.check()
-    corrupt(table, how)
+    corrupt(table)
     with pytest.raises(AssertionError, match=message):
         table.check()

@@ -10,7 +10,7 @@ from specdec import SamplingParams
 from specdec.runtime.request_batch import Batches
 from specdec.runtime.round_figures import RoundFigures
 
-from inside import Detokenizer, Request, RoundResult
+from inside import Detokenizer, Request, RoundResult, record_round
 from marks import examples
 
 
@@ -53,7 +53,7 @@ def test_figures_of_all_rows_are_those_counted_for_each_request():
                 request.settle([1] * length, [], figures, drafts, forced)
                 assert before.rounds == own.rounds, "figures that were read change no more"
                 whole = (taken, 0, 0) if forced else (taken, length - 1, drafts)
-                own.record_round(*(whole if forced or taken == length else (taken,) * 3))
+                record_round(own, *(whole if forced or taken == length else (taken,) * 3))
                 own.forced_rounds, own.forced_tokens = (
                     own.forced_rounds + (forced > 0),
                     own.forced_tokens + min(taken, forced),

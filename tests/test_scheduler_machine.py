@@ -16,6 +16,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial, partialmethod
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import SWA, DraftTree, IntArray, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
+from kv_rig import SWA, DraftTree, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
 
 from specdec import SamplingParams
 from specdec.errors import CapacityError, KVStateError
@@ -197,7 +198,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         commit_chunks_on_host(self.table, self.scheduler.prefixes, requests, chunk_len)
         for request in requests:
             if request.state is RequestState.DECODE and request.num_output == 0:
-                self.settle(request, [next_token(request.tokens)])
+                request.settle([next_token(request.tokens)])
+        self.release_finished(requests)
 
     def decode(self, draw: random.Random, requests: Sequence[Request]) -> None:
         if not requests:
@@ -226,7 +228,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.write(self.rig.verify(rows, tree), values)
         self.rig.commit(rows, length, path)
         for request, tokens in zip(requests, emitted, strict=True):
-            self.settle(request, tokens)
+            request.settle(tokens)
+        self.release_finished(requests)
         self.table.evict_unseen(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
 
     def write(self, plan: KVPlan, values: list[list[float]]) -> None:
@@ -234,10 +237,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for layer in (SLIDING_LAYER, FULL_LAYER):
             self.rig.write(layer, plan.write, k, -k)
 
-    def settle(self, request: Request, tokens: list[int]) -> None:
-        request.settle(tokens)
-        if request.finished:
-            self.scheduler.release_requests(request)
+    def release_finished(self, requests: Sequence[Request]) -> None:
+        """All at once, as after a round."""
+        finished = [request for request in requests if request.finished]
+        self.scheduler.release_requests(*finished)
+        for request in finished:
             self.end(request)
 
     def end(self, request: Request) -> None:
@@ -359,70 +363,51 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
 # the machine is known to be able to fail
 
 
-def admit_the_last(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.admit_requests
-
-    def wrong(scheduler: Scheduler) -> list[Request]:
-        scheduler.waiting.reverse()
-        admitted = right(scheduler)
-        scheduler.waiting.sort(key=rank)
-        return admitted
-
-    patch.setattr(Scheduler, "admit_requests", wrong)
+Seed = Callable[[Callable[..., Any], Any], Any]
+"""What stands in the place of a method: it gets the method, and what that is called with."""
 
 
-def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler._make_room
-
-    def wrong(scheduler: Scheduler) -> None:
-        scheduler.running.reverse()
-        right(scheduler)
-        scheduler.running.sort(key=rank)
-
-    patch.setattr(Scheduler, "_make_room", wrong)
+def admit_the_last(right: Callable[..., Any], scheduler: Scheduler) -> list[Request]:
+    scheduler.waiting.reverse()
+    admitted: list[Request] = right(scheduler)
+    scheduler.waiting.sort(key=rank)
+    return admitted
 
 
-def keep_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestTable, "close_rows", lambda table, rows: None)
+def preempt_the_first(right: Callable[..., Any], scheduler: Scheduler) -> None:
+    scheduler.running.reverse()
+    right(scheduler)
+    scheduler.running.sort(key=rank)
 
 
-def evict_what_is_seen(patch: pytest.MonkeyPatch) -> None:
-    right = RequestTable.evict_unseen
-
-    def wrong(table: RequestTable, rows: IntArray, *, slack_pages: int = 1) -> int:
-        return right(table, rows, slack_pages=slack_pages - 3)
-
-    patch.setattr(RequestTable, "evict_unseen", wrong)
+def lose_who_is_preempted(right: Callable[..., Any], scheduler: Scheduler) -> None:
+    waiting = list(scheduler.waiting)
+    right(scheduler)
+    scheduler.waiting[:] = waiting
 
 
-def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler._make_room
-
-    def wrong(scheduler: Scheduler) -> None:
-        waiting = list(scheduler.waiting)
-        right(scheduler)
-        scheduler.waiting[:] = waiting
-
-    patch.setattr(Scheduler, "_make_room", wrong)
+def say_a_token_twice(right: Callable[..., Any], request: Request, emitted: list[int], *rest: Any) -> None:
+    right(request, emitted[:1] + emitted if len(emitted) == NODES else emitted, *rest)
 
 
-def say_a_token_twice(patch: pytest.MonkeyPatch) -> None:
-    right = Request.settle
+SEEDS: dict[str, tuple[type, str, Seed]] = {
+    "admit the last": (Scheduler, "admit_requests", admit_the_last),
+    "preempt the first": (Scheduler, "_make_room", preempt_the_first),
+    "lose who is preempted": (Scheduler, "_make_room", lose_who_is_preempted),
+    "keep the row": (RequestTable, "close_rows", lambda right, table, rows: None),
+    "evict what is seen": (
+        *(RequestTable, "evict_unseen"),
+        lambda right, table, rows, slack_pages=1: right(table, rows, slack_pages=slack_pages - 3),
+    ),
+    "say a token twice": (Request, "settle", say_a_token_twice),
+}
 
-    def wrong(request: Request, emitted: list[int], *rest: Any, **options: Any) -> None:
-        right(request, emitted[:1] + emitted if len(emitted) == NODES else emitted, *rest, **options)
 
-    patch.setattr(Request, "settle", wrong)
-
-
-@deep_cases("preempt_the_first", "lose_who_is_preempted", "admit_the_last")
-@pytest.mark.parametrize(
-    "seed",
-    [admit_the_last, preempt_the_first, keep_the_row, evict_what_is_seen, lose_who_is_preempted, say_a_token_twice],
-)
-def test_a_seeded_defect_is_found(seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    seed(monkeypatch)
+@deep_cases("preempt the first", "lose who is preempted", "admit the last")
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_seeded_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends at the first that fails; which one that is depends on what is imported."""
+    owner, method, wrong = SEEDS[name]
+    monkeypatch.setattr(owner, method, partialmethod(partial(wrong, getattr(owner, method))))
     with pytest.raises((AssertionError, KVStateError)):
-        run(
-            1, True, 300, shrink=False
-        )  # it ends at the first that fails; which one that is depends on what is imported
+        run(1, True, 300, shrink=False)

@@ -11,11 +11,11 @@ import specdec.engine
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.runtime.engine_stats import EngineStats
-from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 
+from inside import RequestStats, record_round
 from marks import deep_cases
 from tiny_models import build_target
 
@@ -38,10 +38,10 @@ def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, f
 def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_rounds_without_drafts():
     """They differed where some requests were sent with `speculation: false`: 1.21 in the one, 1.57 in the other."""
     stats = RequestStats(prompt_tokens=9, output_tokens=23)
-    stats.record_round(5, 4, 4)
-    stats.record_round(2, 1, 4)
+    record_round(stats, 5, 4, 4)
+    record_round(stats, 2, 1, 4)
     for _ in range(16):
-        stats.record_round(1, 0, 0)
+        record_round(stats, 1, 0, 0)
     snapshot = Snapshot(EngineStats(), stats)
     [gauge] = [value for _, name, _, value in figures(snapshot) if name == "specdec:acceptance_length"]
     assert gauge == 3.5

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+import specdec.serving.async_engine
 from specdec import SamplingParams
 from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
 from specdec.serving.async_engine import AsyncEngine
@@ -21,53 +22,71 @@ PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=220, ignore_eos=True)
 
 
+class Scene:
+    """An engine, prompts, and what each is continued with."""
+
+    def __init__(self, engine, prompts, truths):
+        self.engine, self.prompts, self.truths = engine, prompts, truths
+
+    def finish(self, handles) -> int:
+        """Step until all have ended -> how often a step raised."""
+        raised = 0
+        for _ in range(400):
+            if all(handle.finished for handle in handles):
+                break
+            try:
+                self.engine.step()
+            except (ValueError, MemoryError):
+                raised += 1
+        step_on(self.engine)
+        assert_idle(self.engine)
+        return raised
+
+    def serve(self, *, raised: int, ended=()):
+        """Hand in all prompts: so many steps raise, and all but `ended` have their tokens -> handles."""
+        handles = self.engine.submit_many(self.prompts, PARAMS)
+        assert self.finish(handles) == raised
+        assert [number for number, handle in enumerate(handles) if handle.error] == sorted(ended)
+        assert_right(handles, self.truths, but=ended)
+        return handles
+
+
 @pytest.fixture(params=[False, deep(True)], ids=["eager", "captured"])
 def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
-    """(engine, prompts, what each is continued with)."""
-    captured = request.param
-    capture_on_tape(monkeypatch, captured)
+    capture_on_tape(monkeypatch, request.param)
     model, prompts = make_target("gemma4-e2b", seed=1), [random_prompt(n) for n in LENGTHS]
     engine = make_engine(model, "ngram", max_batch_size=8)
-    return engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    return Scene(engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts])
 
 
-def launching(engine, where):
-    """Owner and name of the method that launches rounds, or groups of prompt chunks."""
-    return (engine.steps, "launch_round") if where == "round" else (engine.steps.prefill, "launch")
-
-
-def breaks(engine, bad, error=ValueError, *, where="round", names=False, after=0):
-    """Rounds (or groups of prompts) that hold a request with this prompt raise, once it has `after` tokens."""
-    owner, name = launching(engine, where)
+def breaks(engine, bad, error=ValueError, *, where="round", names=False):
+    """Rounds (or groups of prompts) that hold a request with this prompt raise."""
+    owner, name = (engine.steps, "launch_round") if where == "round" else (engine.steps.prefill, "launch")
     whole = getattr(owner, name)
 
     def broken(launched, *rest):
-        for request in getattr(launched, "requests", launched):
-            if request.prompt == bad and request.num_output >= after:
+        for request in launched if where == "round" else launched.batch.requests:
+            if request.prompt == bad:
                 raise name_row(error("no such thing"), request.row) if names else error("no such thing")
         return whole(launched, *rest)
 
     setattr(owner, name, broken)
 
 
+def raises_first(engine, fault):
+    """`fault(requests)` is called before each round."""
+    whole = engine.steps.launch_round
+
+    def broken(requests, *rest):
+        fault(requests)
+        return whole(requests, *rest)
+
+    engine.steps.launch_round = broken
+
+
 def step_on(engine):
     while engine.step():
         pass
-
-
-def finish(engine, handles):
-    """Step until all have ended -> how often a step raised."""
-    raised = 0
-    for _ in range(400):
-        if all(handle.finished for handle in handles):
-            break
-        try:
-            engine.step()
-        except (ValueError, MemoryError):
-            raised += 1
-    step_on(engine)
-    assert_idle(engine)
-    return raised
 
 
 def assert_right(handles, truths, but=()):
@@ -79,57 +98,42 @@ def assert_right(handles, truths, but=()):
 @pytest.mark.parametrize("where", ["round", "prompts"])
 @pytest.mark.parametrize("bad", [0, 3])
 def test_an_error_that_names_a_row_ends_the_request_of_that_row_alone(bad, where, scene):
-    engine, prompts, truths = scene
-    breaks(engine, prompts[bad], where=where, names=True)
-    handles = engine.submit_many(prompts, PARAMS)
-    assert finish(engine, handles) == 0  # no step raises
-    assert_right(handles, truths, but=[bad])
+    breaks(scene.engine, scene.prompts[bad], where=where, names=True)
+    handles = scene.serve(raised=0, ended=[bad])
     assert handles[bad].finish_reason == "error"
     with pytest.raises(RequestFailedError, match="in this request alone: ValueError: no such thing"):
         handles[bad].read()
 
 
 def test_an_error_that_is_raised_from_one_that_names_a_row_names_it_too(scene):
-    engine, prompts, truths = scene
-    whole = engine.steps.launch_round
-
-    def broken(requests, *rest):
+    def fault(requests):
         if len(requests) == 4:
             raise RuntimeError("the drafter failed") from name_row(KVStateError("row 7 is not open"), requests[1].row)
-        return whole(requests, *rest)
 
-    engine.steps.launch_round = broken
-    handles = engine.submit_many(prompts, PARAMS)
-    assert finish(engine, handles) == 0
-    assert_right(handles, truths, but=[1])
-    assert isinstance(handles[1].error, RequestFailedError) and "the drafter failed" in str(handles[1].error)
+    raises_first(scene.engine, fault)
+    error = scene.serve(raised=0, ended=[1])[1].error
+    assert isinstance(error, RequestFailedError) and "the drafter failed" in str(error)
 
 
 def test_an_error_of_specdec_that_names_a_row_is_that_requests_own_error(scene):
     """Raises it as it is, so that a `LocationError` is one where the output is read."""
-    engine, prompts, truths = scene
-    breaks(engine, prompts[2], KVStateError, names=True)
-    handles = engine.submit_many(prompts, PARAMS)
-    assert finish(engine, handles) == 0
-    assert_right(handles, truths, but=[2])
+    breaks(scene.engine, scene.prompts[2], KVStateError, names=True)
+    handles = scene.serve(raised=0, ended=[2])
     with pytest.raises(KVStateError, match="no such thing") as raised:
         handles[2].output()
     assert raised.value.__cause__ is None and raised.value.__context__ is None  # and holds no frames of the step
 
 
 def test_what_settling_one_request_raises_ends_that_one_alone(scene, monkeypatch):
-    engine, prompts, truths = scene
     settle = Request.settle
 
     def broken(request, *arguments, **options):
-        if request.prompt == prompts[1] and request.num_output:
+        if request.prompt == scene.prompts[1] and request.num_output:
             raise ValueError("half of it")
         settle(request, *arguments, **options)
 
     monkeypatch.setattr(Request, "settle", broken)
-    handles = engine.submit_many(prompts, PARAMS)
-    assert finish(engine, handles) == 0
-    assert_right(handles, truths, but=[1])
+    handles = scene.serve(raised=0, ended=[1])
     with pytest.raises(RequestFailedError, match="half of it"):
         handles[1].output()
 
@@ -137,14 +141,9 @@ def test_what_settling_one_request_raises_ends_that_one_alone(scene, monkeypatch
 @pytest.mark.parametrize("bad", range(4))
 def test_a_request_whose_rounds_always_raise_stops_no_older_one_and_one_newer(bad, scene):
     """The newest ends when its step raises again; if that was not it, the others come back one at a time."""
-    engine, prompts, truths = scene
-    breaks(engine, prompts[bad])
-    handles = engine.submit_many(prompts, PARAMS)
-    raised = finish(engine, handles)
+    breaks(scene.engine, scene.prompts[bad])
     ended = {bad, 3}
-    assert raised == 1 + len(ended)
-    assert {number for number, handle in enumerate(handles) if handle.error} == ended
-    assert_right(handles, truths, but=ended)
+    handles = scene.serve(raised=1 + len(ended), ended=ended)
     for number in ended:
         with pytest.raises(RoundFailedError, match="the round failed, and failed again: ValueError: no such thing"):
             handles[number].output()
@@ -152,19 +151,20 @@ def test_a_request_whose_rounds_always_raise_stops_no_older_one_and_one_newer(ba
 
 @pytest.mark.parametrize(("times", "ended"), [(1, []), (2, [3])])
 def test_the_same_step_raising_twice_ends_the_newest_and_once_none(times, ended, scene):
-    engine, prompts, truths = scene
-    faults, whole = [MemoryError("none left")] * times, engine.steps.launch_round
-    engine.steps.launch_round = lambda *asked: whole(*asked) if not faults else (_ for _ in ()).throw(faults.pop())
-    handles = engine.submit_many(prompts, PARAMS)
-    assert finish(engine, handles) == times
-    assert [number for number, handle in enumerate(handles) if handle.error] == ended
-    assert_right(handles, truths, but=ended)
+    faults = [MemoryError("none left")] * times
+
+    def fault(requests):
+        if faults:
+            raise faults.pop()
+
+    raises_first(scene.engine, fault)
+    scene.serve(raised=times, ended=ended)
 
 
 def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(scene):
-    engine, prompts, _ = scene
+    engine = scene.engine
     engine.steps.launch_round = lambda *asked: 1 / 0
-    handles = engine.submit_many(prompts, PARAMS)
+    handles = engine.submit_many(scene.prompts, PARAMS)
     for _ in range(1 + len(handles)):
         with pytest.raises(ZeroDivisionError):
             step_on(engine)
@@ -176,7 +176,7 @@ def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(sce
 
 def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(scene):
     """The set of requests is never the same twice, under load."""
-    engine, prompts, truths = scene
+    engine, prompts, truths = scene.engine, scene.prompts, scene.truths
     breaks(engine, prompts[3])
     handles, raised = engine.submit_many([prompts[0], prompts[3]], PARAMS), 0
     for _ in range(6):
@@ -185,7 +185,7 @@ def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(
             engine.step()
         except ValueError:
             raised += 1
-    raised += finish(engine, handles)
+    raised += scene.finish(handles)
     assert raised == 2
     assert [number for number, handle in enumerate(handles) if handle.error] == [1]
     assert_right(handles, [truths[0], truths[3], *[truths[1]] * 6], but=[1])
@@ -193,83 +193,54 @@ def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(
 
 def test_tokens_in_between_are_progress(scene):
     """Errors that come now and then end none, where each request has gained a token since the last."""
-    engine, prompts, truths = scene
-    whole, failed_at = engine.steps.launch_round, set()
+    failed_at = set()
 
-    def broken(requests, *rest):
+    def fault(requests):
         least = min(request.num_output for request in requests)
         if len(requests) == 4 and least not in failed_at:
             failed_at.add(least)
             raise ValueError("now and then")
-        return whole(requests, *rest)
 
-    engine.steps.launch_round = broken
-    handles = engine.submit_many(prompts, PARAMS)
-    assert finish(engine, handles) >= 2
-    assert_right(handles, truths)
+    raises_first(scene.engine, fault)
+    handles = scene.engine.submit_many(scene.prompts, PARAMS)
+    assert scene.finish(handles) >= 2
+    assert_right(handles, scene.truths)
 
 
 def test_interrupts_end_none_however_often(scene):
-    engine, prompts, truths = scene
-    interrupts, whole = [None] * 5, engine.steps.launch_round
+    interrupts = [None] * 5
 
-    def broken(*asked):
+    def fault(requests):
         if interrupts:
             interrupts.pop()
             raise KeyboardInterrupt
-        return whole(*asked)
 
-    engine.steps.launch_round = broken
-    handles = engine.submit_many(prompts, PARAMS)
+    raises_first(scene.engine, fault)
+    handles = scene.engine.submit_many(scene.prompts, PARAMS)
     for _ in range(5):
         with pytest.raises(KeyboardInterrupt):
-            step_on(engine)
-    assert finish(engine, handles) == 0
-    assert_right(handles, truths)
-
-
-@pytest.mark.parametrize("where", ["round", "prompts"])
-def test_an_error_before_settling_changes_nothing_that_the_host_knows_of_a_request(where, scene):
-    engine, prompts, truths = scene
-    handles = engine.submit_many(prompts[:2], PARAMS)
-    while handles[0].num_output < 2:
-        engine.step()
-    late = engine.submit(prompts[2], PARAMS)
-    owner, name = launching(engine, where)
-    whole, seen = getattr(owner, name), []
-
-    def broken(*asked):
-        seen.append([request.settled for request in engine.inbox.live.values()])
-        seen.append([request.stats.copy() for request in engine.inbox.live.values()])
-        raise ValueError("before anything came out")
-
-    setattr(owner, name, broken)
-    with pytest.raises(ValueError, match="before anything"):
-        step_on(engine)
-    setattr(owner, name, whole)
-    live = list(engine.inbox.live.values())
-    assert all(now is then for now, then in zip([request.settled for request in live], seen[0], strict=True))
-    assert [request.stats for request in live] == seen[1]
-    assert finish(engine, [*handles, late]) == 0
-    assert_right([*handles, late], truths[:3])
+            step_on(scene.engine)
+    assert scene.finish(handles) == 0
+    assert_right(handles, scene.truths)
 
 
 def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene):
     """Handles of one `submit_many` are requests like any others; `generate` ends with the first that fails."""
-    engine, prompts, truths = scene
-    breaks(engine, prompts[3], names=True)
-    handles = engine.submit_many(prompts, PARAMS)
+    breaks(scene.engine, scene.prompts[3], names=True)
+    handles = scene.engine.submit_many(scene.prompts, PARAMS)
     with pytest.raises(RequestFailedError):
-        engine.generate(prompts, PARAMS)
-    finish(engine, handles)
-    assert_right(handles, truths, but=[3])
+        scene.engine.generate(scene.prompts, PARAMS)
+    scene.finish(handles)
+    assert_right(handles, scene.truths, but=[3])
 
 
 # served
 
 
-def test_a_task_whose_request_breaks_every_round_fails_alone(scene):
-    engine, prompts, truths = scene
+def test_a_task_whose_request_breaks_every_round_fails_alone(scene, monkeypatch):
+    """The newest one: a single thread hands them in, so that they arrive in the order of the calls."""
+    monkeypatch.setattr(specdec.serving.async_engine, "READERS", 1)
+    engine, prompts, truths = scene.engine, scene.prompts, scene.truths
     breaks(engine, prompts[3])
 
     async def run():
@@ -287,7 +258,7 @@ def test_a_task_whose_request_breaks_every_round_fails_alone(scene):
 
 
 def test_requests_that_fail_one_after_the_other_are_no_broken_engine_while_others_gain_tokens(scene):
-    engine, prompts, _ = scene
+    engine, prompts = scene.engine, scene.prompts
     breaks(engine, prompts[3])
 
     async def run():

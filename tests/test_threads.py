@@ -86,19 +86,6 @@ def test_four_engines_over_one_model_in_four_threads(make_target, make_assistant
         model.eval()
 
 
-def test_two_engines_take_turns_in_one_loop(make_target, make_assistant, greedy_oracle, random_prompt):
-    """Streams of two engines over one model and one assistant, a delta of each in turn."""
-    model = make_target("gemma4-e2b")
-    assistant, prompts = make_assistant(model), [random_prompt(9), random_prompt(14)]
-    engines = [Engine.from_pretrained(model, assistant, config=EngineConfig(max_model_len=64)) for _ in prompts]
-    streams = [engine.stream(p, SamplingParams(max_new_tokens=NEW)) for engine, p in zip(engines, prompts, strict=True)]
-    got: list[list[int]] = [[], []]
-    while any(len(tokens) < NEW for tokens in got):
-        for tokens, stream in zip(got, streams, strict=True):
-            tokens += getattr(next(stream, None), "token_ids", [])
-    assert got == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-
-
 @pytest.mark.parametrize("drafter", [None, "gemma4-mtp"])
 def test_an_engine_outlives_the_mode_it_was_made_in(drafter, make_target, make_assistant, random_prompt, greedy_oracle):
     """Tensors made in inference mode cannot be written to outside of it."""

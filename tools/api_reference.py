@@ -32,7 +32,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)
 """Not exported, because users receive them from methods and never make one."""
 INTERNAL = {
-    *("RequestStats.copy", "RequestStats.record_round", "RequestStats.add", "EngineStats.count", "PoolUse.from_pool"),
+    *("RequestStats.copy", "RequestStats.add", "EngineStats.count", "PoolUse.from_pool"),
     *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.report_to"),
 }
 """Members that the engine and the server call, and no user."""

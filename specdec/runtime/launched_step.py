@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
@@ -64,26 +63,6 @@ class LaunchedStep:
         return array
 
 
-def launched_now(
-    batch: RequestBatch,
-    drawing: list[int] | None,
-    shape: RoundShape,
-    stages: tuple[str, ...],
-    packed: torch.Tensor,
-    ranks: Ranks | None,
-    *,
-    drafts: IntArray | None = None,
-    forced: IntArray | None = None,
-    scores: tuple[ChunkScoring, torch.Tensor] | None = None,
-) -> LaunchedStep:
-    """Start copying the result of the latest launch to the host. drafts, forced: None if there are none."""
-    none = np.zeros(shape.batch, dtype=np.int64)
-    drafts, forced = none if drafts is None else drafts, none if forced is None else forced
-    on_host, done = copy_to_host(packed), event_now(packed.device)
-    done = done if ranks is None else ranks.guarded(done)
-    return LaunchedStep(batch, drawing, shape, stages, on_host, drafts, forced, scores, done)
-
-
 def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
     """Start a copy of `numbers` to the host. It is complete once a later `event_now` is reached; later launches cannot
     overwrite it."""
@@ -93,10 +72,11 @@ def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
     return host.copy_(numbers, non_blocking=True)
 
 
-def event_now(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is reached when everything launched so far has run; None: it has run already."""
+def event_now(device: torch.device, ranks: Ranks | None = None) -> torch.cuda.Event | None:
+    """An event that is reached when everything launched so far has run; None: it has run already. ranks: if they shared
+    the work, waiting for it raises DeviceLostError if one of them does not answer."""
     if device.type != "cuda":
         return None
     done = torch.cuda.Event()
     done.record()
-    return done
+    return done if ranks is None else ranks.guarded(done)

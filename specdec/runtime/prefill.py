@@ -16,11 +16,11 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
-from specdec.runtime.launched_step import LaunchedStep, copy_to_host, launched_now
+from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_reading import PromptReading
 from specdec.runtime.prompt_scores import scoring_of
-from specdec.runtime.request import Request, table_rows
+from specdec.runtime.request import Request
 from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
@@ -79,8 +79,8 @@ class Prefill:
     def launch(self, reading: PromptReading) -> LaunchedStep:
         """Launch the draws and the commit after all parts have run. Requests whose prompts end with these chunks draw
         their first token."""
-        requests, chunk_len, done, round = reading.requests, reading.chunk_len, reading.done, self._round
-        rows, read_len = table_rows(requests), done + chunk_len
+        batch, chunk_len, done, round = reading.batch, reading.chunk_len, reading.done, self._round
+        requests, rows, read_len = batch.requests, batch.rows, done + chunk_len
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
@@ -96,9 +96,9 @@ class Prefill:
         longest = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.grammar_state for request in drawn])
         packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
-        launched = launched_now(
-            RequestBatch(requests), drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores
-        )
+        none = np.zeros_like(chosen)  # no drafts, and no forced tokens
+        result, event = copy_to_host(packed), event_now(packed.device, round.target.ranks)
+        launched = LaunchedStep(batch, drawing, shape, PREFILL_STAGES, result, none, none, scores, event)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 
@@ -113,7 +113,8 @@ class Prefill:
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
         long."""
-        rows, epochs = table_rows(requests), [request.row_epoch for request in requests]
+        batch = RequestBatch(requests)
+        rows = batch.rows
         done = self._scheduler.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
@@ -127,4 +128,4 @@ class Prefill:
             found = single_layers(self._round, rows, chunk_len, states)
         if found is None:
             found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._round.weights.generation())
-        return PromptReading(requests, chunk_len, done, found, row_epochs=epochs)
+        return PromptReading(batch, chunk_len, done, found)

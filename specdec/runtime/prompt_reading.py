@@ -8,31 +8,29 @@ may then belong to another request), or if weights have moved, the forward is dr
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
-from specdec.runtime.request import Request
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
-from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, divide
 from specdec.runtime.rounds.round import Round
 
 
 @dataclass(slots=True)
 class PromptReading:
-    """The forward over the next `chunk_len` [B] tokens of these requests, after `done` [B] earlier ones.
+    """The forward over the next `chunk_len` [B] tokens of a batch of requests, after `done` [B] earlier ones.
 
     earlier: device nanoseconds of the parts run in earlier steps; None: there were none. seconds: host time so far.
     """
 
-    requests: Sequence[Request]
+    batch: RequestBatch
     chunk_len: IntArray
     done: IntArray
     parts: PromptParts
-    row_epochs: list[int]
     begun: int = 0  # parts that have run
     earlier: torch.Tensor | None = None
     seconds: float = 0.0
@@ -47,8 +45,7 @@ class PromptReading:
 
     def is_valid(self, generation: int) -> bool:
         """Do its requests still have their rows, and are the weights still of this generation?"""
-        epochs = [request.row_epoch for request in self.requests]
-        return epochs == self.row_epochs and generation == self.parts.generation
+        return len(self.batch.present()) == len(self.batch.requests) and generation == self.parts.generation
 
     def add_device_time(self, stamps: torch.Tensor) -> None:
         """Add the device time of this step's parts. stamps [2]: their beginning and end on the device's clock."""
@@ -81,6 +78,5 @@ def division_of(round: Round, *, captured: bool) -> Division | None:
     if not round.target.can_pause or not (captured or round.device.type == "cpu"):
         return None
     states = round.final_states(scored=False, ends=False)
-    ends = part_ends(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
-    shares = part_shares(round.target, round.aux_layers, states, ends)
+    _, shares = divide(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
     return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

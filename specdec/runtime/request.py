@@ -82,20 +82,6 @@ class RequestStats:
         """Copy these figures; lists are replaced, never changed, so they are shared."""
         return RequestStats(*_FIGURES(self))
 
-    def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
-        """Count a round with drafts `num_drafts` deep: its emitted tokens, of which the first `accepted` were
-        drafts."""
-        assert accepted <= num_drafts, f"{accepted=} of {num_drafts=}"
-        self.rounds += 1
-        self.round_tokens += emitted
-        if not num_drafts:
-            return
-        self.drafted_rounds += 1
-        self.drafted_round_tokens += emitted
-        self.draft_tokens += num_drafts
-        self.accepted_counts = _counted(self.accepted_counts, accepted, num_drafts)
-        self.drafted_counts = _counted(self.drafted_counts, num_drafts, num_drafts)
-
     @classmethod
     def total(cls, requests: Iterable["RequestStats"]) -> "RequestStats":
         """Sum these figures."""
@@ -111,12 +97,6 @@ class RequestStats:
             setattr(self, name, [mine + sign * theirs for mine, theirs in pairs])
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
-
-
-def _counted(counts: list[int], depth: int, most: int) -> list[int]:
-    """Copy `counts`, padded to at least `most` depths, and add 1 to each depth up to `depth`."""
-    counts = counts + [0] * (most - len(counts))
-    return [count + 1 for count in counts[:depth]] + counts[depth:]
 
 
 _NAMES = tuple(each.name for each in fields(RequestStats))
@@ -423,15 +403,16 @@ class Request:
         stats.output_tokens += taken
         if figures is None:
             return stats
-        for name, share in zip(SECONDS, figures.shares, strict=True):
-            setattr(stats, name, getattr(stats, name) + share)
+        seconds_of = dict(zip(SECONDS, figures.shares, strict=True))
+        last = RequestStats(rounds=1, round_tokens=taken, **seconds_of)  # type: ignore[arg-type]
         if num_forced:
-            stats.record_round(taken, 0, 0)
-            stats.forced_tokens += min(taken, num_forced)
-            stats.forced_rounds += 1
-        else:  # its output ends within the accepted drafts, so later ones do not count
-            stats.record_round(taken, taken, taken)
-            stats.draft_nodes += figures.num_drafted if num_drafts else 0
+            last.forced_tokens, last.forced_rounds = min(taken, num_forced), 1
+        elif num_drafts:
+            last.draft_nodes = figures.num_drafted
+            if taken:  # its output ends within the accepted drafts, so later ones do not count
+                last.drafted_rounds, last.drafted_round_tokens, last.draft_tokens = 1, taken, taken
+                last.accepted_counts = last.drafted_counts = [1] * taken
+        stats.add(last)
         return stats
 
     def fail(self, called: str, error: BaseException) -> None:

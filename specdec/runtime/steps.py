@@ -21,10 +21,9 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
-from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
-from specdec.runtime.launched_step import launched_now
+from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
@@ -52,22 +51,20 @@ class Steps:
         scheduler: Scheduler,
         round: Round,
         spec: SpecConfig,
+        choice: DraftChoice | None,
         graphs: RoundGraphs | None,
         chunks: ChunkGraphs | None,
     ) -> None:
         self.scheduler = scheduler
         self.round = round
         self.spec = spec
+        self.choice = choice
         self.graphs = graphs
         self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
         self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)
         self.prefill = Prefill(scheduler, round, chunks, self.threads)
-        adaptive = spec.adaptive and round.worker is not None
-        captured, num_rows = graphs is not None, self.table.max_requests + 1
-        shapes = draft_ladder(spec, captured=captured, lookup=round.has_lookup)
-        self.choice = DraftChoice(shapes, num_rows) if adaptive else None
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
@@ -170,8 +167,8 @@ class Steps:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        ranks = self.round.target.ranks
-        launched = launched_now(batch, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
+        result, done = copy_to_host(packed), event_now(packed.device, self.round.target.ranks)
+        launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, drafts, forced, None, done)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:

@@ -20,7 +20,7 @@ from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
-from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PartShare, PromptParts, divide
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 8192
@@ -88,12 +88,13 @@ class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses once it is captured.
 
-    Padding runs have no tokens. ends: layers at which the parts end, each part a program; empty: not divided.
+    Padding runs have no tokens. ends, shares: see `divide`; each part is a program. Empty: not divided.
     """
 
     def __init__(self, round: Round, shape: ChunkShape, results: ChunkBuffers) -> None:
         self.chunk: Chunk | None = None
         self.ends: list[int] = []
+        self.shares: list[PartShare] = []
         self._paused: PausedChunk | None = None  # between two parts
         self._round = round
         self._shape = shape
@@ -108,7 +109,8 @@ class ChunkProgram:
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
         if self._shape.divided:
-            self.ends = part_ends(self._round.target, self._round.aux_layers, self._shape.states, LAYERS_A_PART)
+            layers = self._round.target, self._round.aux_layers
+            self.ends, self.shares = divide(*layers, self._shape.states, LAYERS_A_PART)
 
     @property
     def programs(self) -> list[Program]:
@@ -183,8 +185,7 @@ class ChunkGraphs(Captures):
         programs: Sequence[Callable[[], object]] = program.programs
         if captured is not None:
             programs = [replay for replay, _ in captured.replays]
-        shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
-        return PromptParts(shares, programs, partial(self._read_by, program, shape), self._generation)
+        return PromptParts(program.shares, programs, partial(self._read_by, program, shape), self._generation)
 
     def _program_for(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False

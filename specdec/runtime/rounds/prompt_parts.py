@@ -44,41 +44,32 @@ class PromptParts(NamedTuple):
     generation: int
 
 
-def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalStates, layers_a_part: int) -> list[int]:
-    """Layer number at which each part ends."""
+def divide(
+    target: TargetModel, aux_layers: Sequence[int], states: FinalStates, layers_a_part: int
+) -> tuple[list[int], list[PartShare]]:
+    """Divide a forward into parts of at most `layers_a_part` layers. Returns the layer number at which each part ends,
+    and its share of the time: in proportion to its layers; for attention, to those layers in which every token sees the
+    whole prefix."""
     num_layers = len(target.layout.layers)
     narrow = target.narrows_at(aux_layers)
     every = num_layers if states is FinalStates.EVERY or narrow is None else narrow + 1
-    ends = _evenly(0, every, layers_a_part)
+    narrowed = None if states is FinalStates.EVERY else narrow
+    sees_all = [target.windows[layer] is None and layer != narrowed for layer in range(every)]
+    ends, shares = _evenly(0, every, layers_a_part), []
+    for begin, end in pairwise([0, *ends]):
+        forward = (end - begin) / every
+        shares.append(PartShare(forward, sum(sees_all[begin:end]) / sum(sees_all) if any(sees_all) else forward))
     if states is FinalStates.LAST and every < num_layers:
-        ends += _evenly(every, num_layers, layers_a_part * LAST_LAYERS_A_PART)
-    return ends
+        last = _evenly(every, num_layers, layers_a_part * LAST_LAYERS_A_PART)
+        shares += [PartShare(0.0, 0.0, (end - begin) / (num_layers - every)) for begin, end in pairwise([every, *last])]
+        ends += last
+    return ends, shares
 
 
 def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
     """Divide these layers into as few parts of at most `max_layers` as possible. Returns the ends of the parts."""
     count = -(-(end - begin) // max_layers)
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
-
-
-def part_shares(
-    target: TargetModel, aux_layers: Sequence[int], states: FinalStates, ends: Sequence[int]
-) -> list[PartShare]:
-    """Time shares of the parts that end at `ends`, in proportion to their layers; for attention, to those layers in
-    which every token sees the whole prefix."""
-    narrow = target.narrows_at(aux_layers)
-    narrowed = states is not FinalStates.EVERY and narrow is not None
-    every = narrow + 1 if narrowed and narrow is not None else len(target.layout.layers)
-    sees_all = [target.windows[layer] is None and not (narrowed and layer == narrow) for layer in range(every)]
-    seeing = sum(sees_all)
-    shares, last_layers = [], len(target.layout.layers) - every
-    for begin, end in pairwise([0, *ends]):
-        if begin >= every:
-            shares.append(PartShare(0.0, 0.0, (end - begin) / last_layers))
-            continue
-        forward = (end - begin) / every
-        shares.append(PartShare(forward, sum(sees_all[begin:end]) / seeing if seeing else forward))
-    return shares
 
 
 def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
@@ -89,7 +80,7 @@ def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
 
 def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
     """Divide a forward that is not captured: each layer is a part."""
-    ends = part_ends(round.target, round.aux_layers, states, 1)
+    ends, shares = divide(round.target, round.aux_layers, states, 1)
     runs = upload(np.stack([rows, chunk_len]), round.device)
     paused: list[PausedChunk] = []
 
@@ -98,6 +89,5 @@ def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: Fin
             paused.append(round.begin_reading(runs[0], runs[1], int(chunk_len.sum()), states))
         paused[0].advance(end)
 
-    shares = part_shares(round.target, round.aux_layers, states, ends)
     programs = [partial(part, end) for end in ends]
     return PromptParts(shares, programs, lambda: paused[0].finish(), round.weights.generation())
