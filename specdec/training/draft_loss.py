@@ -18,6 +18,7 @@ from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
+from specdec.modules.private_copy import private_copy
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
@@ -88,6 +89,8 @@ def run_target(
         return lambda module, args, kwargs: (args, kwargs | {"attention_mask": masks[window]})
 
     decoder: Any = target.user_decoder
+    if getattr(target.config, "attn_logit_softcapping", None):
+        decoder = private_copy(decoder, "eager")  # other attention of transformers ignores it
     entered = [*decoder.layers, decoder.norm]
     hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
     hooks += [
