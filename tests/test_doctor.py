@@ -464,14 +464,6 @@ def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, d
     assert finding.after > finding.before
 
 
-@deep_cases("dflash", "dspark")
-@pytest.mark.parametrize("kind", ["dflash", "jetspec", "dspark", "dspark-rnn"])
-def test_the_dense_form_of_blocks_is_the_workers(kind, engine, diagnosed):
-    drafter = BlockDrafter(random_head(engine.target, kind), engine.target)
-    found = diagnosed(drafter, prompts=[[2, 5, 9], [2, 7], [2, 8], [2, 11]], max_new_tokens=8, causes=())
-    assert found.reference.holds and found.reference.difference < 1e-4
-
-
 def test_ids_that_may_be_a_mask():
     class Tokenizer(SimpleNamespace):
         def __len__(self):

@@ -7,62 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from block_heads import random_head
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, SpecConfig
 from specdec.cli.app import app
-from specdec.draft_models.block.block_drafter import BlockDrafter
-from specdec.draft_models.block.block_head import block_states
 from specdec.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import draft_loss
 from specdec.training.packed_rows import PackedRows, pack_rows
 
-from marks import is_deep, slow
+from marks import is_deep
 
 AUX_LAYERS = (2, 15, 28) if is_deep() else (2, 3, 4)  # of the bundled target's 30, and of the shallow one's 6
-
-
-@pytest.mark.parametrize(
-    ("kind", "family"), [("dflash", "llama"), ("jetspec", "gemma4-e2b"), slow("dflash", "mistral")]
-)
-def test_blocks_of_packed_rows_are_those_of_the_drafter(
-    kind: str, family: str, make_target: Callable[..., Any]
-) -> None:
-    """The first block after each of several prompts in an engine, against blocks of one packed batch."""
-    model = make_target(family)
-    target = TargetModel(model)
-    head = random_head(target, kind)
-    trainable = TrainableBlock(head, target)
-    rng = np.random.default_rng(0)
-    documents = [(rng.integers(1, 90, n).astype(np.int32), 1) for n in (17, 13, 9)]
-    batch = PackedRows(*(x.long() for x in pack_rows(documents, 80)))
-    places = torch.tensor([[1, 4, 16, 17, 23, 33]])  # the documents begin at 0, 17 and 30
-    with torch.no_grad():
-        known = trainable.target_states(batch)
-        blocks = block_states(head, target.embed, *batch[:2], known["states"], places)
-        got = trainable.score(blocks[:, :, head.spec.first_row :])  # [B, A, D, V]
-    drafter = BlockDrafter(head, target)
-    seen: list[torch.Tensor] = []
-    logits = drafter.form.logits
-    drafter.form.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
-    checked = 0
-    with Engine(target, drafter, spec=SpecConfig(5), config=EngineConfig(max_model_len=64)) as engine:
-        for row, column in np.ndindex(*places.shape):
-            place = int(places[row, column])
-            begin = place - int(batch.pos[row, place])
-            prompt = batch.ids[row, begin:place].tolist()
-            if not prompt:  # an engine has no empty ones
-                continue
-            seen.clear()
-            bias = {int(batch.ids[row, place]): 100.0}  # the block's first token is the text's
-            engine.generate([prompt], SamplingParams(max_new_tokens=7, ignore_eos=True, logit_bias=bias))
-            torch.testing.assert_close(got[row, column], seen[0][0], atol=1e-4, rtol=1e-4)
-            checked += 1
-    assert checked == 5
 
 
 def test_rows_of_answers_begin_blocks(make_target: Callable[..., Any]) -> None:

@@ -512,9 +512,7 @@ def make_engine() -> Callable[..., Engine]:
     return make
 
 
-def random_eagle3(
-    model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6), **fields: Any
-) -> Eagle3Drafter:
+def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6), **fields: Any) -> Eagle3Drafter:
     """A head of random weights, fitted to the model, that drafts nine of its tokens. fields: of its spec; its
     `aux_layers` are the first, the second and the output of the last, unless they are given."""
     target = TargetModel(model)

@@ -3,7 +3,7 @@
 Row i of step t is step t of a draft that begins after position i: its token is x_{i+1+t}, its hidden state the feedback
 of step t - 1 (the target's feature at t = 0), its RoPE position i + t. It attends, in one softmax, to the step-0 keys
 of positions up to i and to its own row's keys of steps 1..t, and predicts x_{i+2+t}. Invariant: the states equal those
-of the head run one row at a time, as the drafter runs it (tests/test_train_drafter.py).
+of the head run one row at a time, as the drafter runs it (tests/test_parallel_drafts.py).
 """
 
 from collections.abc import Iterator

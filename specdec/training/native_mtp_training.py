@@ -2,7 +2,7 @@
 
 A new module begins as a layer of the target, between its final norm and a projection that adds token and state. Tables
 and heads are the target's, unless a published module has its own. Invariant: the parallel forward is the engine's own
-drafts (`mtp_chains.py`, tests/test_train_native_mtp.py).
+drafts (`mtp_chains.py`, tests/test_parallel_drafts.py).
 """
 
 import copy
