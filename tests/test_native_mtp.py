@@ -224,8 +224,8 @@ def test_a_hit_in_a_row_that_another_request_had(
 def test_beside_transformers_use_mtp(
     name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With as many drafts as it makes: its tokens, in as many forwards of the target. The first draft's logits are those
-    of its `MtpModel`, which finds modules by a literal pattern of layers, and not after Kimi's prefix."""
+    """With as many drafts as it makes: its tokens, in as many forwards of the target. The first draft's logits are
+    those of its `MtpModel`, which finds modules by a literal pattern of layers, and not after Kimi's prefix."""
     made, params = published(name), SamplingParams(max_new_tokens=12)
     model, tensors, count = made.loaded(), load_file(made.folder / "model.safetensors"), made.shape.count
     own_names = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}

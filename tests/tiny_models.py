@@ -512,10 +512,12 @@ def make_engine() -> Callable[..., Engine]:
     return make
 
 
-def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6), **fields: Any) -> Eagle3Drafter:
+def random_eagle3(
+    model: PreTrainedModel | TargetModel, windows: tuple[int | None, ...] = (None, 6), **fields: Any
+) -> Eagle3Drafter:
     """A head of random weights, fitted to the model, that drafts nine of its tokens. fields: of its spec; its
     `aux_layers` are the first, the second and the output of the last, unless they are given."""
-    target = TargetModel(model)
+    target = model if isinstance(model, TargetModel) else TargetModel(model)
     torch.manual_seed(3)
     sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}
     taps = {"aux_layers": (0, 1, len(target.layout.layers))}
@@ -530,7 +532,8 @@ def random_eagle3(model: PreTrainedModel, windows: tuple[int | None, ...] = (Non
     for weight in head.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.4)
-    return Eagle3Drafter(head.eval(), torch.randperm(target.vocab_size)[:9].sort().values, target)
+    target_ids = torch.randperm(target.vocab_size)[:9].sort().values
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
 
 
 @pytest.fixture
