@@ -68,22 +68,6 @@ def test_auxiliary_layers_out_of_range(ids) -> None:
         resolve_aux_ids({}, 32, ids)
 
 
-@pytest.mark.parametrize(
-    ("config", "answer"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, True),
-        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, True),
-        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, True),
-        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, True),
-        ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle"}, False),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False),
-        ({"model_type": "gemma4_assistant"}, False),
-    ],
-)
-def test_recognition(config, answer) -> None:
-    assert is_eagle3_config(config) is answer
-
-
 # written and read again
 
 
