@@ -52,7 +52,7 @@ def fit(make_target: Callable[..., Any], tmp_path: Path) -> Callable[..., Fitted
             windows = (None, 5) if of == "llama" else (None,)
             drafter: Any = random_eagle3(target.model, windows, fc_norm=True, norm_output=of != "mistral")
             drafter.head.lm_head.weight.data.mul_(0.1)  # logits of a size that 1e-4 is a bound for
-            return target, drafter, TrainableEagle3(drafter.head, target, drafter.target_ids)
+            return target, drafter, TrainableEagle3(drafter.head, target)
         if kind == "assistant":
             torch.manual_seed(2)
             model = new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float().eval()

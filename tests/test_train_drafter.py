@@ -433,7 +433,7 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
         norm_output=True,
     )
     torch.manual_seed(0)
-    trainable = TrainableEagle3(Eagle3Head(spec), target, None)
+    trainable = TrainableEagle3(Eagle3Head(spec), target)
     batch = batch_of(docs, 60)
     known = {name: x.detach() for name, x in trainable.target_states(batch).items()}
     optimizer = torch.optim.Adam(trainable.module.parameters(), lr=1e-2)
@@ -444,7 +444,7 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     trainable.module.eval()
     lengths = []
     for aux_layers in ((2, 1, 3), (1, 0, 2)):
-        drafter = Eagle3Drafter(trainable.module, None, target)
+        drafter = Eagle3Drafter(trainable.module, target)
         drafter.aux_layers = aux_layers
         engine = Engine(target, drafter, config=EngineConfig(max_batch_size=3, max_model_len=64))
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))

@@ -532,8 +532,8 @@ def random_eagle3(
     for weight in head.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.4)
-    target_ids = torch.randperm(target.vocab_size)[:9].sort().values
-    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
+    head.target_ids = torch.randperm(target.vocab_size)[:9].sort().values
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
 
 
 @pytest.fixture

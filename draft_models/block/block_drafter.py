@@ -29,7 +29,7 @@ class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
     reads_every_state = False
 
     def __init__(self, head: BlockHead, target: TargetInfo) -> None:
-        super().__init__(head, target, PlainBlock, FusedBlock, head.target_ids)
+        super().__init__(head, target, PlainBlock, FusedBlock)
         self.spec = head.spec
         self.max_steps: int | None = self.spec.num_drafts
 

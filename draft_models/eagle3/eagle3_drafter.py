@@ -29,8 +29,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
     name = "eagle3"
     source: str | None = None
 
-    def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
-        super().__init__(head, target, PlainHead, FusedHead, target_ids)
+    def __init__(self, head: Eagle3Head, target: TargetInfo) -> None:
+        super().__init__(head, target, PlainHead, FusedHead)
         self.spec = head.spec
         self.reads_every_state = not self.aux_layers
 
@@ -97,7 +97,7 @@ class Eagle3Worker(StoreWorker):
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: those of the files."""
-    head, target_ids = read_head(folder, TargetShape.of_target(target), aux_layers)
-    drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
+    head = read_head(folder, TargetShape.of_target(target), aux_layers)
+    drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
     drafter.source = str(folder)
     return drafter

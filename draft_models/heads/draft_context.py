@@ -37,24 +37,16 @@ Head = TypeVar("Head", bound=HeadModule)
 class HeadDrafter(Drafter, Generic[Head, Form]):
     """A head fitted to a target. Its layers are fused if the target's are.
 
-    plain, fused: classes of its two forms. target_ids [draft V]: target token of each draft token; None: full
-    vocabulary.
+    plain, fused: classes of its two forms.
     """
 
     may_lag = True
     weights: Weights
 
-    def __init__(
-        self,
-        head: Head,
-        target: TargetInfo,
-        plain: type[Form],
-        fused: Callable[..., Form],
-        target_ids: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, head: Head, target: TargetInfo, plain: type[Form], fused: Callable[..., Form]) -> None:
         self.head = head
         self.vocab_size = target.vocab_size
-        self.target_ids = None if target_ids is None else target_ids.to(target.device)
+        self.target_ids = None if head.target_ids is None else head.target_ids.to(target.device)
         self.aux_layers: tuple[int, ...] = head.spec.aux_layers
         self.kv_layout: KVLayout | None = head.spec.kv_layout
         self.fit = Fit.of(target)

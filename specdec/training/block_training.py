@@ -56,4 +56,4 @@ class TrainableBlock(TrainableDrafter):
         return scores
 
     def save(self, folder: Path) -> None:
-        write_block(folder, self.module.spec, self.module.state_dict(), TargetShape.of_target(self.target))
+        write_block(folder, self.module, TargetShape.of_target(self.target))

@@ -32,14 +32,23 @@ them."""
 class TrainableDrafter(ABC):
     """The weights that are trained, and the frozen target that they learn from.
 
-    target_ids: the drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's.
     ahead: distance from a row to the token that it predicts in the first draft step.
     """
 
     module: nn.Module
     target: TargetModel
-    target_ids: torch.Tensor | None = None
     ahead: ClassVar[int]
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """The drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's."""
+        return getattr(self.module, "target_ids", None)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target states that the drafter reads besides the final one, each named by the layer it enters."""
+        layers: tuple[int, ...] = self.module.spec.aux_layers  # type: ignore[union-attr, assignment]
+        return layers
 
     @property
     def trained(self) -> dict[str, nn.Module]:
@@ -47,10 +56,8 @@ class TrainableDrafter(ABC):
         return dict(self.module.named_children())
 
     def target_states(self, batch: PackedRows) -> TargetStates:
-        """Run the target over a batch and keep the states that the drafter reads; for a head, the states at its
-        taps."""
-        spec: Any = self.module.spec
-        hidden, states, _ = run_target(self.target, batch, aux_layers=spec.aux_layers)
+        """Run the target over a batch and keep the states that the drafter reads."""
+        hidden, states, _ = run_target(self.target, batch, aux_layers=self.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor | None:

@@ -48,12 +48,13 @@ class TrainableEagle3(TrainableDrafter):
         ids, covered = draft_vocabulary(documents, draft_vocab, target.vocab_size)
         if ids is not None:
             print(f"draft vocabulary of {len(ids)} tokens covers {covered:.3%} of the answers", flush=True)
-            ids = ids.to(target.device)
-        head = Eagle3Head(spec).place(target.device, torch.bfloat16)
+        head = Eagle3Head(spec)
+        head.target_ids = ids
+        head.place(target.device, torch.bfloat16)
         weight: Any = target.head.weight
         if head.lm_head is not None and weight.shape[1] == spec.hidden_size:
-            head.lm_head.weight.data.copy_(weight if ids is None else weight[ids])
-        return cls(head, target, ids)
+            head.lm_head.weight.data.copy_(weight if ids is None else weight[head.target_ids])
+        return cls(head, target)
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module
@@ -71,6 +72,4 @@ class TrainableEagle3(TrainableDrafter):
         return self.module.logits(states, self.target.head)
 
     def save(self, folder: Path) -> None:
-        write_head(
-            folder, self.module.spec, self.module.state_dict(), TargetShape.of_target(self.target), self.target_ids
-        )
+        write_head(folder, self.module, TargetShape.of_target(self.target))
