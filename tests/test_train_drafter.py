@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from block_heads import random_head
 from rich.console import Console
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
@@ -28,6 +29,7 @@ from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
 from specdec.progress import Stage
 from specdec.training import assistant_training, output_folder, train_drafter
+from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
@@ -85,6 +87,16 @@ def test_predicted_rows_are_those_of_answers() -> None:
     ]
     # a frozen-KV drafter's row i predicts i + 1 at step 0
     assert predicted_rows(batch, 1, 1)[0][0].tolist() == [F, F, T, T, T, T, F, F, F, F]
+
+
+def test_rows_of_answers_begin_blocks(make_target) -> None:
+    target = TargetModel(make_target("llama"))
+    trainable = TrainableBlock(random_head(target, "dflash"), target)
+    batch = batch_of(documents([(11, 4)]), 14)
+    # tokens 4 .. 10 are the answer, so that blocks begin at the tokens before each of them
+    assert trainable.learnt_rows(batch)[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    draft_loss(trainable, batch, trainable.target_states(batch), 5).backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
 
 
 class Constant:
@@ -220,20 +232,26 @@ def test_a_stage_estimates_the_time_left_from_what_this_run_did(clock) -> None:
 
 
 @deep_cases("eagle3")
-@pytest.mark.parametrize("kind", ["eagle3", slow("assistant"), "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", slow("assistant"), "mtp", "block"])
 def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, byte_tokenizer, capsys) -> None:
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine. Each stage says
     what is left."""
     out = tmp_path / kind
-    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8 --log-every 0")
+    more = "--layers 1 --causal --mask-token 3" if kind == "block" else ""
+    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8 --log-every 0 {more}")
     lines = capsys.readouterr().out
     for stage in ("answers", "training", "report"):
         assert re.search(rf"^{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+", lines, re.MULTILINE), stage
     assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
-    assert set(report["held_out"]) == {"chain of 4", "tree, topk 4, 16 nodes"}
+    trees = ("chain of 3", "tree of depth 3, topk 4, 32 nodes") if kind == "block" else train_drafter.SHAPES
+    assert [*report["held_out"]] == [*trees]
     assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
-    engine = Engine.from_pretrained(str(checkpoint), str(out), config=EngineConfig(max_batch_size=1, max_model_len=64))
-    plain = Engine(engine.target, None, config=EngineConfig(max_batch_size=1, max_model_len=64))
+    config = EngineConfig(max_batch_size=1, max_model_len=64)
+    engine = Engine.from_pretrained(str(checkpoint), str(out), spec=SpecConfig(3), config=config)
+    if kind == "block":
+        spec = engine.drafter.spec
+        assert (spec.block_size, spec.causal, spec.num_layers) == (4, True, 1)
+    plain = Engine(engine.target, None, config=config)
     prompt = byte_tokenizer("What is 3?")["input_ids"]
     params = SamplingParams(max_new_tokens=12)
     assert engine.generate(prompt, params)[0].token_ids == plain.generate(prompt, params)[0].token_ids
@@ -303,6 +321,8 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         ("--temperature nan", "--temperature=nan: a finite number from 0"),
         ("--cache-gb -1", "--cache-gb=-1.0: a finite number from 0"),
         ("--lr inf", "--lr=inf: a finite number above 0"),
+        ("--kind block --hidden 64", "--hidden 64: a block drafter has the target's width, 32"),
+        ("--kind block --mask-token 9999", "MASK is token 9999; give --mask-token"),
         ("--hidden -32", "Invalid value for '--hidden': .* 1 "),
     ],
 )

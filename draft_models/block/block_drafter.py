@@ -40,9 +40,7 @@ class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
 class BlockWorker(StoreWorker):
     """A head in one engine. Its only state is its K/V."""
 
-    def __init__(self, drafter: BlockDrafter, binding: Binding) -> None:
-        super().__init__(binding, drafter.kv_layout, drafter.dtype)
-        self.drafter = drafter
+    drafter: BlockDrafter
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:

@@ -46,9 +46,10 @@ class Eagle3Worker(StoreWorker):
     """A head in one engine. It keeps its K/V and, for each row, the state of the last committed position, from which a
     draft starts."""
 
+    drafter: Eagle3Drafter
+
     def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
-        super().__init__(binding, drafter.kv_layout, drafter.dtype)
-        self.drafter = drafter
+        super().__init__(drafter, binding)
         cache = binding.cache
         shape = (cache.table.max_requests + 1, drafter.spec.hidden_size)
         self._hidden = torch.zeros(shape, dtype=drafter.dtype, device=cache.allocator.device)  # [rows, H]

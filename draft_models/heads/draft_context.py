@@ -2,7 +2,7 @@
 draft level, and the growing chain or tree."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
@@ -67,13 +67,12 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
 
 
 class StoreWorker:
-    """The K/V of a drafter in one engine: a store at the slots of the target's tokens."""
+    """A drafter with K/V in one engine: a store at the slots of the target's tokens."""
 
-    def __init__(self, binding: Binding, layout: KVLayout | None, dtype: torch.dtype) -> None:
-        assert layout is not None
+    def __init__(self, drafter: Any, binding: Binding) -> None:
         self.view: KVView | None = None
-        self.binding = binding
-        self.store = binding.cache.add_store(layout, dtype)
+        self.drafter, self.binding = drafter, binding
+        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
         self.own_view = own_view(binding.cache.allocator, self.store)
 
     def plan_of(self, seen: Observation | PromptObservation) -> KVPlan:
