@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftTree, Engine
@@ -29,6 +30,20 @@ def random_prompt() -> Callable[..., list[int]]:
         return [rng.randrange(vocab) for _ in range(length)]
 
     return make
+
+
+class Made(TorchDispatchMode):
+    """Keeps what operators return: the last tensor in each storage, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.seen[out.untyped_storage().data_ptr()] = out
+        return out
 
 
 class Proposal(NamedTuple):

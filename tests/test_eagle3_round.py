@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from block_heads import random_head
 from draft_scene import BACKENDS, DEVICE, LENGTHS, Scene, assert_same_round, fitted_target
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.draft_models.block.block_drafter import BlockDrafter
 
 from marks import deep, deep_cases, is_deep, slow
+from stand_ins import Made
 from tiny_models import random_eagle3
 
 Windows = tuple[int | None, ...]
@@ -97,20 +96,6 @@ def test_more_nodes_than_a_word_of_bits(model: Any) -> None:
     assert_same_round(scene(model, "eagle3", "triton", LENGTHS, 1, (None, 4)).round([0, 1, 2], 40, *shape), want)
 
 
-class Made(TorchDispatchMode):
-    """Counts the floating numbers in whatever operators return in storages of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point():
-            self.seen[out.untyped_storage().data_ptr()] = out
-        return out
-
-
 @pytest.mark.slow
 def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
     """A draft makes as many numbers after 100 keys as after 20; plain torch copies them."""
@@ -122,7 +107,7 @@ def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
             pools = {pool.untyped_storage().data_ptr() for pool, _ in alone.pools()}
             with Made() as mode:
                 alone.worker.propose(batch)
-            numbers = [t.numel() for at, t in mode.seen.items() if at not in pools]
+            numbers = [t.numel() for at, t in mode.seen.items() if at not in pools and t.is_floating_point()]
             made.setdefault(backend, []).append(sum(numbers))
     assert made["triton"][0] == made["triton"][1]
     assert made["torch"][1] - made["torch"][0] >= 2 * 2 * 80 * 2 * 8, "two layers of K and V, two heads of 8"

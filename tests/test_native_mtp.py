@@ -63,6 +63,14 @@ def assert_published(made: Published, seen: list[Proposal]) -> int:
     return compared
 
 
+def drafts_are_published(engine: Engine, made: Published, prompts: list[list[int]], least: int, tokens: int = 9) -> Any:
+    """Token ids of these requests; more than `least` of their drafts were compared with the published forward."""
+    seen = watch_proposals(engine)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=tokens))
+    assert assert_published(made, seen) > least
+    return [out.token_ids for out in outputs]
+
+
 def texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(6) for _ in range(length)] for length in lengths]
@@ -116,9 +124,7 @@ def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, publis
     for module in engine.drafter.modules:
         own = () if made.shape.copies else made.shape.parts
         assert (module.embed is not None, module.head is not None) == (EMBED in own, HEAD in own)
-    seen = watch_proposals(engine)
-    assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == plain
-    assert assert_published(made, seen) > 40
+    assert drafts_are_published(engine, made, prompts, 40) == plain
 
 
 @deep_cases("ernie", "mimo_v2_flash")
@@ -132,10 +138,8 @@ def test_fused_modules_draft_what_the_published_forward_gives(name: str, publish
         assert isinstance(fused.block, FusedDecoder) and not isinstance(own.block, FusedDecoder)
         torch.testing.assert_close(fused.probed(), own.probed(), atol=1e-5, rtol=1e-4)
     prompts = texts(1, (2, 13))
-    seen = watch_proposals(engine)
     expected = engine_of(made, None).generate(prompts, PARAMS)
-    assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == [out.token_ids for out in expected]
-    assert assert_published(made, seen) > 30
+    assert drafts_are_published(engine, made, prompts, 30) == [out.token_ids for out in expected]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +174,7 @@ def test_full_attention_modules_do_not_see_rows_before_their_first(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     made = published("glm4_moe-3")
     engine = engine_of(made, spec={**TREE, "num_draft_tokens": 7}, **settings)
-    seen = watch_proposals(engine)
-    engine.generate(texts(1, (1, 5)), SamplingParams(max_new_tokens=tokens))
-    assert assert_published(made, seen) > 12
+    drafts_are_published(engine, made, texts(1, (1, 5)), 12, tokens)
 
 
 @pytest.mark.parametrize(
@@ -375,10 +377,7 @@ def test_a_damaged_index_of_a_folder_of_modules_is_named(index: str, published: 
 def test_modules_of_a_target_of_other_layers(name: str, layers: dict[str, Any], tmp_path: Path) -> None:
     """A published block is like the second layer, which is not there, or the last, which is recurrent here."""
     made = publish(name, tmp_path, **layers)
-    engine = engine_of(made, spec=TREE)
-    seen = watch_proposals(engine)
-    engine.generate(texts(1, (2, 9)), PARAMS)
-    assert assert_published(made, seen) > 10
+    drafts_are_published(engine_of(made, spec=TREE), made, texts(1, (2, 9)), 10)
 
 
 def test_layers_of_a_longer_model_are_no_modules(published: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -402,10 +401,7 @@ def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path
     save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = engine_of(made, tmp_path, spec=TREE)
-    seen = watch_proposals(engine)
-    engine.generate(texts(1, (2, 9)), PARAMS)
-    assert assert_published(made, seen) > 30
+    drafts_are_published(engine_of(made, tmp_path, spec=TREE), made, texts(1, (2, 9)), 30)
     with pytest.raises(UnsupportedModelError, match=r"is a qwen3, whose MTP conventions are not known"):
         engine_of(made, "mtp")
 

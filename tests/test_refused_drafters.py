@@ -70,7 +70,10 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' .*known are vanilla, gated, rnn"),
     ],
     "speculators": [
-        ({"speculators_model_type": "peagle"}, "a peagle drafter in speculators' format; .*eagle3, dflash")
+        ({"speculators_model_type": "peagle"}, "a peagle drafter in speculators' format; .*eagle3, dflash"),
+        # known keys, where they have no meaning
+        ({f"transformer_layer_config.{AUX_IDS}": [1]}, f"flag transformer_layer_config.{AUX_IDS}=.* is not known"),
+        ({"transformer_layer_config.norm_output": [1]}, "flag transformer_layer_config.norm_output=.* is not known"),
     ],
     "speculators, dflash": [
         ({"aux_hidden_state_layer_ids": [2, 12]}, r"layer_ids=\[2, 12\]; expected layers 0 \(the embeddings\) to 11"),
@@ -243,12 +246,6 @@ UNREAD: dict[str, Any] = {
 def test_a_key_that_changes_the_computation_is_refused_by_name(key, place, tmp_path) -> None:
     kind = "speculators" if place.startswith("transformer") else "SpecForge"
     refused(kind, tmp_path, {place + key: UNREAD[key]}, UnsupportedModelError, key)
-
-
-@pytest.mark.parametrize("key", [AUX_IDS, "norm_output"])
-def test_a_key_where_it_has_no_meaning_is_refused(key, tmp_path) -> None:
-    says = f"flag transformer_layer_config.{key}=.* is not known"
-    refused("speculators", tmp_path, {f"transformer_layer_config.{key}": [1]}, UnsupportedModelError, says)
 
 
 def test_a_head_of_another_width_needs_a_table(tmp_path) -> None:
