@@ -32,6 +32,13 @@ def test_more_steps_than_a_block_drafts_are_refused(make_target: Callable[..., A
             Engine(TargetModel(model), drafter, spec=SpecConfig(most + 1))
 
 
+def test_a_small_block_drafts_as_deep_as_it_can_where_no_depth_is_asked_for(make_target: Callable[..., Any]) -> None:
+    """An engine that was given no `spec` asked it for 4 drafts, and refused it."""
+    model = make_target("llama")
+    with Engine(TargetModel(model), random_block(model, block_size=4)) as engine:
+        assert engine.spec.num_steps == 3
+
+
 def test_a_prefix_hit_drafts_what_a_fresh_prompt_does(
     make_target: Callable[..., Any], random_prompt: Callable[..., Any]
 ) -> None:
