@@ -76,8 +76,8 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
-    """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, and
-    at most the drafter's maximum then or if `spec` gives a bound. spec None: the user gave no settings."""
+    """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
+    most the drafter's maximum in that case or if `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
     most = getattr(drafter, "max_steps", None) or spec.num_steps
     if isinstance(spec, OpenDepth):
