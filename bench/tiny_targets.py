@@ -121,7 +121,8 @@ def tiny_drafter(name: str, bound: TargetModel) -> Any:
             draft_vocab_size=VOCAB - 6,
         )
         head = spread(Eagle3Head(spec)).place(bound.device, bound.dtype)
-        return Eagle3Drafter(head, torch.randperm(VOCAB)[: VOCAB - 6].sort().values, bound)
+        head.target_ids = torch.randperm(VOCAB)[: VOCAB - 6].sort().values
+        return Eagle3Drafter(head, bound)
     if name == "MTP":
         sliding, full = bound.layout.last_owner(SLIDING), bound.layout.last_owner(FULL)
         assert sliding is not None and full is not None

@@ -61,7 +61,7 @@ class LanguageModelDrafter(Drafter):
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
         require_stateless(model.name, model.layout)
-        self.model = model
+        self.model, self.dtype = model, model.dtype
         self.kv_layout: KVLayout | None = model.layout
         self.owners = [spec.owner for spec in model.layout.layers]
         self.vocab_size = target.vocab_size
@@ -86,9 +86,7 @@ class LanguageModelDrafter(Drafter):
 class LanguageModelWorker(StoreWorker):
     """A language model in one engine. Its only state is its K/V."""
 
-    def __init__(self, drafter: LanguageModelDrafter, binding: Binding) -> None:
-        super().__init__(binding, drafter.kv_layout, drafter.model.dtype)
-        self.drafter = drafter
+    drafter: LanguageModelDrafter
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:

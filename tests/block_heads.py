@@ -73,5 +73,5 @@ def written_block(folder: Path, model: PreTrainedModel, kind: str = "dflash", **
     """A checkpoint of random weights in a folder."""
     target = TargetModel(model)
     head = random_head(target, kind, **changes)
-    write_block(folder, head.spec, head.state_dict(), TargetShape.of_target(target))
+    write_block(folder, head, TargetShape.of_target(target))
     return head

@@ -121,7 +121,7 @@ def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tens
 
 
 class Drafted(NamedTuple):
-    """logits [D, draft V] of each draft, without a successor head's bias; the chain that they give."""
+    """logits [D, draft V] of each draft, and the chain that they give."""
 
     logits: torch.Tensor
     tokens: list[int]
@@ -145,7 +145,7 @@ def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
     if cap := checkpoint.setting("final_logit_softcapping"):
         logits = (logits / cap).tanh() * cap
     d2t = w.get("d2t", torch.zeros(logits.shape[-1])).long()
-    chain, before = [], tokens[-1]
+    chain, drawn_from, before = [], [], tokens[-1]
     rank = checkpoint.setting("markov_rank", 0)
     carried = torch.zeros(rank, dtype=torch.float64)
     for row in range(checkpoint.first_row, size):
@@ -153,10 +153,11 @@ def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
         if rank:
             bias, carried = _successor(checkpoint, before, out[row], carried)
             scores = scores + bias
+        drawn_from.append(scores)
         best = int(scores.argmax())
         before = best + int(d2t[best])
         chain.append(before)
-    return Drafted(logits[checkpoint.first_row :], chain)
+    return Drafted(torch.stack(drawn_from), chain)
 
 
 def _successor(

@@ -178,9 +178,11 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
     return layers
 
 
-def fresh(spec: Eagle3Spec = SPEC) -> dict[str, torch.Tensor]:
+def fresh(spec: Eagle3Spec = SPEC) -> Eagle3Head:
     torch.manual_seed(0)
-    return Eagle3Head(spec).state_dict()
+    head = Eagle3Head(spec)
+    head.target_ids = IDS if spec.draft_vocab_size == len(IDS) else None
+    return head
 
 
 def write_drafter(kind: str, folder: Path) -> Path:
@@ -188,7 +190,7 @@ def write_drafter(kind: str, folder: Path) -> Path:
     if kind in PUBLISHED:
         narrow(kind, folder)
         return folder
-    write_head(folder, SPEC, fresh(), TARGET, IDS)
+    write_head(folder, fresh(), TARGET)
     if kind == "speculators":
         layer = json.loads((folder / "config.json").read_text())
         for name in ("eagle_config", "architectures", "torch_dtype"):
@@ -202,7 +204,7 @@ def write_drafter(kind: str, folder: Path) -> Path:
 def read_drafter(kind: str, folder: Path) -> Any:
     """The spec that is read."""
     if kind not in PUBLISHED:
-        return read_head(folder, TARGET).head.spec
+        return read_head(folder, TARGET).spec
     return read_block(folder, TargetShape("target", PUBLISHED[kind][0], 32, VOCAB)).spec
 
 

@@ -5,13 +5,16 @@ A plugin of conftest.py.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
-from specdec import DraftTree
+from specdec import DraftTree, Engine
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.kvcache.table import Rows
 
@@ -27,6 +30,51 @@ def random_prompt() -> Callable[..., list[int]]:
         return [rng.randrange(vocab) for _ in range(length)]
 
     return make
+
+
+class Made(TorchDispatchMode):
+    """Keeps what operators return: the last tensor in each storage, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.seen[out.untyped_storage().data_ptr()] = out
+        return out
+
+
+class Proposal(NamedTuple):
+    """A draft for one request: its text, whose last token is the root, and the tree. logits [levels, V] of a chain; of
+    a tree [M, V] of all its levels' nodes."""
+
+    text: list[int]
+    tokens: list[int]
+    parents: list[int]
+    logits: torch.Tensor
+
+
+def watch_proposals(engine: Engine) -> list[Proposal]:
+    """The drafts of an engine from now on."""
+    worker, own, seen = engine.round.worker, engine.round.worker.propose, list[Proposal]()
+
+    def propose(batch: DraftBatch) -> DraftTree:
+        drawn: list[torch.Tensor] = []
+
+        def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda logits, *rest: drawn.append(logits.clone()) or draw(logits, *rest)  # type: ignore[func-returns-value]
+
+        tree = own(replace(batch, sample=noting(batch.sample), best=noting(batch.best), params=None))
+        for i, (row, length) in enumerate(zip(batch.rows.index.tolist(), batch.history_len.tolist(), strict=True)):
+            if row != engine.table.padding_row:
+                text, logits = batch.history[i, :length].tolist(), torch.cat([level[i] for level in drawn])
+                seen.append(Proposal(text, tree.tokens[i].tolist(), tree.parents[i].tolist(), logits))
+        return tree
+
+    worker.propose = propose
+    return seen
 
 
 class ScriptedDrafter(StatelessDrafter):

@@ -1,10 +1,12 @@
 """Drafters that fit any target, in a hundred engines each: every request has the tokens of plain decoding."""
 
+import functools
 import random
 from dataclasses import replace
 
 import pytest
 from block_heads import KINDS, random_block
+from mtp_checkpoints import SHAPES, publish
 from random_loads import check_tokens, random_config, random_requests
 
 from specdec import Engine, SpecConfig
@@ -12,6 +14,7 @@ from specdec.draft_models.block.fused_block import FusedBlock
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.suffix import SuffixDrafter
+from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
@@ -19,8 +22,9 @@ from marks import deep, deep_cases
 from tiny_models import FAMILIES, random_eagle3
 
 CASES = 100
-DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 1, "model and lookup": 1}
+DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 1, "mtp": 1, "model and lookup": 1}
 """Cases of each that belong to `make test`; the others are deep."""
+MODULES = ["mimo_v2-form", *sorted(SHAPES.keys() - {"mimo_v2-form", "qwen3-tuned"})]
 
 
 def spec_of(rng):
@@ -39,6 +43,8 @@ def block_spec_of(rng):
 def chosen_drafter(name, rng, model, make_target):
     if name == "suffix":
         return SuffixDrafter()
+    if name == "mtp":
+        return load_any_drafter("mtp", TargetModel(model))
     if name in ("language_model", "model and lookup"):
         other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
         drafter = LanguageModelDrafter(TargetModel(other), TargetModel(model))
@@ -56,10 +62,13 @@ def chosen_drafter(name, rng, model, make_target):
     ("drafter", "seed"),
     [(name, seed) if seed < always else deep(name, seed) for name, always in DRAFTERS.items() for seed in range(CASES)],
 )
-def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, random_prompt):
+def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, random_prompt, tmp_path):
     rng = random.Random(f"{drafter} {seed}")
     model = make_target(rng.choice(FAMILIES))
-    deterministic = drafter == "block" and rng.random() < 0.25
+    if drafter == "mtp":
+        model = publish(MODULES[seed % len(MODULES)], tmp_path).loaded()
+        random_prompt = functools.partial(random_prompt, vocab=6)
+    deterministic = drafter in ("block", "mtp") and rng.random() < 0.25
     prompts, params = random_requests(rng, random_prompt)
     spec = block_spec_of(rng) if drafter == "block" else spec_of(rng)
     slots = None if seed % 2 else 90 + spec.num_nodes  # few: requests are preempted
@@ -71,6 +80,7 @@ def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, rando
     chosen = chosen_drafter(drafter, rng, model, make_target)
     if drafter == "model and lookup":  # which draft there is is drawn, too
         spec = SpecConfig(rng.randint(1, 6), rng.choice((1, 1, 2)), adaptive=True)
+    spec = replace(spec, num_steps=min(spec.num_steps, chosen.max_steps or spec.num_steps))
     engine = Engine(TargetModel(model), chosen, spec=spec, config=config)
     if engine.steps.choice is not None:
         engine.steps.choice.choose = lambda *_, **__: rng.choice(engine.steps.choice.shapes)

@@ -1,5 +1,6 @@
-"""Block drafters in engines: a hundred of them decode as without a drafter, trees are the best ones, and a round is the
-same on both backends, captured or not."""
+"""Block drafters in engines: depths that do not exist, prefix hits, the best trees, and what rows of a block see.
+
+`test_any_drafter.py` has their tokens, and `test_eagle3_round.py` their rounds on both backends."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from block_heads import random_block, random_head
-from draft_scene import DEVICE, LENGTHS, Scene, assert_same_round, fitted_target
+from draft_scene import Scene, fitted_target
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftPlan, NodeOrder
@@ -17,7 +18,8 @@ from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases, slow, usual_cases
+from marks import usual_cases
+from stand_ins import watch_proposals
 
 
 def test_more_steps_than_a_block_drafts_are_refused(make_target: Callable[..., Any]) -> None:
@@ -30,21 +32,24 @@ def test_more_steps_than_a_block_drafts_are_refused(make_target: Callable[..., A
             Engine(TargetModel(model), drafter, spec=SpecConfig(most + 1))
 
 
+def test_a_small_block_drafts_as_deep_as_it_can_where_no_depth_is_asked_for(make_target: Callable[..., Any]) -> None:
+    """An engine that was given no `spec` asked it for 4 drafts, and refused it."""
+    model = make_target("llama")
+    with Engine(TargetModel(model), random_block(model, block_size=4)) as engine:
+        assert engine.spec.num_steps == 3
+
+
 def test_a_prefix_hit_drafts_what_a_fresh_prompt_does(
     make_target: Callable[..., Any], random_prompt: Callable[..., Any]
 ) -> None:
     model, prompt = make_target("llama"), random_prompt(40)
-    drafter = random_block(model)
-    seen: list[torch.Tensor] = []
-    logits = drafter.form.logits
-    drafter.form.logits = lambda states: seen.append(logits(states)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     config = EngineConfig(max_model_len=128, page_size=4, prefill_chunk=7)
-    with Engine(TargetModel(model), drafter, spec=SpecConfig(5), config=config) as engine:
-        firsts = []
+    with Engine(TargetModel(model), random_block(model), spec=SpecConfig(5), config=config) as engine:
+        seen, firsts = watch_proposals(engine), []
         for _ in range(2):
             seen.clear()
             engine.generate([prompt], SamplingParams(max_new_tokens=9, ignore_eos=True))
-            firsts.append(seen[0])
+            firsts.append(seen[0].logits)
         assert engine.stats().cached_tokens > 30
     torch.testing.assert_close(firsts[1], firsts[0], atol=1e-5, rtol=1e-5)
 
@@ -52,45 +57,14 @@ def test_a_prefix_hit_drafts_what_a_fresh_prompt_does(
 # trees
 
 
-def scene(
-    model: Any, kind: str, backend: str, lengths: Sequence[int], page_size: int = 4, ops: str = "modules"
-) -> Scene:
-    target = fitted_target(model, ops)
-    return Scene(target, BlockDrafter(random_head(target, kind), target), backend, lengths, page_size)
-
-
-SHAPES = {"chain": (4, 1, 5), "tree": (4, 3, 9), "short": (2, 2, 4)}
-
-
-@deep_cases("dflash-tree-4")
-@pytest.mark.parametrize(
-    ("kind", "shape", "page_size"),
-    [
-        ("dflash", "tree", 4),
-        deep("jetspec", "chain", 1),
-        deep("jetspec", "short", 4),
-        slow("dspark", "tree", 1),
-        deep("speculators", "chain", 1),
-        deep("dspark-rnn", "tree", 4),
-        deep("dspark-gated", "chain", 4),
-    ],
-)
-def test_a_round_is_the_same_however_it_runs(
-    kind: str, shape: str, page_size: int, make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch with the true lengths and no other row, against both backends in a captured round's surroundings."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    model = make_target("llama", vocab_size=24, num_hidden_layers=2).to(DEVICE)
-    want = scene(model, kind, "torch", LENGTHS, page_size).round([0, 1, 2], max(LENGTHS), *SHAPES[shape])
-    for backend, ops in (("torch", "torch"), ("triton", "kernels")):
-        padded = scene(model, kind, backend, LENGTHS, page_size, ops)
-        assert_same_round(padded.round([2, None, 0, 1, None], 40, *SHAPES[shape]), want)
+def scene(model: Any, lengths: Sequence[int]) -> Scene:
+    target = fitted_target(model)
+    return Scene(target, BlockDrafter(random_head(target, "dflash"), target), "torch", lengths)
 
 
 def scripted_scene(model: Any, rows: list[list[float]]) -> Scene:
     """One request, and a head whose row d has these probabilities for tokens 0, 1, .."""
-    scripted = scene(model, "dflash", "torch", (9,))
+    scripted = scene(model, (9,))
     vocab = scripted.target.vocab_size
     logits = torch.full((1, len(rows), vocab), -1e4)
     for level, row in enumerate(rows):
@@ -141,7 +115,7 @@ def test_trees_are_the_best_among_all_paths(seed: int, num_nodes: int, make_targ
 
 @pytest.mark.parametrize("order", [NodeOrder.CAUSAL, NodeOrder.MUTUAL])
 def test_rows_see_each_other_both_ways_or_up_to_themselves(order: NodeOrder, make_target: Callable[..., Any]) -> None:
-    two = scene(make_target("llama"), "dflash", "torch", (3, 2))
+    two = scene(make_target("llama"), (3, 2))
     batch = two.batch([0, 1], 3, 3, 1, 4)
     draft = DraftPlan(two.rig.table, batch.rows, batch.positions()[:1], 3, (None, 2), order)
     assert draft.key_positions().tolist() == [[3, 4, 5], [2, 3, 4]]

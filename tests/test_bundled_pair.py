@@ -5,7 +5,6 @@ Acceptance is asserted: a drafter that reads the wrong K/V, position or window s
 
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -21,8 +20,6 @@ from specdec.evaluation.gsm8k_report import final_number
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
-
-from marks import deep
 
 SOLVED = 12
 FEW = 5  # of them, where acceptance differs by so much that all would show no more
@@ -107,31 +104,6 @@ def test_the_drafter_is_accepted(solved):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("name", "value"), [deep("WINDOW_SHIFT", -44), ("QUERY_POSITION_OFFSET", -9)])
-def test_a_wrong_convention_costs_acceptance(name, value, problems, solved, monkeypatch):
-    """Seeded defects, so that the check above can fail."""
-    monkeypatch.setattr(gemma4_mtp, name, value)
-    if name == "QUERY_POSITION_OFFSET":
-        monkeypatch.setattr(gemma4_mtp, "WINDOW_SHIFT", gemma4_mtp.WINDOW_SHIFT + value)
-    outputs, stats = run([problem.text for problem in problems[:SOLVED]])
-    assert [out.token_ids for out in outputs] == [out.token_ids for out in solved[0]]  # never the text
-    assert stats.acceptance_length < solved[1].acceptance_length - 0.1
-
-
-@pytest.mark.deep
-def test_layers_swapped_between_spaces_cost_acceptance(problems, monkeypatch):
-    """The sliding layer reading another sliding layer's K/V: right shapes, wrong keys."""
-    bind = gemma4_mtp.fit_layers
-
-    def earlier_layers(assistant, target):
-        layers, windows = bind(assistant, target)
-        return tuple(layer - 5 for layer in layers), windows
-
-    monkeypatch.setattr(gemma4_mtp, "fit_layers", earlier_layers)
-    assert run([problem.text for problem in problems[:FEW]])[1].acceptance_length < 2.5
-
-
-@pytest.mark.deep
 def test_a_tree_is_accepted_further_than_a_chain():
     chain, chain_stats = run(HARD, num_steps=4)
     tree, tree_stats = run(HARD, num_steps=4, topk=4, num_draft_tokens=16)
@@ -150,32 +122,11 @@ def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
     assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4
 
 
-def eagle3_acceptance(problems, folder="tiny-gemma4-eagle3"):
-    outputs, stats = run([problem.text for problem in problems[:24]], str(folder))
-    return [out.token_ids for out in outputs], stats.acceptance_length
-
-
-@pytest.fixture(scope="module")
-def eagle3_text(problems):
-    """The outputs, after the check that a defect must fail: what the head reached when it was trained."""
-    text, length = eagle3_acceptance(problems)
-    assert length == pytest.approx(EAGLE3_ACCEPTANCE, abs=TOLERANCE)
-    return text
-
-
 @pytest.mark.deep
-@pytest.mark.parametrize("layers", [[3, 16, 28], deep([1, 14, 26])], ids=["one later", "one earlier"])
-def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_text, tmp_path):
-    """A head that is fed other layers' states drafts worse, and says nothing. One layer off is the mistake of the field
-    (an id names a layer's output or its input); it costs this head little, so the check is narrow."""
-    shutil.copytree(BUNDLED_DIR / "tiny-gemma4-eagle3", tmp_path / "head")
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    config["eagle_aux_hidden_state_layer_ids"] = layers  # at the top level: states that enter these layers; 2, 15, 27
-    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-    text, length = eagle3_acceptance(problems, tmp_path / "head")
-    assert text == eagle3_text  # never the text
-    assert length < EAGLE3_ACCEPTANCE - TOLERANCE
+def test_the_eagle3_head_is_accepted_as_when_it_was_trained(problems):
+    """Within a narrow bound: states of one layer later or earlier cost this head little."""
+    length = run([problem.text for problem in problems[:24]], "tiny-gemma4-eagle3")[1].acceptance_length
+    assert length == pytest.approx(EAGLE3_ACCEPTANCE, abs=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -1,23 +1,21 @@
 """Every drafter keeps the rules of the protocol; prompt lookup proposes what its definition says."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from block_heads import random_block
+from block_heads import KINDS, random_block
 
-from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import DraftTree, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
-from specdec.models.target import TargetModel
 
-from marks import deep_cases, each_value, pairs, usual_cases
+from marks import each_value, pairs, usual_cases
 from stand_ins import history_batch
 from tiny_models import random_eagle3
 
@@ -90,11 +88,12 @@ def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
 class Checked(Drafter):
     """A drafter whose worker is checked at every round of an engine."""
 
-    def __init__(self, drafter, target=None):
+    target = None  # the engine's
+
+    def __init__(self, drafter):
         self.inner, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
         self.kv_layout, self.extra_keys, self.reread = drafter.kv_layout, drafter.extra_keys, drafter.reread
         self.view = None
-        self.target = target
         self.rounds = 0
 
     def bind(self, binding):
@@ -118,7 +117,11 @@ def drafter_of(make_assistant, make_engine, make_target, scripted, tree_script):
     def make(name, model):
         if name == "trees":
             return scripted(tree_script([]))
-        module = {"ngram": "ngram", "suffix": "suffix"}.get(name)
+        if name == "eagle3":
+            return random_eagle3(model)
+        if name in KINDS:
+            return random_block(model, name)
+        module = name
         if name == "language_model":
             module = make_target("gemma4-e2b", seed=3)
         elif name.startswith("mtp"):
@@ -128,15 +131,24 @@ def drafter_of(make_assistant, make_engine, make_target, scripted, tree_script):
     return make
 
 
+DRAFTERS = [
+    *("ngram", "suffix", "language_model", "mtp", "mtp-centroid", "trees"),
+    *("eagle3", "dflash", "jetspec", "dspark-rnn"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "page_size", "temperature"),
-    each_value(pairs(["ngram", "suffix", "language_model", "mtp", "mtp-centroid", "trees"], [1, 4], [0.0, 1.0])),
+    ("name", "page_size", "temperature", "topk"), each_value(pairs(DRAFTERS, [1, 4], [0.0, 1.0], [1, 3]))
 )
-def test_conformance(name, page_size, temperature, make_target, make_engine, greedy_oracle, random_prompt, drafter_of):
+def test_conformance(
+    name, page_size, temperature, topk, make_target, make_engine, greedy_oracle, random_prompt, drafter_of
+):
+    """Requests that join and leave, on a target with sliding layers; heads have K/V of their own."""
     model = make_target("gemma4-e2b")
     drafter = Checked(drafter_of(name, model))
-    engine = make_engine(model, drafter, page_size=page_size, max_batch_size=3, num_steps=4)
+    spec = SpecConfig(4, topk, None if topk == 1 else 9)
+    engine = make_engine(model, drafter, page_size=page_size, max_batch_size=3, spec=spec)
     drafter.target = engine.target
     prompts = [random_prompt(n) for n in (1, 9, 30, 50)]
     params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=5)
@@ -144,22 +156,6 @@ def test_conformance(name, page_size, temperature, make_target, make_engine, gre
     assert drafter.rounds >= 5
     if not temperature:
         assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 12) for p in prompts]
-
-
-@deep_cases("dflash-3", "jetspec-1")
-@pytest.mark.parametrize(
-    ("kind", "topk"), each_value(itertools.product(["eagle3", "dflash", "jetspec", "dspark-rnn"], [1, 3]))
-)
-def test_conformance_of_heads(kind, topk, make_target, random_prompt):
-    """Heads with K/V of their own, on pages of 4: a sliding layer among them, requests that join and leave."""
-    model = make_target("gemma4-e2b")
-    target = TargetModel(model)
-    drafter = Checked(random_eagle3(model) if kind == "eagle3" else random_block(model, kind), target)
-    spec = SpecConfig(4, topk, None if topk == 1 else 9)
-    config = EngineConfig(max_model_len=128, max_batch_size=3, page_size=4)
-    with Engine(target, drafter, spec=spec, config=config) as engine:
-        engine.generate([random_prompt(n) for n in (1, 9, 30)], SamplingParams(max_new_tokens=10))
-    assert drafter.rounds >= 5
 
 
 # the check itself finds what it is there for

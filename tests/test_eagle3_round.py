@@ -1,113 +1,99 @@
-"""EAGLE-3's part of a round as a device program: both backends alike, at any bound on lengths, beside padding rows."""
+"""A head's part of a round as a device program: both backends alike, at any bound on lengths, beside padding rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
+from block_heads import random_head
 from draft_scene import BACKENDS, DEVICE, LENGTHS, Scene, assert_same_round, fitted_target
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.block.block_drafter import BlockDrafter
 
-from marks import deep, is_deep, slow
+from marks import deep, deep_cases, is_deep, slow
+from stand_ins import Made
+from tiny_models import random_eagle3
 
-VOCAB, DRAFT_VOCAB = 24, 17
 Windows = tuple[int | None, ...]
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def scene(
-    model: Any, backend: str, lengths: Sequence[int], page_size: int, windows: Windows, ops: str = "modules"
+    model: Any, kind: str, backend: str, lengths: Sequence[int], page_size: int, windows: Windows, ops: str = "modules"
 ) -> Scene:
     target = fitted_target(model, ops)
-    torch.manual_seed(3)
-    spec = Eagle3Spec(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        vocab_size=VOCAB,
-        aux_layers=(0, 1),
-        intermediate_size=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        draft_vocab_size=DRAFT_VOCAB,
-        windows=windows,
-    )
-    head = Eagle3Head(spec).place(DEVICE, torch.float32)
-    for weight in head.parameters():
-        torch.nn.init.normal_(weight, std=0.4) if weight.dim() > 1 else weight.data.add_(0.1)
-    target_ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    return Scene(target, Eagle3Drafter(head.eval(), target_ids, target), backend, lengths, page_size)
+    if kind == "eagle3":
+        sizes = {"aux_layers": (0, 1), "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+        drafter: Any = random_eagle3(target, windows, **sizes)
+    else:
+        drafter = BlockDrafter(random_head(target, kind, windows=windows), target)
+    return Scene(target, drafter, backend, lengths, page_size)
 
 
-SHAPES = {"chain": (4, 1, 5), "tree": (4, 2, 7), "two levels": (2, 3, 5), "one level": (1, 3, 4)}
+SHAPES = {
+    "chain": (4, 1, 5),
+    "tree": (4, 2, 7),
+    "wide tree": (4, 3, 9),
+    "two levels": (2, 3, 5),
+    "one level": (1, 3, 4),
+}
 
 
 @pytest.fixture
 def model(make_target: Callable[..., Any]) -> Any:
-    return make_target("llama", vocab_size=VOCAB, num_hidden_layers=2).to(DEVICE)
+    return make_target("llama", vocab_size=24, num_hidden_layers=2).to(DEVICE)
 
 
+@deep_cases("dflash-wide tree-(None, 5)-4")
 @pytest.mark.parametrize(
-    ("shape", "windows", "page_size"),
+    ("kind", "shape", "windows", "page_size"),
     [
-        ("one level", (5,), 4),
-        slow("chain", (None, 2), 4),
-        deep("two levels", (2,), 1),
-        deep("tree", (3, None, 2), 4),
-        deep("tree", (None,), 1),
-        deep("chain", (5,), 1),
+        ("eagle3", "one level", (5,), 4),
+        slow("eagle3", "chain", (None, 2), 4),
+        deep("eagle3", "two levels", (2,), 1),
+        deep("eagle3", "tree", (3, None, 2), 4),
+        deep("eagle3", "tree", (None,), 1),
+        deep("eagle3", "chain", (5,), 1),
+        ("dflash", "wide tree", (None, 5), 4),
+        deep("jetspec", "chain", (None, 5), 1),
+        deep("jetspec", "two levels", (None, 5), 4),
+        slow("dspark", "wide tree", (None, 5), 1),
+        deep("speculators", "chain", (4, 4), 1),
+        deep("dspark-rnn", "wide tree", (None, 5), 4),
+        deep("dspark-gated", "chain", (None, 5), 4),
     ],
     ids=str,
 )
 def test_a_round_is_the_same_however_it_runs(
-    shape: str, windows: tuple[int | None, ...], page_size: int, model: Any
+    kind: str, shape: str, windows: Windows, page_size: int, model: Any
 ) -> None:
-    """Torch with the true lengths and nobody beside them, against both backends in a captured round's surroundings."""
-    want = scene(model, "torch", LENGTHS, page_size, windows).round([0, 1, 2], max(LENGTHS), *SHAPES[shape])
+    """Torch with the true lengths and no other row, against both backends in a captured round's surroundings."""
+    want = scene(model, kind, "torch", LENGTHS, page_size, windows).round([0, 1, 2], max(LENGTHS), *SHAPES[shape])
     assert len({tuple(tokens) for tokens in want.tokens}) == len(LENGTHS)
     alone, padded = ([0, 1, 2], max(LENGTHS)), ([2, None, 0, None, 1], 150)
     for backend, ops, (seats, longest) in (
-        ("torch", "modules", padded),
         ("torch", "torch", padded),
+        *([("torch", "modules", padded), ("triton", "modules", padded)] if kind == "eagle3" else []),
         *([("triton", "modules", alone)] if is_deep() else []),
-        ("triton", "modules", padded),
         ("triton", "kernels", alone if shape == "tree" else padded),
     ):
-        got = scene(model, backend, LENGTHS, page_size, windows, ops).round(seats, longest, *SHAPES[shape])
+        got = scene(model, kind, backend, LENGTHS, page_size, windows, ops).round(seats, longest, *SHAPES[shape])
         assert_same_round(got, want)
 
 
 @pytest.mark.parametrize("backend", ["torch", slow("triton")])
 def test_padding_alone_is_a_round(backend: str, model: Any) -> None:
     """A round captured before any request has come."""
-    scene(model, backend, (), 1, (None, 3)).round([None, None], 0, *SHAPES["tree"])
-    scene(model, backend, (), 4, (None, 3)).round([None, None], 64, *SHAPES["chain"])
+    scene(model, "eagle3", backend, (), 1, (None, 3)).round([None, None], 0, *SHAPES["tree"])
+    scene(model, "eagle3", backend, (), 4, (None, 3)).round([None, None], 64, *SHAPES["chain"])
 
 
 @pytest.mark.deep
 def test_more_nodes_than_a_word_of_bits(model: Any) -> None:
     """12 nodes on each of 7 levels that are drafted from: 84 scratch keys a request."""
     shape = (8, 12, 20)
-    want = scene(model, "torch", LENGTHS, 1, (None, 4)).round([0, 1, 2], max(LENGTHS), *shape)
-    assert_same_round(scene(model, "triton", LENGTHS, 1, (None, 4)).round([0, 1, 2], 40, *shape), want)
-
-
-class Made(TorchDispatchMode):
-    """Counts the floating numbers in whatever operators return in storages of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point():
-            self.seen[out.untyped_storage().data_ptr()] = out
-        return out
+    want = scene(model, "eagle3", "torch", LENGTHS, 1, (None, 4)).round([0, 1, 2], max(LENGTHS), *shape)
+    assert_same_round(scene(model, "eagle3", "triton", LENGTHS, 1, (None, 4)).round([0, 1, 2], 40, *shape), want)
 
 
 @pytest.mark.slow
@@ -116,12 +102,12 @@ def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
     made: dict[str, list[int]] = {}
     for backend in BACKENDS:
         for length in (20, 100):
-            alone = scene(model, backend, (length,), 4, (None, None))
+            alone = scene(model, "eagle3", backend, (length,), 4, (None, None))
             batch = alone.batch([0], length, *SHAPES["tree"])
             pools = {pool.untyped_storage().data_ptr() for pool, _ in alone.pools()}
             with Made() as mode:
                 alone.worker.propose(batch)
-            numbers = [t.numel() for at, t in mode.seen.items() if at not in pools]
+            numbers = [t.numel() for at, t in mode.seen.items() if at not in pools and t.is_floating_point()]
             made.setdefault(backend, []).append(sum(numbers))
     assert made["triton"][0] == made["triton"][1]
     assert made["torch"][1] - made["torch"][0] >= 2 * 2 * 80 * 2 * 8, "two layers of K and V, two heads of 8"

@@ -24,13 +24,9 @@ NO_HEAD = {"lm_head.weight": None, "d2t": None, "t2d": None}
 UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     # (what is changed in a whole drafter, words of the refusal)
     "SpecForge": [
-        ({"use_attention_gate": True}, "flag use_attention_gate=True is not known"),
         ({"use_hidden_norm": False}, "use_hidden_norm=False is not known .*known are .*norm_output"),
         ({"eagle_config.layer_ids": [1, 3, 4]}, r"eagle_config.layer_ids=\[1, 3, 4\] is not known"),
-        ({"logit_scale": 0.5}, "logit_scale=0.5; specdec runs EAGLE-3 heads with 1.0 only"),
         ({"eagle_config.use_mtp_layernorm": True}, "eagle_config.use_mtp_layernorm=True; .* False only"),
-        ({"eagle_config.parallel_draft_step": 4}, "parallel_draft_step=4; .* 1 only"),
-        ({"eagle_config.use_input_layernorm_in_first_layer": False}, "use_input_layernorm_in_first_layer=False"),
         ({"quantization_config": {"bits": 8}}, "the head is quantised; specdec loads fp32, fp16 and bf16"),
         (
             {"model_type": "deepseek_v3", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
@@ -74,7 +70,10 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' .*known are vanilla, gated, rnn"),
     ],
     "speculators": [
-        ({"speculators_model_type": "peagle"}, "a peagle drafter in speculators' format; .*eagle3, dflash")
+        ({"speculators_model_type": "peagle"}, "a peagle drafter in speculators' format; .*eagle3, dflash"),
+        # known keys, where they have no meaning
+        ({f"transformer_layer_config.{AUX_IDS}": [1]}, f"flag transformer_layer_config.{AUX_IDS}=.* is not known"),
+        ({"transformer_layer_config.norm_output": [1]}, "flag transformer_layer_config.norm_output=.* is not known"),
     ],
     "speculators, dflash": [
         ({"aux_hidden_state_layer_ids": [2, 12]}, r"layer_ids=\[2, 12\]; expected layers 0 \(the embeddings\) to 11"),
@@ -116,11 +115,7 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         # tensors that are there, or not
         ({"fc_norm": True}, "fc_norm.0.weight is missing .*fc_norm=True"),
-        ({"input_norm.weight": ones(48)}, "input_norm.weight is not known"),
         ({"eagle_config.use_last_layernorm": False}, "norm.weight is not known; .*use_last_layernorm=False"),
-        ({"norm.weight": None}, "norm.weight is missing"),
-        ({"fc.weight": None}, "tensor fc.weight is missing"),
-        ({"midlayer.mlp.up_proj.weight": None}, "layers.0.mlp.up_proj.weight is missing"),
         ({"mask_hidden": ones(1, 48)}, "mask_hidden is not known"),  # P-EAGLE
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states=4, but the list of states says 3"),
         ({"attention_bias": True}, "attention_bias=True, but the file, by its self_attn.q_proj.bias, says False"),
@@ -140,25 +135,19 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"t2d": torch.arange(60) % 3 == 1}, "d2t and t2d disagree"),
         # sizes
         ({"num_attention_heads": 8}, r"q_proj.weight is \[24, 32\], .* says \[48, 32\] .*num_attention_heads=8"),
-        ({"head_dim": 8}, r"q_proj.weight is \[24, 32\], the config says \[32, 32\] .*head_dim=8"),
         ({"head_dim": None}, r"q_proj.weight is \[24, 32\].*head_dim=4"),
-        ({"num_key_value_heads": 1}, r"k_proj.weight is \[12, 32\].*num_key_value_heads=1"),
-        ({"num_key_value_heads": 4}, r"k_proj.weight is \[12, 32\], the config says \[24, 32\]"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 do not group over num_key_value_heads=3"),
         ({"num_key_value_heads": None}, r"k_proj.*num_key_value_heads=4"),
-        ({"intermediate_size": 25}, r"gate_proj.weight is \[24, 16\].*intermediate_size=25"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the file says 1"),
         ({"target_hidden_size": 32}, "target_hidden_size=32, but target target says 16"),
         ({"hidden_size": 20, "fc.weight": ones(20, 48)}, r"q_proj.weight is .* says \[24, 40\] .*hidden_size=20"),
         ({"hidden_size": None}, "config.json says no hidden_size"),
         ({"num_attention_heads": None}, "config.json says no num_attention_heads"),
         # kinds of values
-        ({"hidden_size": "16"}, "hidden_size='16', expected a whole number above 0"),
         ({"num_attention_heads": 4.0}, "num_attention_heads=4.0, expected a whole number"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0, expected a whole number above 0"),
         ({"fc_norm": "yes"}, "fc_norm='yes', expected true or false"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small', expected a number"),
-        ({"rope_scaling": "linear"}, "rope_scaling='linear', expected an object"),
         ({"eagle_config": [1]}, r"eagle_config=\[1\], expected an object"),
         ({"eagle_config." + AUX_IDS: 3}, f"eagle_config.{AUX_IDS}=3, expected a list"),
         # RoPE
@@ -172,7 +161,6 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_theta": 0}, "rope_theta=0, expected a number above 0"),
     ],
     DFLASH: [
-        ({"dflash_config": "16"}, "dflash_config='16', expected an object"),
         ({"dflash_config.target_layer_ids": None}, "says no target_layer_ids.*take them from where it was published"),
         ({"dflash_config.target_layer_ids": [1, 9]}, "fc.weight is"),
         ({"num_target_layers": 40}, "num_target_layers=40, but target target says 36"),
@@ -183,14 +171,10 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config.mask_token_id": None}, "config.json says no mask_token_id"),
         ({"block_size": None}, "config.json says no block_size"),
         ({"block_size": 1}, "block_size=1 drafts nothing"),
-        ({"block_size": "16"}, "block_size='16', expected a whole number above 0"),
         ({"dflash_config.block_size": 8}, "block_size is 16 in one place of its config and 8 in another"),
         ({"dflash_config.causal_head": True, "is_causal": False}, "contradict each other"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=.* do not group over num_key_value_heads=3"),
         ({"final_logit_softcapping": 0}, "final_logit_softcapping=0, expected a number above 0"),
         ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head.markov_w1.weight is missing"),
-        ({"norm.weight": None}, "norm.weight is missing"),
-        ({"layers.0.attention_conv.weight": ones(2)}, "attention_conv.weight is not known"),
         ({"norm.weight": ones(32, dtype=torch.int32)}, "torch.int32"),
     ],
     "speculators, dflash": [
@@ -264,15 +248,9 @@ def test_a_key_that_changes_the_computation_is_refused_by_name(key, place, tmp_p
     refused(kind, tmp_path, {place + key: UNREAD[key]}, UnsupportedModelError, key)
 
 
-@pytest.mark.parametrize("key", [AUX_IDS, "norm_output"])
-def test_a_key_where_it_has_no_meaning_is_refused(key, tmp_path) -> None:
-    says = f"flag transformer_layer_config.{key}=.* is not known"
-    refused("speculators", tmp_path, {f"transformer_layer_config.{key}": [1]}, UnsupportedModelError, says)
-
-
 def test_a_head_of_another_width_needs_a_table(tmp_path) -> None:
     spec = replace(SPEC, hidden_size=20, owns_embed=True)
-    write_head(tmp_path, spec, fresh(spec) | {"embed_tokens.weight": torch.ones(60, 20)}, TARGET, IDS)
+    write_head(tmp_path, fresh(spec), TARGET)
     change_drafter(tmp_path, {"embed_tokens.weight": None})
     with pytest.raises(CheckpointError, match=r"tensor embed_tokens.weight is missing; config.json has hidden_size=20"):
         read_head(tmp_path, TARGET)

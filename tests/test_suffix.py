@@ -7,7 +7,6 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
@@ -24,7 +23,7 @@ from specdec.draft_models.suffix import (
     newest_tokens,
 )
 
-from stand_ins import history_batch
+from stand_ins import Made, history_batch
 
 
 def proposed(*histories, steps=3, topk=1, num_nodes=None):
@@ -131,18 +130,6 @@ def matched_at_once(history, newest):
     return equal.cumprod(-1).sum(-1)
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that was made."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        if isinstance(out, torch.Tensor):
-            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("compared", [1, 100, 3000, 1 << 23])
 def test_matches_found_in_blocks_are_those_found_at_once(compared, monkeypatch):
     monkeypatch.setattr(suffix, "COMPARED", compared)
@@ -164,9 +151,10 @@ def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
     monkeypatch.setattr(suffix, "COMPARED", 1 << 14)
     history = torch.randint(0, 3, (4, 5000), generator=torch.Generator().manual_seed(0))
     length = torch.tensor([5000, 4000, 17, 1])
-    with Largest() as largest:
+    with Made() as made:
         find_matches(history, length, newest_tokens(history, length))
-    assert 0 < largest.nbytes <= (history.shape[1] + MATCH) * len(history) * 8  # numbers of its own shape
+    largest = max(tensor.untyped_storage().nbytes() for tensor in made.seen.values())
+    assert 0 < largest <= (history.shape[1] + MATCH) * len(history) * 8  # numbers of its own shape
 
 
 def test_alone_and_in_a_batch():

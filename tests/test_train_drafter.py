@@ -15,27 +15,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from block_heads import random_head
 from rich.console import Console
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
-from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
 from specdec.progress import Stage
 from specdec.training import assistant_training, output_folder, train_drafter
+from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
 
-from marks import deep, deep_cases, examples, slow, usual_cases
+from marks import deep, deep_cases, examples, slow
 from processes import run as run_python
 from processes import run_ranks
 
@@ -49,131 +50,9 @@ def batch_of(docs: list[tuple[np.ndarray, int]], length: int) -> Any:
     return PackedRows(*(x.long() for x in pack_rows(docs, length)))
 
 
-def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
-    """(row, first column, token ids) of every document in a batch."""
-    found = []
-    for row in range(len(batch.ids)):
-        for start in (batch.pos[row] == 0).nonzero()[:, 0].tolist():
-            end = next((j for j in range(start + 1, batch.ids.shape[1]) if batch.pos[row, j] == 0), batch.ids.shape[1])
-            if batch.kind[row, start] != 0:  # not padding
-                found.append((row, start, batch.ids[row, start:end].tolist()))
-    return found
-
-
-@torch.no_grad()
-def sequential_head(
-    head: Eagle3Head, table: torch.Tensor, states: torch.Tensor, ids: list[int], i: int, steps: int
-) -> Any:
-    """Logits of a chain drafted after position i from true tokens, one row at a time over growing K/V."""
-    k: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
-    v: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
-
-    def run(token: int, hidden: torch.Tensor, position: int) -> torch.Tensor:
-        def attend(layer: int, q: torch.Tensor, new_k: torch.Tensor, new_v: torch.Tensor) -> torch.Tensor:
-            k[layer].append(new_k)
-            v[layer].append(new_v)
-            first = max(0, len(k[layer]) - (head.spec.windows[layer] or 1 << 30))
-            keys, values = (torch.cat(rows[layer][first:], dim=2) for rows in (k, v))
-            group = q.shape[1] // keys.shape[1]
-            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-            weights = (q @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
-            return (weights @ values).transpose(1, 2)
-
-        return head(embed_raw(table, torch.tensor([[token]])), hidden, torch.tensor([[position]]), attend)
-
-    features = head.features(states)
-    for j in range(i + 1):
-        a = run(ids[j + 1], features[None, j : j + 1], j)
-    out = [head.logits(a)[0, 0]]
-    for step in range(1, steps):
-        a = run(ids[i + 1 + step], head.feedback(a), i + step)
-        out.append(head.logits(a)[0, 0])
-    return torch.stack(out)
-
-
 def small_spec(**fields: Any) -> Eagle3Spec:
     shared = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 96, "intermediate_size": 24}
     return Eagle3Spec(**{**shared, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields})
-
-
-@usual_cases("gemma4-e2b")
-@pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
-def test_the_parallel_eagle3_forward_is_the_sequential_head(family, make_target) -> None:
-    target = TargetModel(make_target(family))
-    spec = small_spec(
-        aux_layers=(2, 1, len(target.layout.layers)),
-        windows=(None, 5) if family == "llama" else (None,),
-        draft_vocab_size=40,
-        fc_norm=True,
-        norm_output=family != "mistral",
-    )
-    torch.manual_seed(1)
-    trainable = TrainableEagle3(Eagle3Head(spec).eval(), target, None)
-    batch = batch_of(documents([(17, 6), (13, 4), (9, 3), (25, 20)]), 40)
-    known, steps = trainable.target_states(batch), 4
-    with torch.no_grad():
-        logits = torch.stack([trainable.score(a) for a in trainable.drafts(batch, known, steps)])
-    checked = 0
-    for row, start, ids in packed_documents(batch):
-        end = len(ids)
-        alone = type(batch)(torch.tensor([ids]), torch.arange(end)[None], torch.ones(1, end, dtype=torch.long))
-        states = trainable.target_states(alone)["states"][0]
-        torch.testing.assert_close(known["states"][row, start : start + end], states, atol=1e-3, rtol=1e-3)
-        for i in (0, 3, end - steps - 2):
-            want = sequential_head(trainable.module, target.embed.weight, states, ids, i, steps)
-            torch.testing.assert_close(logits[:, row, start + i], want, atol=1e-4, rtol=1e-4)
-            checked += 1
-    assert checked == 12
-
-
-class CutContext:
-    """Attention of an assistant's layers over K/V of one document cut to [0, S), written from the definition."""
-
-    def __init__(self, kv: list[tuple[torch.Tensor, torch.Tensor]], windows: list[int | None], position: int) -> None:
-        self.kv, self.windows, self.position = kv, windows, position
-
-    def attend(self, call: Any) -> torch.Tensor:
-        k, v = (x[:, : self.position] for x in self.kv[call.layer])  # [Hkv, S, D]
-        window = self.windows[call.layer]
-        if window is not None:  # as the drafter does: its query at S sees keys with S - p < window + shift
-            k, v = (x[:, max(0, self.position - window - WINDOW_SHIFT + 1) :] for x in (k, v))
-        group = call.query.shape[1] // k.shape[0]
-        k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-        weights = (call.query[0] @ k.mT * call.scaling).softmax(-1)
-        return (weights @ v).transpose(0, 1)[None]  # [1, 1, Hq, D]
-
-
-@deep_cases("gemma4-e2b", "gemma3")
-@pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gemma2", "gemma3"])
-def test_the_parallel_assistant_forward_is_the_drafters_own_step(family, make_target) -> None:
-    """For targets that no assistant was published for as well: the same heads, RoPE, window and recurrence."""
-    target = TargetModel(make_target(family))
-    torch.manual_seed(2)
-    model = assistant_training.new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float()
-    for name, weight in model.named_parameters():
-        if "norm" not in name:
-            weight.data.normal_(0, 0.3)
-    trainable = assistant_training.TrainableAssistant(model.eval(), target)
-    drafter = Gemma4MTPDrafter(model, target)
-    batch = batch_of(documents([(17, 6), (23, 4), (9, 3)]), 40)
-    known, steps = trainable.target_states(batch), 3
-    with torch.no_grad():
-        logits = torch.stack([trainable.score(y) for y in trainable.drafts(batch, known, steps)])
-    kinds, checked = model.config.get_text_config().layer_types, 0
-    for row, start, ids in packed_documents(batch):
-        for s in (1, 4, len(ids) - steps):
-            here = slice(start, start + len(ids))
-            kv = [(known[f"k {kind}"][row, :, here], known[f"v {kind}"][row, :, here]) for kind in kinds]
-            context = CutContext(kv, list(drafter.windows), s)
-            context.plan = type("Plan", (), {"positions": torch.tensor([[s]])})
-            hidden = known["hidden"][row, start + s - 1][None, None]
-            for step in range(steps):
-                with torch.no_grad():
-                    states, hidden = drafter.step(torch.tensor([[ids[s + step]]]), hidden, context)
-                    want = drafter.logits(states)
-                torch.testing.assert_close(logits[step, row, start + s], want[0, 0], atol=1e-4, rtol=1e-4)
-                checked += 1
-    assert checked == 27
 
 
 @deep_cases("qwen3", "gemma3")
@@ -208,6 +87,16 @@ def test_predicted_rows_are_those_of_answers() -> None:
     ]
     # a frozen-KV drafter's row i predicts i + 1 at step 0
     assert predicted_rows(batch, 1, 1)[0][0].tolist() == [F, F, T, T, T, T, F, F, F, F]
+
+
+def test_rows_of_answers_begin_blocks(make_target) -> None:
+    target = TargetModel(make_target("llama"))
+    trainable = TrainableBlock(random_head(target, "dflash"), target)
+    batch = batch_of(documents([(11, 4)]), 14)
+    # tokens 4 .. 10 are the answer, so that blocks begin at the tokens before each of them
+    assert trainable.learnt_rows(batch)[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    draft_loss(trainable, batch, trainable.target_states(batch), 5).backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
 
 
 class Constant:
@@ -343,20 +232,26 @@ def test_a_stage_estimates_the_time_left_from_what_this_run_did(clock) -> None:
 
 
 @deep_cases("eagle3")
-@pytest.mark.parametrize("kind", ["eagle3", slow("assistant"), "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", slow("assistant"), "mtp", "block"])
 def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, byte_tokenizer, capsys) -> None:
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine. Each stage says
     what is left."""
     out = tmp_path / kind
-    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8 --log-every 0")
+    more = "--layers 1 --causal --mask-token 3" if kind == "block" else ""
+    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8 --log-every 0 {more}")
     lines = capsys.readouterr().out
     for stage in ("answers", "training", "report"):
         assert re.search(rf"^{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+", lines, re.MULTILINE), stage
     assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
-    assert set(report["held_out"]) == {"chain of 4", "tree, topk 4, 16 nodes"}
+    trees = ("chain of 3", "tree of depth 3, topk 4, 32 nodes") if kind == "block" else train_drafter.SHAPES
+    assert [*report["held_out"]] == [*trees]
     assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
-    engine = Engine.from_pretrained(str(checkpoint), str(out), config=EngineConfig(max_batch_size=1, max_model_len=64))
-    plain = Engine(engine.target, None, config=EngineConfig(max_batch_size=1, max_model_len=64))
+    config = EngineConfig(max_batch_size=1, max_model_len=64)
+    engine = Engine.from_pretrained(str(checkpoint), str(out), spec=SpecConfig(3), config=config)
+    if kind == "block":
+        spec = engine.drafter.spec
+        assert (spec.block_size, spec.causal, spec.num_layers) == (4, True, 1)
+    plain = Engine(engine.target, None, config=config)
     prompt = byte_tokenizer("What is 3?")["input_ids"]
     params = SamplingParams(max_new_tokens=12)
     assert engine.generate(prompt, params)[0].token_ids == plain.generate(prompt, params)[0].token_ids
@@ -426,6 +321,8 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         ("--temperature nan", "--temperature=nan: a finite number from 0"),
         ("--cache-gb -1", "--cache-gb=-1.0: a finite number from 0"),
         ("--lr inf", "--lr=inf: a finite number above 0"),
+        ("--kind block --hidden 64", "--hidden 64: a block drafter has the target's width, 32"),
+        ("--kind block --mask-token 9999", "MASK is token 9999; give --mask-token"),
         ("--hidden -32", "Invalid value for '--hidden': .* 1 "),
     ],
 )
@@ -556,7 +453,7 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
         norm_output=True,
     )
     torch.manual_seed(0)
-    trainable = TrainableEagle3(Eagle3Head(spec), target, None)
+    trainable = TrainableEagle3(Eagle3Head(spec), target)
     batch = batch_of(docs, 60)
     known = {name: x.detach() for name, x in trainable.target_states(batch).items()}
     optimizer = torch.optim.Adam(trainable.module.parameters(), lr=1e-2)
@@ -567,7 +464,7 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     trainable.module.eval()
     lengths = []
     for aux_layers in ((2, 1, 3), (1, 0, 2)):
-        drafter = Eagle3Drafter(trainable.module, None, target)
+        drafter = Eagle3Drafter(trainable.module, target)
         drafter.aux_layers = aux_layers
         engine = Engine(target, drafter, config=EngineConfig(max_batch_size=3, max_model_len=64))
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))

@@ -16,6 +16,7 @@ from specdec.runtime import sizing
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
 from marks import deep
+from stand_ins import watch_proposals
 from tiny_models import random_eagle3
 
 CHAIN = SpecConfig(3, adaptive=False)
@@ -43,19 +44,8 @@ def pair(make_target, tmp_path) -> Any:
     return make
 
 
-def watched(target: TargetModel, drafter: Any, spec: SpecConfig, **config: Any) -> tuple[Engine, dict[Any, Any]]:
-    """An engine, and the trees that it proposes, by text: tokens and parents."""
-    engine = Engine(target, drafter, spec=spec, config=EngineConfig(max_model_len=128, prefill_chunk=7, **config))
-    seen, own = {}, engine.round.worker.propose
-
-    def propose(batch: Any) -> Any:
-        tree = own(batch)
-        for i, (text, length) in enumerate(zip(batch.history.tolist(), batch.history_len.tolist(), strict=True)):
-            seen[tuple(text[:length])] = tree.tokens[i].tolist(), tree.parents[i].tolist()
-        return tree
-
-    engine.round.worker.propose = propose
-    return engine, seen
+def engine_of(target: TargetModel, drafter: Any, spec: SpecConfig, **config: Any) -> Engine:
+    return Engine(target, drafter, spec=spec, config=EngineConfig(max_model_len=128, prefill_chunk=7, **config))
 
 
 def kept_in_full(layout: KVLayout) -> KVLayout:
@@ -88,12 +78,14 @@ def test_drafts_are_those_of_a_drafter_that_keeps_every_key(
     own, runs = drafter.kv_layout, []
     for layout in (own, kept_in_full(own)):
         drafter.kv_layout = layout
-        engine, seen = watched(target, drafter, spec, page_size=page_size, max_batch_size=3, full_slots=80)
+        engine = engine_of(target, drafter, spec, page_size=page_size, max_batch_size=3, full_slots=80)
+        seen = watch_proposals(engine)
         outputs = [out for _ in range(2) for out in engine.generate(texts, PARAMS)]
         assert engine.stats().preemptions > 0 and sum(out.stats.cached_tokens for out in outputs) > 0
         engine.table.check()
         engine.table.allocator.check()
-        runs.append(([out.token_ids for out in outputs], seen))
+        drafts = {tuple(each.text): (each.tokens, each.parents) for each in seen}
+        runs.append(([out.token_ids for out in outputs], drafts))
     (tokens, drafts), (same, of_all_keys) = runs
     assert tokens == same
     # near its end a text is drafted for as deep as its company wants
@@ -129,7 +121,7 @@ def test_a_window_that_the_target_has_is_its_group(make_target) -> None:
 def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
     """Pages whose keys are gone for the drafter alone are no prefix of another request."""
     target, drafter = pair("block")
-    engine, _ = watched(target, drafter, CHAIN, max_batch_size=1)
+    engine = engine_of(target, drafter, CHAIN, max_batch_size=1)
     engine.generate([random_prompt(40)], PARAMS)
     allocator = engine.table.allocator
     if lost:
@@ -141,7 +133,7 @@ def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
 def test_a_match_ends_where_a_late_reader_has_read(make_target, random_prompt) -> None:
     """Rounds without drafts leave tokens of an answer unread: another request begins with the pages before them."""
     model, spec = make_target("llama"), SpecConfig(3, adaptive=True)
-    engine, _ = watched(TargetModel(model), random_eagle3(model, windows=(5, None)), spec, max_batch_size=1)
+    engine = engine_of(TargetModel(model), random_eagle3(model, windows=(5, None)), spec, max_batch_size=1)
     engine.steps.choice.choose = lambda *_, **__: engine.steps.choice.shapes[0]
     release_rows, read = engine.prefixes.release_rows, []
 

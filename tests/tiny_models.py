@@ -493,25 +493,27 @@ def make_engine() -> Callable[..., Engine]:
 
 
 def random_eagle3(
-    model: PreTrainedModel, windows: tuple[int | None, ...] = (None, 6), aux_layers: tuple[int, ...] | None = None
+    model: PreTrainedModel | TargetModel, windows: tuple[int | None, ...] = (None, 6), **fields: Any
 ) -> Eagle3Drafter:
-    """A head of random weights, fitted to the model, that drafts nine of its tokens. aux_layers: None: some of all."""
-    target = TargetModel(model)
+    """A head of random weights, fitted to the model, that drafts nine of its tokens. fields: of its spec; its
+    `aux_layers` are the first, the second and the output of the last, unless they are given."""
+    target = model if isinstance(model, TargetModel) else TargetModel(model)
     torch.manual_seed(3)
     sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}
+    taps = {"aux_layers": (0, 1, len(target.layout.layers))}
     spec = Eagle3Spec(
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        aux_layers=(0, 1, len(target.layout.layers)) if aux_layers is None else aux_layers,
         windows=windows,
-        **sizes,
+        **sizes | taps | fields,
     )
     head = Eagle3Head(spec)
     for weight in head.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.4)
-    return Eagle3Drafter(head.eval(), torch.randperm(target.vocab_size)[:9].sort().values, target)
+    head.target_ids = torch.randperm(target.vocab_size)[:9].sort().values
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.block_layers import KINDS
 from specdec.draft_models.checkpoints.checkpoint_files import (
-    StateDict,
     TargetShape,
     fill_head,
     take_target_ids,
@@ -45,8 +44,9 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
         return head
 
 
-def write_block(folder: str | Path, spec: BlockSpec, state: StateDict, target: TargetShape) -> None:
+def write_block(folder: str | Path, head: BlockHead, target: TargetShape) -> None:
     """Write a head in DFlash's format, with JetSpec's `causal_head` if blocks are causal."""
+    spec, state = head.spec, head.state_dict()
     special = (spec.is_gemma4, spec.shifted, spec.anchored, spec.skips_embed_norm, spec.successor)
     assert not any((*special, spec.owns_embed, spec.draft_vocab_size)), "a head that DFlash's format has no room for"
     config = {

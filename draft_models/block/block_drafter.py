@@ -29,7 +29,7 @@ class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
     reads_every_state = False
 
     def __init__(self, head: BlockHead, target: TargetInfo) -> None:
-        super().__init__(head, target, PlainBlock, FusedBlock, head.target_ids)
+        super().__init__(head, target, PlainBlock, FusedBlock)
         self.spec = head.spec
         self.max_steps: int | None = self.spec.num_drafts
 
@@ -40,9 +40,7 @@ class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
 class BlockWorker(StoreWorker):
     """A head in one engine. Its only state is its K/V."""
 
-    def __init__(self, drafter: BlockDrafter, binding: Binding) -> None:
-        super().__init__(binding, drafter.kv_layout, drafter.dtype)
-        self.drafter = drafter
+    drafter: BlockDrafter
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:

@@ -104,16 +104,13 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
 class BlockHead(HeadModule):
     """A head of this spec, randomly initialised. `read_block` loads one from a checkpoint.
 
-    embed_tokens, lm_head: None if the head shares the target's. target_ids [draft V]: target token of each draft token;
-    None: full vocabulary.
+    embed_tokens, lm_head: None if the head shares the target's.
     """
 
     spec: BlockSpec
-    target_ids: torch.Tensor | None
 
     def __init__(self, spec: BlockSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         hidden = spec.hidden_size
         self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
         norm: Any
@@ -135,7 +132,6 @@ class BlockHead(HeadModule):
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         rows = spec.draft_vocab_size
         self.lm_head = None if rows is None else nn.Linear(hidden, rows, bias=False)
-        self.register_buffer("target_ids", None, persistent=False)
         self.markov_head: SuccessorHead | None = None
         if spec.successor is not None:
             sizes = spec.vocab_size, rows or spec.vocab_size, hidden, spec.successor_rank

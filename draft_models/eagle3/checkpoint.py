@@ -7,12 +7,11 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from specdec.draft_models.checkpoints.checkpoint_files import (
-    StateDict,
     TargetShape,
     fill_head,
     take_target_ids,
@@ -37,16 +36,9 @@ FIRST_AFTER_CHANGE = (5, 18)
 """The first release of transformers after SpecForge changed what `norm_output` means, on 2026-09-15."""
 
 
-class ReadHead(NamedTuple):
-    """A head with its checkpoint's weights, in float32 on the CPU. target_ids [draft_V]: target token of each draft
-    token; None: full vocabulary."""
-
-    head: Eagle3Head
-    target_ids: torch.Tensor | None
-
-
-def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int] | None = None) -> ReadHead:
-    """Read a head for `target`. `aux_layers` overrides the target states that it reads (see `Eagle3Spec.aux_layers`).
+def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int] | None = None) -> Eagle3Head:
+    """Read a head for `target`, in float32 on the CPU. `aux_layers` overrides the target states that it reads (see
+    `Eagle3Spec.aux_layers`).
 
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target's widths) and
     UnsupportedModelError (a flag that this runtime does not know or cannot honour).
@@ -69,13 +61,14 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
             says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
             return f"{hint}; config.json has {says}"
 
-        return ReadHead(fill_head(lambda: Eagle3Head(spec), state, explain), target_ids)
+        head = fill_head(lambda: Eagle3Head(spec), state, explain)
+        head.target_ids = target_ids
+        return head
 
 
-def write_head(
-    folder: str | Path, spec: Eagle3Spec, state: StateDict, target: TargetShape, target_ids: torch.Tensor | None
-) -> None:
+def write_head(folder: str | Path, head: Eagle3Head, target: TargetShape) -> None:
     """Write a head in the SpecForge format, so that every reader finds the same target states in it."""
+    spec, state = head.spec, head.state_dict()
     eagle_config: dict[str, Any] = {AUX_IDS: [entered - 1 for entered in spec.aux_layers], "use_aux_hidden_state": True}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -99,8 +92,8 @@ def write_head(
             f"begin with state 2, as in {[2, target.num_layers // 2, target.num_layers - 3]}"
         )
     tensors = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in state.items()}
-    if target_ids is not None:
-        ids = target_ids.detach().cpu()
+    if head.target_ids is not None:
+        ids = head.target_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     write_folder(folder, config, tensors)

@@ -29,8 +29,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
     name = "eagle3"
     source: str | None = None
 
-    def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
-        super().__init__(head, target, PlainHead, FusedHead, target_ids)
+    def __init__(self, head: Eagle3Head, target: TargetInfo) -> None:
+        super().__init__(head, target, PlainHead, FusedHead)
         self.spec = head.spec
         self.reads_every_state = not self.aux_layers
 
@@ -46,9 +46,10 @@ class Eagle3Worker(StoreWorker):
     """A head in one engine. It keeps its K/V and, for each row, the state of the last committed position, from which a
     draft starts."""
 
+    drafter: Eagle3Drafter
+
     def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
-        super().__init__(binding, drafter.kv_layout, drafter.dtype)
-        self.drafter = drafter
+        super().__init__(drafter, binding)
         cache = binding.cache
         shape = (cache.table.max_requests + 1, drafter.spec.hidden_size)
         self._hidden = torch.zeros(shape, dtype=drafter.dtype, device=cache.allocator.device)  # [rows, H]
@@ -97,7 +98,7 @@ class Eagle3Worker(StoreWorker):
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: those of the files."""
-    head, target_ids = read_head(folder, TargetShape.of_target(target), aux_layers)
-    drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
+    head = read_head(folder, TargetShape.of_target(target), aux_layers)
+    drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
     drafter.source = str(folder)
     return drafter

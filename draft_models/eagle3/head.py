@@ -83,8 +83,7 @@ class Eagle3Head(HeadModule):
     spec: Eagle3Spec
 
     def __init__(self, spec: Eagle3Spec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.config = config = llama_config(spec)
         hidden, eps, states = spec.hidden_size, spec.rms_norm_eps, max(1, len(spec.aux_layers))
         self.embed_tokens = nn.Embedding(spec.vocab_size, hidden) if spec.owns_embed else None

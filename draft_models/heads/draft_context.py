@@ -2,7 +2,7 @@
 draft level, and the growing chain or tree."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
@@ -37,24 +37,16 @@ Head = TypeVar("Head", bound=HeadModule)
 class HeadDrafter(Drafter, Generic[Head, Form]):
     """A head fitted to a target. Its layers are fused if the target's are.
 
-    plain, fused: classes of its two forms. target_ids [draft V]: target token of each draft token; None: full
-    vocabulary.
+    plain, fused: classes of its two forms.
     """
 
     may_lag = True
     weights: Weights
 
-    def __init__(
-        self,
-        head: Head,
-        target: TargetInfo,
-        plain: type[Form],
-        fused: Callable[..., Form],
-        target_ids: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, head: Head, target: TargetInfo, plain: type[Form], fused: Callable[..., Form]) -> None:
         self.head = head
         self.vocab_size = target.vocab_size
-        self.target_ids = None if target_ids is None else target_ids.to(target.device)
+        self.target_ids = None if head.target_ids is None else head.target_ids.to(target.device)
         self.aux_layers: tuple[int, ...] = head.spec.aux_layers
         self.kv_layout: KVLayout | None = head.spec.kv_layout
         self.fit = Fit.of(target)
@@ -75,13 +67,12 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
 
 
 class StoreWorker:
-    """The K/V of a drafter in one engine: a store at the slots of the target's tokens."""
+    """A drafter with K/V in one engine: a store at the slots of the target's tokens."""
 
-    def __init__(self, binding: Binding, layout: KVLayout | None, dtype: torch.dtype) -> None:
-        assert layout is not None
+    def __init__(self, drafter: Any, binding: Binding) -> None:
         self.view: KVView | None = None
-        self.binding = binding
-        self.store = binding.cache.add_store(layout, dtype)
+        self.drafter, self.binding = drafter, binding
+        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
         self.own_view = own_view(binding.cache.allocator, self.store)
 
     def plan_of(self, seen: Observation | PromptObservation) -> KVPlan:

@@ -83,9 +83,14 @@ class HeadContext(AttentionContext, LayerContext, Protocol):
 
 
 class HeadModule(nn.Module):
-    """The modules of a head."""
+    """The modules of a head. target_ids [draft V]: target token of each token that it drafts; None: full vocabulary."""
 
-    spec: HeadSpec
+    target_ids: torch.Tensor | None
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("target_ids", None, persistent=False)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move the head. RoPE frequencies stay float32: `.to(dtype)` would round them."""

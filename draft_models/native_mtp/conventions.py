@@ -10,10 +10,12 @@ accepted draft. Log-probabilities are unsuitable: the large negative values of t
 the mean. Conventions are compared token by token; `is_clearly_better` decides whether a difference is chance.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import torch
 
@@ -42,36 +44,25 @@ CARRIES = {
 }
 
 
-def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Modules with these weights that read the target's other state (before or after the final norm)."""
-    yield drafter.with_family(replace(drafter.family, normed_state=not drafter.family.normed_state))
-
-
-def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Modules with these weights that pass on another carry. Without a norm both carries are equal."""
-    family = drafter.family
-    for form, normed in CARRIES:
-        if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
-            yield drafter.with_family(replace(family, form=form, normed_carry=normed))
-
-
-def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Modules with these weights and with blocks like the target's layers of another kind, if their tensors fit."""
-    kinds = [spec.layer_type for spec in drafter.layout.layers]
-    for kind in dict.fromkeys(kinds):
-        if kind != kinds[drafter.family.like]:
-            like = len(kinds) - 1 - kinds[::-1].index(kind)
-            try:
-                yield drafter.with_family(replace(drafter.family, like=like))
-            except CheckpointError:
-                continue  # its tensors do not fit such a layer
-
-
 def all_conventions(drafter: NativeMtpDrafter) -> list[NativeMtpDrafter]:
-    """The modules under all possible conventions: the drafter's own first, then the nearest."""
+    """The modules under all possible conventions: the drafter's own first, then the nearest. Without a norm of the
+    module's own both carries are equal; blocks are like the last target layer of each kind that their tensors fit."""
+    own, kinds = drafter.family, [spec.layer_type for spec in drafter.layout.layers]
+    layers: dict[str, dict[str, Any]] = {
+        kind: {"like": layer} for layer, kind in enumerate(kinds) if kind != kinds[own.like]
+    }
+    carries: list[dict[str, Any]] = [
+        {"form": form, "normed_carry": normed}
+        for form, normed in CARRIES
+        if (form, normed) != carry_of(own) and (normed or drafter.has_norm)
+    ]
+    state: dict[str, Any] = {"normed_state": not own.normed_state}
     found = [drafter]
-    for others in (other_states, other_carries, other_blocks):
-        found += [other for each in found for other in others(each)]
+    for like, carry, read in itertools.product(({}, *layers.values()), ({}, *carries), ({}, state)):
+        family = replace(own, **like, **carry, **read)
+        if family != own:
+            with suppress(CheckpointError):  # its tensors do not fit such a layer
+                found.append(drafter.with_family(family))
     return sorted(found, key=lambda other: difference(drafter, other).count("->"))
 
 

@@ -144,9 +144,10 @@ class NativeMtpDrafter(Drafter):
 class NativeMtpWorker(StoreWorker):
     """Modules in one engine. Keeps their K/V and, for each row and module, the last committed `ModuleRows`."""
 
+    drafter: NativeMtpDrafter
+
     def __init__(self, drafter: NativeMtpDrafter, binding: Binding) -> None:
-        super().__init__(binding, drafter.kv_layout, drafter.dtype)
-        self.drafter = drafter
+        super().__init__(drafter, binding)
         table = binding.cache.table
         shape = (len(drafter.modules), 3, table.max_requests + 1, drafter.width)
         self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)

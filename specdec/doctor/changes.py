@@ -41,7 +41,8 @@ def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Ea
     if NORM in head.state_dict() and NORM not in state:
         state[NORM] = torch.ones(drafter.spec.hidden_size)
     head.load_state_dict(state)
-    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), drafter.target_ids, target)
+    head.target_ids = drafter.target_ids
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
 
 
 def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> BlockDrafter:

@@ -5,7 +5,7 @@ Position S is one drafting round: token x_S has no K/V yet, every step has RoPE 
 
     h_0 = target hidden of S - 1;   step t: (embed(x_{S+t}), h_t) -> distribution of x_{S+t+1}, h_{t+1}
 
-Invariant: the parallel forward equals the drafter's own step on K/V cut to [0, S) (tests/test_train_drafter.py).
+Invariant: the parallel forward equals the drafter's own step on K/V cut to [0, S) (tests/test_parallel_drafts.py).
 """
 
 import itertools

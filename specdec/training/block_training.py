@@ -2,7 +2,7 @@
 
 A block at place i has the token there and MASK after it. Its rows see K/V of the true states of positions before i in
 the same document, and their own block (--causal: up to themselves). Row t + 1 learns the target's distribution of token
-i + 1 + t. Invariant: the states equal those of the head run as the drafter runs it (tests/test_train_block.py).
+i + 1 + t. Invariant: the states equal those of the head run as the drafter runs it (tests/test_parallel_drafts.py).
 """
 
 from collections.abc import Iterator
@@ -56,4 +56,4 @@ class TrainableBlock(TrainableDrafter):
         return scores
 
     def save(self, folder: Path) -> None:
-        write_block(folder, self.module.spec, self.module.state_dict(), TargetShape.of_target(self.target))
+        write_block(folder, self.module, TargetShape.of_target(self.target))

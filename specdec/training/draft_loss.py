@@ -18,6 +18,7 @@ from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
+from specdec.modules.private_copy import private_copy
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
@@ -31,14 +32,23 @@ them."""
 class TrainableDrafter(ABC):
     """The weights that are trained, and the frozen target that they learn from.
 
-    target_ids: the drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's.
     ahead: distance from a row to the token that it predicts in the first draft step.
     """
 
     module: nn.Module
     target: TargetModel
-    target_ids: torch.Tensor | None = None
     ahead: ClassVar[int]
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """The drafter's vocabulary as token ids of the target, [draft V], ascending; None: the target's."""
+        return getattr(self.module, "target_ids", None)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target states that the drafter reads besides the final one, each named by the layer it enters."""
+        layers: tuple[int, ...] = self.module.spec.aux_layers  # type: ignore[union-attr, assignment]
+        return layers
 
     @property
     def trained(self) -> dict[str, nn.Module]:
@@ -46,10 +56,8 @@ class TrainableDrafter(ABC):
         return dict(self.module.named_children())
 
     def target_states(self, batch: PackedRows) -> TargetStates:
-        """Run the target over a batch and keep the states that the drafter reads; for a head, the states at its
-        taps."""
-        spec: Any = self.module.spec
-        hidden, states, _ = run_target(self.target, batch, aux_layers=spec.aux_layers)
+        """Run the target over a batch and keep the states that the drafter reads."""
+        hidden, states, _ = run_target(self.target, batch, aux_layers=self.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor | None:
@@ -88,6 +96,8 @@ def run_target(
         return lambda module, args, kwargs: (args, kwargs | {"attention_mask": masks[window]})
 
     decoder: Any = target.user_decoder
+    if getattr(target.config, "attn_logit_softcapping", None):
+        decoder = private_copy(decoder, "eager")  # other attention of transformers ignores it
     entered = [*decoder.layers, decoder.norm]
     hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
     hooks += [

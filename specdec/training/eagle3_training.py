@@ -3,7 +3,7 @@
 Row i of step t is step t of a draft that begins after position i: its token is x_{i+1+t}, its hidden state the feedback
 of step t - 1 (the target's feature at t = 0), its RoPE position i + t. It attends, in one softmax, to the step-0 keys
 of positions up to i and to its own row's keys of steps 1..t, and predicts x_{i+2+t}. Invariant: the states equal those
-of the head run one row at a time, as the drafter runs it (tests/test_train_drafter.py).
+of the head run one row at a time, as the drafter runs it (tests/test_parallel_drafts.py).
 """
 
 from collections.abc import Iterator
@@ -48,12 +48,13 @@ class TrainableEagle3(TrainableDrafter):
         ids, covered = draft_vocabulary(documents, draft_vocab, target.vocab_size)
         if ids is not None:
             print(f"draft vocabulary of {len(ids)} tokens covers {covered:.3%} of the answers", flush=True)
-            ids = ids.to(target.device)
-        head = Eagle3Head(spec).place(target.device, torch.bfloat16)
+        head = Eagle3Head(spec)
+        head.target_ids = ids
+        head.place(target.device, torch.bfloat16)
         weight: Any = target.head.weight
         if head.lm_head is not None and weight.shape[1] == spec.hidden_size:
-            head.lm_head.weight.data.copy_(weight if ids is None else weight[ids])
-        return cls(head, target, ids)
+            head.lm_head.weight.data.copy_(weight if ids is None else weight[head.target_ids])
+        return cls(head, target)
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module
@@ -71,6 +72,4 @@ class TrainableEagle3(TrainableDrafter):
         return self.module.logits(states, self.target.head)
 
     def save(self, folder: Path) -> None:
-        write_head(
-            folder, self.module.spec, self.module.state_dict(), TargetShape.of_target(self.target), self.target_ids
-        )
+        write_head(folder, self.module, TargetShape.of_target(self.target))

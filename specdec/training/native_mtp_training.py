@@ -2,7 +2,7 @@
 
 A new module begins as a layer of the target, between its final norm and a projection that adds token and state. Tables
 and heads are the target's, unless a published module has its own. Invariant: the parallel forward is the engine's own
-drafts (`mtp_chains.py`, tests/test_train_native_mtp.py).
+drafts (`mtp_chains.py`, tests/test_parallel_drafts.py).
 """
 
 import copy
@@ -20,7 +20,7 @@ from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
+from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows
 
 
@@ -43,9 +43,9 @@ class TrainableNativeMtp(TrainableDrafter):
     def trained(self) -> dict[str, nn.Module]:
         return {"lm_head" if name == "head" else name: part for name, part in self.module.parts().items()}
 
-    def target_states(self, batch: PackedRows) -> TargetStates:
-        hidden, states, _ = run_target(self.target, batch, aux_layers=self.drafter.aux_layers)
-        return {"hidden": hidden, "states": states[0] if states else hidden}
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.drafter.aux_layers
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         states = known["states"].to(self.drafter.dtype)

@@ -68,7 +68,8 @@ def train_steps(
                 "delete it to train anew on the same answers, or train into another --out"
             )
         optimizer.load_state_dict(state["optimizer"])
-        drafter.target_ids = state["target_ids"]  # today's answers may give other ids
+        if state["target_ids"] is not None:
+            drafter.module.target_ids = state["target_ids"]  # today's answers may give other ids
         step, spent, value = state["step"], state["seconds"], state["loss"]
         print(f"going on from step {step}, {spent:.0f} s of training", flush=True)
 

@@ -258,8 +258,9 @@ def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetM
     if isinstance(described, Eagle3Spec):
         assert described.draft_vocab_size is not None
         step = described.vocab_size / described.draft_vocab_size
-        ids = (torch.arange(described.draft_vocab_size, device=target.device) * step).long()  # ascending, distinct
-        return Eagle3Drafter(model, ids, target)
+        # ascending, distinct
+        model.target_ids = (torch.arange(described.draft_vocab_size, device=target.device) * step).long()
+        return Eagle3Drafter(model, target)
     if model.masked_embedding is not None:
         ordering: torch.Tensor = model.masked_embedding.token_ordering
         ordering.copy_(torch.randperm(len(ordering), device=ordering.device))
