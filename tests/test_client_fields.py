@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import pytest
 
-from specdec import Engine, SamplingParams
+from specdec import Engine
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
@@ -91,38 +91,6 @@ def test_values_that_would_change_the_answer_are_refused(url, fields):
     answer = chat(url, **fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].split(".")[0] == next(iter(fields))
-
-
-def test_vllms_fields_do_as_in_the_python_api(url, engine):
-    prompt = engine.chat_prompt(QUESTION)
-    [free] = engine.generate(prompt, SamplingParams(12))
-    allowed = sorted(set(free.token_ids))[:3]
-    ends = sorted(engine.target.model.generation_config.eos_token_id)
-    bias = {str(token): 90 for token in ends}
-    stop = free.text[2:4]
-    for fields, params in (
-        ({"allowed_token_ids": allowed}, {"allowed_token_ids": allowed}),
-        ({"min_tokens": 5, "logit_bias": bias}, {"min_tokens": 5, "logit_bias": dict.fromkeys(ends, 90)}),
-        ({"stop": stop, "include_stop_str_in_output": True}, {"stop": stop, "include_stop_str_in_output": True}),
-    ):
-        answer = chat(url, return_token_ids=True, **fields).json()
-        [out] = engine.generate(prompt, SamplingParams(12, **params))
-        [choice] = answer["choices"]
-        assert answer["prompt_token_ids"] == prompt
-        assert (choice["token_ids"], choice["message"]["content"]) == (out.token_ids, out.text)
-    assert out.text.endswith(stop)
-
-
-@pytest.mark.parametrize("ask", [chat, complete])
-def test_token_ids_of_a_stream_join_to_those_of_the_answer(url, ask):
-    whole = ask(url, return_token_ids=True).json()
-    chunks = events(ask(url, return_token_ids=True, stream=True))
-    [choice] = whole["choices"]
-    streamed = [each for chunk in chunks for each in chunk["choices"]]
-    assert [token for each in streamed for token in each.get("token_ids") or ()] == choice["token_ids"]
-    prompts = [each["prompt_token_ids"] for each in (*chunks, *streamed) if "prompt_token_ids" in each]
-    assert prompts == [whole.get("prompt_token_ids") or choice["prompt_token_ids"]]
-    assert "token_ids" not in ask(url).json()["choices"][0]
 
 
 def test_a_prompt_is_cut_to_its_last_tokens(url, engine):
