@@ -120,7 +120,7 @@ class ChatTextAnswer(TextAnswer):
         return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
 
     async def _grown(
-        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams
+        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
     ) -> AsyncIterator[dict[str, Any]]:
         fold = self._folds.setdefault(index, self._fold())
         for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply, fold)):

@@ -42,7 +42,6 @@ class CompletionTextAnswer(TextAnswer):
     def __init__(self, body: CompletionRequest, state: ServeState) -> None:
         super().__init__(body, state, "cmpl", self.chunk_kind)
         self.echoes: list[str] = []  # one per prompt; empty without `echo`
-        self._begun: set[int] = set()  # choices whose first delta was sent
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         params = await self.engine.off_loop(self._params)
@@ -92,10 +91,8 @@ class CompletionTextAnswer(TextAnswer):
         return {"choices": [_text(index, self.echoes[index // self.n])]}
 
     async def _grown(
-        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams
+        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
     ) -> AsyncIterator[dict[str, Any]]:
-        first = index not in self._begun
-        self._begun.add(index)
         if first and self.body.echo and self.body.logprobs is not None:  # only now are the prompt's scores known
             scores = streams.samples[index].handle.prompt_logprobs or ()
             logprobs = await self.engine.off_loop(partial(self._echoed, index, scores))
