@@ -102,18 +102,26 @@ def test_a_stream_is_the_same_text_and_ends_with_usage(client, engine):
 
 @pytest.mark.parametrize(
     ("path", "asked"),
-    [("chat/completions", {"messages": CHAT}), ("completions", {"prompt": ["Ann", "Ben"], "echo": True})],
+    [("chat/completions", {"messages": CHAT}), ("completions", {"prompt": PROMPTS, "echo": True})],
     ids=["chat", "completion"],
 )
-def test_the_first_chunk_comes_with_the_first_token(path, asked, server):
+def test_chunks_say_the_figures_so_far_and_the_first_comes_with_the_first_token(path, asked, server):
     """A client that times chunks would take the reading of the prompt for decoding."""
-    usage = {"include_usage": True, "continuous_usage_stats": True}
-    body = asked | {"max_tokens": 4, "n": 2, "stream": True, "stream_options": usage}
-    events = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).text.split("\n\n")[:-2]
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    first = {chunk["choices"][0]["index"]: chunk for chunk in reversed(chunks[:-1])}
-    assert len(first) == 2 * len(asked.get("prompt", "1"))
-    assert all(chunk["usage"]["completion_tokens"] > 0 for chunk in first.values())
+    body = asked | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body |= {"speculation": {"show_drafts": True}, "max_tokens": 24, "temperature": 0}
+    events = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    *chunks, last = (json.loads(event.removeprefix("data: ")) for event in events[:-2])
+    by_choice = {}
+    for chunk in chunks:
+        by_choice.setdefault(chunk["choices"][0]["index"], []).append(chunk)
+    figures = [[(one["usage"]["completion_tokens"], one["speculation"]["rounds"]) for one in each]
+               for each in by_choice.values()]  # fmt: skip
+    assert len(figures) == len(asked.get("prompt", "1"))
+    assert all(each[0][0] > 0 and each == sorted(each) and each[0] < each[-1] for each in figures)
+    assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == sum(each[-1][0] for each in figures)
+    assert last["speculation"]["rounds"] == sum(each[-1][1] for each in figures)
 
 
 def test_the_async_client_and_many_at_once(server, engine):
