@@ -316,20 +316,12 @@ def test_stop_ids_come_out_of_their_boxes():
     assert type(SamplingParams(stop_token_ids=[np.int32(3)]).stop_token_ids[0]) is int
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
-def test_a_dtype_by_name(name):
-    assert EngineConfig(dtype=name).dtype is torch.bfloat16
-    assert replace(EngineConfig(dtype=name), max_batch_size=2).dtype is torch.bfloat16
-
-
-def test_other_dtypes_by_name():
-    assert [EngineConfig(dtype=name).dtype for name in ("fp32", "fp16", "half", "fp64")] == [
-        torch.float32,
-        torch.float16,
-        torch.float16,
-        torch.float64,
-    ]
-    assert EngineConfig().dtype is None
+def test_dtypes_by_name():
+    for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
+        assert EngineConfig(dtype=name).dtype is torch.bfloat16
+        assert replace(EngineConfig(dtype=name), max_batch_size=2).dtype is torch.bfloat16
+    names = {"fp32": torch.float32, "fp16": torch.float16, "half": torch.float16, "fp64": torch.float64}
+    assert {name: EngineConfig(dtype=name).dtype for name in names} == names and EngineConfig().dtype is None
 
 
 @pytest.mark.parametrize(
@@ -409,12 +401,14 @@ def test_a_loaded_model_is_not_converted_behind_the_users_back(make_target):
 
 
 class Model(NamedTuple):
-    """A tiny model of a family, in the place of a name."""
+    """A tiny model of a family, in the place of a name. headless: its decoder. empty: without weights."""
 
     family: str
+    headless: bool = False
+    empty: bool = False
 
 
-LLAMA = Model("llama")
+LLAMA, NO_WEIGHTS, NO_HEAD = Model("llama"), Model("llama", empty=True), Model("qwen3", headless=True)
 FLOAT32, DISAGREE = EngineConfig(dtype=torch.float32), ["bfloat16", "float32", "leave one out"]
 CALLS = [
     # target, drafter, further arguments; the error, words of the refusal
@@ -430,10 +424,12 @@ CALLS = [
     (LLAMA, "no/such-drafter", {}, SpecDecError, ["'no/such-drafter'", "tiny-gemma4-mtp", "ngram"]),
     (LLAMA, 5, {}, ConfigError, ["5", "ngram"]),
     (LLAMA, nn.Linear(2, 2), {}, UnsupportedModelError, ["Linear", "gemma4_assistant", "ngram"]),
+    (LLAMA, NO_HEAD, {}, UnsupportedModelError, ["Qwen3Model", "gemma4_assistant", "ngram"]),
+    (NO_WEIGHTS, None, {}, UnsupportedModelError, ["LlamaForCausalLM", "is on the meta device, without weights"]),
     (LLAMA, None, {"tokenizer": "no-such-tokenizer"}, SpecDecError, ["'no-such-tokenizer'"]),
     *(
         (name, None, {}, CheckpointError, [f"{name!r} names no checkpoint"])
-        for name in ("None", "none", "null", " ", "nan")
+        for name in ("None", "none", "null", "", " ", "nan")
     ),
     ("tiny-gemma4", "None", {}, CheckpointError, ["'None' names no checkpoint", "a drafter of None is no drafter"]),
     # settings in the wrong place, of the wrong type, or that the machine cannot have
@@ -454,9 +450,14 @@ CALLS = [
 
 @pytest.mark.parametrize(("target", "drafter", "arguments", "error", "parts"), CALLS, ids=str)
 def test_what_no_engine_can_be_made_of(target, drafter, arguments, error, parts, make_target):
-    target = make_target(target.family) if isinstance(target, Model) else target
+    def made(given):
+        if not isinstance(given, Model):
+            return given
+        model = make_target(given.family, fresh=True).to("meta") if given.empty else make_target(given.family)
+        return model.model if given.headless else model
+
     with one_sentence(error, *parts):
-        Engine.from_pretrained(target, drafter, **arguments)
+        Engine.from_pretrained(made(target), made(drafter), **arguments)
 
 
 def test_an_engine_is_made_of_what_is_bound(make_target):
@@ -489,23 +490,6 @@ def test_an_engine_is_not_copied(engine):
     for twin in (copy.copy, copy.deepcopy, pickle.dumps):
         with one_sentence(SpecDecError, "make another"):
             twin(engine)
-
-
-def test_a_model_without_weights(make_target):
-    with one_sentence(UnsupportedModelError, "is on the meta device, without weights") as error:
-        Engine.from_pretrained(make_target("llama", fresh=True).to("meta"))
-    assert "LlamaForCausalLM" in str(error.value)  # its last module was named
-
-
-def test_no_name_is_not_the_present_folder(checkpoint, monkeypatch):
-    monkeypatch.chdir(checkpoint)
-    with one_sentence(CheckpointError, "'' names no checkpoint"):
-        Engine.from_pretrained("")
-
-
-def test_a_model_without_a_head_is_no_drafter(make_target):
-    with one_sentence(UnsupportedModelError, "Qwen3Model", "gemma4_assistant", "ngram"):
-        Engine.from_pretrained(make_target("llama"), make_target("qwen3").model)
 
 
 @pytest.mark.parametrize(
