@@ -1,6 +1,5 @@
 """`specdec serve` as a process, asked by the official client: a test per feature."""
 
-import asyncio
 import json
 import re
 
@@ -122,23 +121,6 @@ def test_chunks_say_the_figures_so_far_and_the_first_comes_with_the_first_token(
     assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == sum(each[-1][0] for each in figures)
     assert last["speculation"]["rounds"] == sum(each[-1][1] for each in figures)
-
-
-def test_the_async_client_and_many_at_once(server, engine):
-    async def run():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-            async def streamed(n: int) -> str:
-                chunks = [chunk async for chunk in await ask(client, max_tokens=n, stream=True)]
-                return joined(chunks)
-
-            async def whole(n: int) -> str:
-                return (await ask(client, max_tokens=n)).choices[0].message.content
-
-            return await asyncio.gather(*(ask_for(n) for n in range(4, 10) for ask_for in (streamed, whole)))
-
-    expected = [answer_of(engine, n)[0].text for n in range(4, 10)]
-    assert asyncio.run(run()) == [text for text in expected for _ in range(2)]
 
 
 def test_logprobs_are_those_of_the_python_api(client, engine):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
@@ -33,12 +32,6 @@ def engine() -> Iterator[Engine]:
 def url(engine: Engine) -> Iterator[str]:
     with served(engine) as (url, _, _):
         yield f"{url}/v1"
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def scored(engine: Engine, prompt: str | list[int], asked: int = 1) -> list[TokenLogprob | None]:
