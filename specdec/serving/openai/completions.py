@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from specdec.config import SamplingParams
@@ -29,8 +29,8 @@ MAX_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=answers.Completion, responses=answers.ASKING | answers.STREAMED)
-async def completions(body: CompletionRequest, request: Request, state: StateDep) -> Response:
-    return await CompletionTextAnswer(body, state).respond(request)
+async def completions(body: CompletionRequest, state: StateDep) -> Response:
+    return await CompletionTextAnswer(body, state).respond()
 
 
 class CompletionTextAnswer(TextAnswer):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
@@ -31,8 +31,8 @@ AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_res
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
-async def create_response(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
-    return await ResponseAnswer(body, state).respond(request)
+async def create_response(body: ResponsesRequest, state: StateDep) -> Response:
+    return await ResponseAnswer(body, state).respond()
 
 
 @router.get("/v1/responses/{response_id}", response_model=answers.Response, responses=refusals(404))

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from fastapi import Request
 from fastapi.responses import Response
 
 from specdec import __version__
@@ -57,7 +56,7 @@ class TextAnswer(ABC):
             "system_fingerprint": f"specdec-{__version__}",
         }
 
-    async def respond(self, request: Request) -> Response:
+    async def respond(self) -> Response:
         """Make the response, whole or as a stream."""
         try:
             return await self._answer()
