@@ -16,7 +16,6 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 
-from marks import examples
 from served_engine import served
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -201,7 +200,7 @@ SAMPLING = {
     "frequency_penalty": 2.0,
     "logit_bias": {18: 30.0, 303: 29.0},
     "stop": ["another text", "e"],
-    "stop_token_ids": list(range(200, 500)),
+    "stop_token_ids": list(range(200, 350)),
     "allowed_token_ids": list(range(300, 400)),
     "min_tokens": 5,
     "ignore_eos": True,
@@ -276,36 +275,39 @@ def near(values):
 @pytest.mark.parametrize("name", SAMPLING)
 def test_an_answer_is_that_of_the_engine_whole_and_streamed(name, url, engine):
     rng = random.Random(name)
-    for _ in range(examples(1, 12)):
-        for _ in range(9):  # until it is one that this field matters to
-            path, body, prompts, echoes, params = drawn_request(rng, name, engine)
-            outs = engine.generate(prompts, params)
-            without = engine.generate(prompts, replace(params, **{name: getattr(SamplingParams(), name)}))
-            if [out.text for out in outs] != [out.text for out in without]:
-                break
-        else:
-            raise AssertionError(f"{name} changes no answer")
-        answers = [httpx.post(f"{url}/v1/{path}", json=body | more, timeout=60) for more in ({}, {"stream": True})]
-        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-        whole = answers[0].json()
-        chunks = events(answers[1])
-        streamed = [each for chunk in chunks for each in chunk["choices"]]
-        assert whole["usage"]["prompt_tokens"] == sum(map(len, prompts))
-        assert whole["usage"]["completion_tokens"] == sum(len(out.token_ids) for out in outs)
-        for parts in ([whole, *whole["choices"]], [*chunks, *streamed]):
-            ids = {each.get("index", 0): each["prompt_token_ids"] for each in parts if "prompt_token_ids" in each}
-            assert [ids[i] for i in sorted(ids)] == [prompts[i // params.n] for i in range(len(ids))] and ids
-        assert [choice["index"] for choice in whole["choices"]] == list(range(len(outs)))
-        for index, (choice, out) in enumerate(zip(whole["choices"], outs, strict=True)):
-            echo, drafted = echoes[index // params.n], out.text if isinstance(body["speculation"], dict) else ""
-            scores = [*((out.prompt_logprobs or ()) if echo else ()), *(out.logprobs or ())]
-            values = [one and one.logprob for one in scores]
-            named = [one and [*one.top.values(), *[one.logprob] * (path == "completions")] for one in scores]
-            for choices in ([choice], [each for each in streamed if each["index"] == index]):
-                found, (tokens, offsets, said, best) = read(choices)
-                assert found == (echo + out.text, out.finish_reason, out.token_ids, drafted), body
-                if params.logprobs is not None:
-                    assert [tokens, offsets] == scores_of(choice)[:2]
-                    plain = [(token, at) for token, at in zip(tokens, offsets, strict=False) if token[:1].isalpha()]
-                    assert all(found[0].startswith(token, at) for token, at in plain)
-                    assert said == near(values) and best == near(max(each) if each else None for each in named)
+    for _ in range(9):  # until it is one that this field matters to
+        path, body, prompts, echoes, params = drawn_request(rng, name, engine)
+        outs = engine.generate(prompts, params)
+        without = engine.generate(prompts, replace(params, **{name: getattr(SamplingParams(), name)}))
+        if [out.text for out in outs] != [out.text for out in without]:
+            break
+    else:
+        raise AssertionError(f"{name} changes no answer")
+    answers = [httpx.post(f"{url}/v1/{path}", json=body | more, timeout=60) for more in ({}, {"stream": True})]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    whole = answers[0].json()
+    chunks = events(answers[1])
+    streamed = [each for chunk in chunks for each in chunk["choices"]]
+    assert whole["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert whole["usage"]["completion_tokens"] == sum(len(out.token_ids) for out in outs)
+    for parts in ([whole, *whole["choices"]], [*chunks, *streamed]):
+        ids = {each.get("index", 0): each["prompt_token_ids"] for each in parts if "prompt_token_ids" in each}
+        assert [ids[i] for i in sorted(ids)] == [prompts[i // params.n] for i in range(len(ids))] and ids
+    assert [choice["index"] for choice in whole["choices"]] == list(range(len(outs)))
+    for index, (choice, out) in enumerate(zip(whole["choices"], outs, strict=True)):
+        echo, drafted = echoes[index // params.n], out.text if isinstance(body["speculation"], dict) else ""
+        scores = [*((out.prompt_logprobs or ()) if echo else ()), *(out.logprobs or ())]
+        values = [one and one.logprob for one in scores]
+        named = [one and [*one.top.values(), *[one.logprob] * (path == "completions")] for one in scores]
+        for choices in ([choice], [each for each in streamed if each["index"] == index]):
+            found, (tokens, offsets, said, best) = read(choices)
+            assert found == (echo + out.text, out.finish_reason, out.token_ids, drafted), body
+            if params.logprobs is not None:
+                assert [tokens, offsets] == scores_of(choice)[:2]
+                plain = [
+                    (token, at)
+                    for token, at in zip(tokens, offsets, strict=False)
+                    if token[:1].isalpha() and "stop" not in body
+                ]
+                assert all(found[0].startswith(token, at) for token, at in plain)
+                assert said == near(values) and best == near(max(each) if each else None for each in named)
