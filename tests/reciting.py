@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -151,6 +152,10 @@ class Reciter:
         self.engine = engine_of(ScriptedDrafter(self._draft))
         self._requests = self.engine.request_builder.build_requests
         self.engine.request_builder.build_requests = self._recited  # type: ignore[method-assign]
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """The server's answer to these fields."""
+        return httpx.post(f"{self.url}/v1/{path}", json=fields, timeout=120)
 
     def answer_next(self, *texts: str) -> None:
         """What the next requests are answered whose prompts name no text; what is left of earlier ones is dropped."""

@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 from reciting import HARMONY, reciting
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +26,7 @@ USER = {"role": "user", "content": "Hi"}
 def prompt_of(template, path, parser="hermes", **body):
     with reciting(template=template, tool_parser=parser) as reciter:
         reciter.answer_next("x")
-        answer = httpx.post(f"{reciter.url}/v1/{path}", json=body, timeout=60)
+        answer = reciter.post(path, **body)
         assert answer.status_code == 200, answer.text
         return reciter.prompts[-1]
 
@@ -119,10 +118,9 @@ def test_an_answer_that_is_continued_is_one_message():
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     with reciting(template=SHOWN, tool_parser="gemma4", reasoning_parser="gemma4") as reciter:
         reciter.answer_next(text, "x")
-        first = httpx.post(f"{reciter.url}/v1/responses", json={"input": "Hi", "tools": tools}, timeout=60).json()
+        first = reciter.post("responses", input="Hi", tools=tools).json()
         [call] = [item for item in first["output"] if item["type"] == "function_call"]
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "8"}
-        body = {"input": [result], "previous_response_id": first["id"]}
-        assert httpx.post(f"{reciter.url}/v1/responses", json=body, timeout=60).status_code == 200
+        assert reciter.post("responses", input=[result], previous_response_id=first["id"]).status_code == 200
         assert '<assistant>B\nD\nE(A\nC){"name": "f", "arguments": {}}<tool>8' in reciter.prompts[-1]
         assert json.dumps(first["output"]).count('"type": "message"') == 3

@@ -3,6 +3,7 @@ counted."""
 
 import gc
 import json
+import logging
 import socket
 import threading
 import tracemalloc
@@ -10,12 +11,14 @@ import weakref
 from functools import partial
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from specdec import Engine, EngineConfig
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.http import bodies
 
+from marks import deep
 from served_engine import served, until
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -148,3 +151,18 @@ def test_prompts_of_clients_that_left_are_dropped_before_they_are_read(name, eng
         finally:
             go.set()
         assert all(job.future.result(120) for job in blocked)
+
+
+@pytest.mark.parametrize("stream", [True, deep(False)], ids=["streamed", "whole"])
+def test_slots_of_a_client_that_left_are_free_and_the_log_and_the_metrics_say_so(stream, engine, caplog):
+    """How soon they are free is in test_async_engine.py."""
+    caplog.set_level(logging.INFO, "specdec.serving")
+    route, body_of = ROUTES["chat"]
+    aborted = 'vllm:request_success_total{finished_reason="abort",model_name="tiny-gemma4"} 1.0'
+    with served(engine) as (url, running, _):
+        with sent(url, route, body_of("hello") | {"max_tokens": 400, "ignore_eos": True, "stream": stream}):
+            until(lambda: engine.stats().full_slots.held)
+        until(lambda: not running.samples)
+        assert engine.stats().full_slots.held == 0
+        until(lambda: aborted in httpx.get(f"{url}/metrics").text)
+        until(lambda: any(("(client gone)" if stream else " 499 in") in message for message in caplog.messages))

@@ -5,7 +5,6 @@ The model recites a call; where the grammar of the request does not allow it, th
 
 import json
 
-import httpx
 import pytest
 from reciting import reciting
 
@@ -38,7 +37,7 @@ def asked(reciter, path, recited, **more):
     body = {"input": said} if path == "responses" else {"messages": [{"role": "user", "content": said}]}
     if path == "responses" and "tools" in more:
         more["tools"] = [{"type": "function", **each["function"]} for each in more["tools"]]
-    return httpx.post(f"{reciter.url}/v1/{path}", json=body | {"temperature": 0} | more, timeout=60)
+    return reciter.post(path, **body | {"temperature": 0} | more)
 
 
 def called(reciter, path, name, arguments, *tools):

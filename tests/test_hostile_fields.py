@@ -16,8 +16,7 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import EngineThread
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import as_api_error
-from specdec.serving.openai.protocol import Body, ChatRequest, ResponsesRequest
-from specdec.serving.openai.response_input import SAME_AS_CHAT
+from specdec.serving.openai.protocol import Body
 from specdec.serving.streams import tell_readers
 
 
@@ -48,11 +47,6 @@ def test_no_list_of_any_body_makes_an_error_of_each_member(kind):
         with pytest.raises(ValidationError) as error:
             kind.model_validate({field.alias or name: [None] * 3000})
         assert error.value.error_count() < 20, name
-
-
-def test_what_a_response_has_in_common_with_a_chat_are_fields_of_both():
-    for kind in (ResponsesRequest, ChatRequest):
-        assert set(SAME_AS_CHAT) <= set(kind.model_fields)
 
 
 def test_the_share_of_a_client_comes_back_when_its_event_loop_is_closed_while_it_waits():

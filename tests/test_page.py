@@ -70,31 +70,6 @@ def test_nothing_is_loaded_from_elsewhere_and_only_its_own_script_may_run(server
     assert not re.search(r"Most tokens|drawn|counted behind|behind the first", answer.text)
 
 
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
-        ("completions", {"prompt": "Ann has"}),
-    ],
-    ids=["chat", "completion"],
-)
-def test_chunks_say_the_figures_so_far(path, asked, server):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    asked |= {"stream": True, "stream_options": options, "speculation": {"show_drafts": True}, "max_tokens": 24}
-    asked["temperature"] = 0  # an end that comes alone in a round is not drafted: greedily none comes
-    events = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=60).text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    said = [chunk for chunk in chunks if any(choice.get("drafted") for choice in chunk["choices"])]
-    tokens = [chunk["usage"]["completion_tokens"] for chunk in said]
-    rounds = [chunk["speculation"]["rounds"] for chunk in said]
-    assert 0 < tokens[0] < tokens[-1] == chunks[-1]["usage"]["completion_tokens"]
-    assert tokens == sorted(tokens) and rounds == sorted(rounds) and rounds[-1] == chunks[-1]["speculation"]["rounds"]
-    assert chunks[-1]["choices"] == []
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # of all: the first and the last had null
-    assert counts == sorted(counts) and all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
-
-
 @pytest.mark.slow
 def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     expect(page.locator("#model")).to_have_text("tiny-gemma4")

@@ -1,6 +1,5 @@
 """One request's fault ends one request: tokenizers and grammars that raise, wrong ids, engines that are closed."""
 
-import asyncio
 import threading
 
 import pytest
@@ -9,7 +8,6 @@ from side_by_side import in_threads
 from specdec import SamplingParams
 from specdec.errors import ConfigError, RequestFailedError, SpecDecError
 from specdec.sampling.grammars import grammar
-from specdec.serving.async_engine import AsyncEngine
 
 NEW = 10
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -69,21 +67,6 @@ def test_a_tokenizer_that_raises_while_a_handle_is_read_ends_that_request_alone(
     assert [[t for delta in handle for t in delta.token_ids] for handle in handles[1:]] == truths[1:]
     with pytest.raises(RequestFailedError, match="the tokenizer raised"):
         engine.generate(prompts[0], STOPPING)
-
-
-def test_a_request_that_fails_raises_in_its_own_task_alone(scene):
-    engine, prompts, truths = scene
-
-    async def run():
-        async with AsyncEngine(engine) as served:
-            calls = [served.generate(prompt, STOPPING) for prompt in prompts]
-            results = await asyncio.gather(*calls, return_exceptions=True)
-            assert served.trouble is None and served.open_requests == 0
-            return results
-
-    failed, *others = asyncio.run(run())
-    assert isinstance(failed, RequestFailedError)
-    assert [output.token_ids for [output] in others] == truths[1:]
 
 
 @pytest.mark.parametrize("part", ["after", "masks", "start"])

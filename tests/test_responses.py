@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from itertools import groupby
 
 import httpx
 import openai
@@ -65,31 +66,27 @@ def test_a_response_is_the_answer_of_a_chat(client):
     assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_streamed_response_has_openais_events_in_order(client):
-    whole = ask(client)
-    events = list(ask(client, stream=True))
-    kinds = [event.type for event in events]
-    deltas = kinds.count("response.output_text.delta")
-    assert deltas > 2
-    assert kinds == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * deltas,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        f"response.{whole.status}",
-    ]
+CALLED = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 100}
+TEXT_EVENTS = "content_part.added output_text.delta output_text.done content_part.done"
+CALL_EVENTS = "function_call_arguments.delta function_call_arguments.done"
+
+
+@pytest.mark.parametrize(("options", "kinds"), [({}, TEXT_EVENTS), (CALLED, CALL_EVENTS)], ids=["text", "call"])
+def test_a_streamed_response_has_openais_events_in_order(options, kinds, client):
+    whole, events = ask(client, **options), list(ask(client, stream=True, **options))
+    order = f"created in_progress output_item.added {kinds} output_item.done {whole.status}".split()
+    assert [kind for kind, _ in groupby(event.type for event in events)] == [f"response.{kind}" for kind in order]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == whole.output_text == events[-1].response.output_text
+    deltas = [event.delta for event in events if event.type.endswith(".delta")]
+    [item], [expected] = events[-1].response.output, whole.output
+    assert len(deltas) > 1 and "".join(deltas) == written(item) == written(expected) == written(events[-2].item)
     assert events[0].response.status == "in_progress" and events[0].response.output == []
-    assert events[2].item.content == [] and events[-2].item.content[0].text == text
-    assert (
-        events[-1].response.usage == whole.usage or events[-1].response.usage.output_tokens == whole.usage.output_tokens
-    )
+    assert written(events[2].item) == "" and events[-1].response.usage.output_tokens == whole.usage.output_tokens
+
+
+def written(item):
+    """The text of a message, or the arguments of a call."""
+    return item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
 
 
 def test_a_stream_whose_first_tokens_have_no_text_yet_is_answered(client):
@@ -131,31 +128,6 @@ def test_a_call_and_its_output_go_through_items(client):
     ]
     tools = [{"type": "function", "function": {name: TOOL[name] for name in ("name", "parameters")}}]
     assert by_id.output_text == by_hand.output_text == chat_text(client, chat, tools=tools)
-
-
-def test_a_streamed_call_has_its_events_in_order(client):
-    events = list(
-        ask(
-            client,
-            tools=[TOOL],
-            tool_choice={"type": "function", "name": "weather"},
-            stream=True,
-            max_output_tokens=100,
-        )
-    )
-    kinds = [event.type for event in events]
-    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert kinds == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        *["response.function_call_arguments.delta"] * len(deltas),
-        "response.function_call_arguments.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert "".join(deltas) == events[-3].arguments == events[-1].response.output[0].arguments
-    assert events[2].item.arguments == "" and events[2].item.name == "weather"
 
 
 def test_a_schema_makes_json(client):

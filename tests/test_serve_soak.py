@@ -5,14 +5,10 @@ SPECDEC_SOAK is how often they come, once by default; a release is given SPECDEC
 
 import asyncio
 import contextlib
-import json
-import logging
 import os
-import socket
 import time
 from collections import Counter
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -21,9 +17,7 @@ from script_module import module_of
 from server_process import ServerProcess, running_server
 
 from specdec import Engine, EngineConfig, SpecConfig
-from specdec.serving.streams import Streams
 
-from marks import deep_cases
 from served_engine import served
 
 TIMES = int(os.environ.get("SPECDEC_SOAK", "1"))
@@ -72,14 +66,6 @@ def open_work(server: ServerProcess) -> dict[str, float]:
     return {family.name: family.samples[0].value for family in families if family.name in NOTHING_OPEN}
 
 
-def aborted(url: str) -> float:
-    """How many samples /metrics counts as aborted."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30.0).text)
-    [family] = [family for family in families if family.name == "vllm:request_success"]
-    counts = [sample for sample in family.samples if sample.name.endswith("_total")]
-    return sum(sample.value for sample in counts if sample.labels["finished_reason"] == "abort")
-
-
 def settled(read, expected, seconds=20.0):
     """What `read` gives when it is as expected, or else in the end."""
     until = time.monotonic() + seconds
@@ -124,59 +110,6 @@ def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine, hostile):
         assert crowd(hostile, url) == []
         assert settled(inside, before) == before == ((0, 0), 0, 0, 0, before[-1])
         engine.table.allocator.check()
-
-
-@deep_cases("whole")
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkeypatch, caplog, stream):
-    """The round under way when its leaving is seen is the last one with it; the slots it held are free after it. The
-    log and the metrics say that it left."""
-    caplog.set_level(logging.INFO, "specdec.serving")
-    rounds, seen = [], {}
-    step, abort = engine.step, Streams.abort
-
-    def counted_step():
-        more = step()
-        rounds.append(({request.number for request in engine.scheduler.running}, engine.stats().full_slots.held))
-        return more
-
-    def counted_abort(streams):
-        for sample in streams.samples:
-            if not sample.handle.finished:
-                seen.setdefault(sample.handle.id, len(rounds))
-        abort(streams)
-
-    monkeypatch.setattr(engine, "step", counted_step)
-    monkeypatch.setattr(Streams, "abort", counted_abort)
-    fields = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": stream}
-
-    def request(prompt):
-        body = json.dumps({"messages": [{"role": "user", "content": prompt}], **fields}).encode()
-        head = ["POST /v1/chat/completions HTTP/1.1", "host: h", "content-type: application/json"]
-        return "\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body
-
-    with served(engine) as (url, running, _):
-        place = urlsplit(url)
-        stays, leaves = (socket.create_connection((place.hostname, place.port)) for _ in range(2))
-        with stays, leaves:
-            stays.sendall(request("How many?"))
-            assert settled(lambda: len(rounds) > 3, True)
-            leaves.sendall(request("apples and " * 75))
-            # both run, and the prompt of 150 words is read
-            assert settled(lambda: bool(rounds) and len(rounds[-1][0]) == 2 and rounds[-1][1] > 180, True)
-            leaves.close()
-            assert settled(lambda: len(seen), 1) == 1
-            [(gone, at)] = seen.items()
-            assert settled(lambda: len(rounds) > at + 3, True)
-            assert all(gone not in there for there, _ in rounds[at + 1 :])
-            assert rounds[at + 1][1] < rounds[at - 1][1] - 100, "slots of 150 words, less what the other took meanwhile"
-            assert len(running.samples) == 1
-        assert settled(lambda: len(running.samples), 0) == 0
-        assert engine.stats().full_slots.held == 0
-        assert settled(lambda: aborted(url), 2.0) == 2.0
-        said = "(client gone)" if stream else " 499 in"
-        assert settled(lambda: sum(said in message for message in caplog.messages), 2) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from specdec.cli.app import app
 
+from marks import deep_cases
 from served_engine import until
 
 KEY = "k-123"
@@ -42,10 +43,11 @@ def server(tmp_path_factory):
         yield server
 
 
-def post(server: ServerProcess, body=CHAT, **options) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | options.pop("headers", {})
-    content = json.dumps(body)  # escapes half a surrogate pair
-    return httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers, timeout=60, **options)
+def post(server: ServerProcess, body=CHAT, path="chat/completions", headers=None) -> httpx.Response:
+    """body: bytes, pieces of bytes, or an object, of which half a surrogate pair is escaped."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | (headers or {})
+    content = json.dumps(body) if isinstance(body, dict) else body
+    return httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=60)
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str]:
@@ -73,18 +75,12 @@ def test_with_a_right_key_everybody_is(server):
 
 def test_large_bodies_are_refused_whether_they_say_how_large_or_not(server):
     large = json.dumps(CHAT | {"user": "x" * 30000}).encode()
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-
-    def piecewise():
-        for at in range(0, len(large), 1000):
-            yield large[at : at + 1000]
-
-    for content in (large, piecewise()):
-        answer = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
-        assert refusal(answer)[:2] == (413, "body_too_large")
+    for content in (large, (large[at : at + 1000] for at in range(0, len(large), 1000))):
+        assert refusal(post(server, content))[:2] == (413, "body_too_large")
     assert post(server).status_code == 200
 
 
+@deep_cases("True-wrong-401", "False-k-123-413")
 @pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("wrong", 401)])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(server, key, status, chunked):
@@ -104,11 +100,7 @@ def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(server,
 def test_no_number_of_tokens_is_named_that_was_not_sent(server):
     """The answer of a prompt that is too long by itself spoke of max_tokens=1, or of the default of completions."""
     unasked = {"messages": [{"role": "user", "content": "7 " * 4000}]}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    completions = [
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * n}, headers=headers, timeout=60)
-        for n in (3500, 3490)
-    ]
+    completions = [post(server, {"prompt": [5] * n}, "completions") for n in (3500, 3490)]
     for answer in (post(server, unasked), completions[0]):
         status, code, message = refusal(answer)
         assert (status, code) == (400, "context_length_exceeded")
@@ -151,12 +143,9 @@ def test_one_that_waits_and_goes_away_leaves_its_place(server):
 
 
 def test_the_chat_template_of_the_option_is_used(server):
-    text = httpx.post(
-        f"{server.url}/v1/completions",
-        json={"prompt": "[user] hi\n", "max_tokens": 8, "temperature": 0},
-        headers={"Authorization": f"Bearer {KEY}"},
-    ).json()["choices"][0]["text"]
-    assert post(server, CHAT | {"max_tokens": 8}).json()["choices"][0]["message"]["content"] == text
+    plain = post(server, {"prompt": "[user] hi\n", "max_tokens": 8, "temperature": 0}, "completions").json()
+    chat = post(server, CHAT | {"max_tokens": 8}).json()
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
 
 
 REFUSED = {
@@ -224,17 +213,15 @@ def test_what_is_not_supported_is_refused_in_openais_shape(case, server):
     ids=["cut", "empty", "list", "deep", "bytes", "nan"],
 )
 def test_malformed_bodies_are_refused_in_openais_shape(body, said, server):
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    answer = post(server, body)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
 def test_a_path_that_is_not_served_is_told_where_they_are_listed(server):
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}, headers=headers)
+    answer = post(server, {"input": "a"}, "embeddings")
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "there is nothing at /v1/embeddings; /openapi.json lists what there is"
-    listed = httpx.get(f"{server.url}/openapi.json", headers=headers).json()["paths"]
+    listed = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     assert "/v1/embeddings" not in listed and "/v1/chat/completions" in listed
 
 

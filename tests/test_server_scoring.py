@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
@@ -33,12 +32,6 @@ def engine() -> Iterator[Engine]:
 def url(engine: Engine) -> Iterator[str]:
     with served(engine) as (url, _, _):
         yield f"{url}/v1"
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def scored(engine: Engine, prompt: str | list[int], asked: int = 1) -> list[TokenLogprob | None]:
@@ -83,45 +76,9 @@ def test_a_greedy_continuation_is_said_to_be_greedy(url, engine):
     assert harness_reads(answer["choices"][0], len(prompt))[1]
 
 
-@pytest.mark.parametrize("logprobs", [None, 0, 3])
-def test_echo_without_new_tokens(logprobs, client, engine):
-    options = {"model": "tiny-gemma4", "prompt": CONTEXT, "max_tokens": 0, "echo": True, "logprobs": logprobs}
-    answer = client.completions.create(**options)
-    [choice] = answer.choices
-    assert (choice.text, choice.finish_reason, answer.usage.completion_tokens) == (CONTEXT, "length", 0)
-    if logprobs is None:
-        assert choice.logprobs is None
-        return
-    ours = scored(engine, CONTEXT, logprobs)
-    assert choice.logprobs.token_logprobs[1:] == pytest.approx([one.logprob for one in ours if one], abs=1e-4)
-    for top, token, one in zip(choice.logprobs.top_logprobs[1:], choice.logprobs.tokens[1:], ours[1:], strict=True):
-        texts = {engine.tokenizer.decode([each]) for each in one.top} | {token}
-        assert set(top) == texts
-
-
 def test_without_echo_a_request_needs_a_token(url):
     answer = httpx.post(f"{url}/completions", json={"prompt": CONTEXT, "max_tokens": 0})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
-
-
-@pytest.mark.parametrize("max_tokens", [0, 5])
-def test_echo_with_logprobs_streams_what_it_answers(max_tokens, client):
-    options = {"model": "tiny-gemma4", "prompt": [CONTEXT, "Ann"], "max_tokens": max_tokens, "echo": True}
-    options |= {"logprobs": 2, "n": 2, "temperature": 1.0, "seed": 3}
-    whole = client.completions.create(**options)
-    parts: list[list[Any]] = [[] for _ in whole.choices]
-    for chunk in client.completions.create(**options, stream=True):
-        for choice in chunk.choices:
-            parts[choice.index].append(choice)
-    for choice, pieces in zip(whole.choices, parts, strict=True):
-        assert "".join(piece.text for piece in pieces) == choice.text
-        assert pieces[-1].finish_reason == choice.finish_reason
-        for name in ("tokens", "text_offset"):
-            joined = [one for piece in pieces if piece.logprobs for one in getattr(piece.logprobs, name)]
-            assert joined == getattr(choice.logprobs, name)
-        values = [one for piece in pieces if piece.logprobs for one in piece.logprobs.token_logprobs]
-        assert values[0] is None
-        assert values[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
 
 
 def test_prompt_logprobs_as_vllm_has_them(url, engine):

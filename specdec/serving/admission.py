@@ -78,7 +78,7 @@ class Admission:
             self._count_places(client, -count)
             self._admit_waiters()
 
-    def gained(self, sample: Any, tokens: int, now: float) -> None:
+    def gained(self, sample: Any, now: float) -> None:
         """Observer method: a request that gained tokens keeps its place."""
 
     def ended(self, sample: Any, now: float) -> None:

@@ -13,7 +13,6 @@ from specdec.serving.http.events import CLIENT_GONE, ClientGoneError, JsonRespon
 from specdec.serving.openai import chat_completions as chat
 from specdec.serving.openai import completions, openapi, responses, token_routes
 from specdec.serving.openai import models_route as models
-from specdec.serving.openai.response_store import ResponseStore
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.state import ServeState
 from specdec.serving.tools.tool_parsers import tool_parser_for
@@ -33,7 +32,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     parser = tool_parser_for(engine.tokenizer, name=settings.tool_parser)
     app.state.serve = ServeState(engine, settings, parser)
     app.state.metrics = metrics.MetricsCollector(engine, settings.model_names[0])
-    app.state.responses = ResponseStore()
     faults.install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
     middleware.install_middleware(app, settings)

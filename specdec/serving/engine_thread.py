@@ -65,8 +65,8 @@ class Observer(Protocol):
     """Receives new tokens and ends of requests, for example for metrics. Called on the engine's thread, so it must not
     wait."""
 
-    def gained(self, sample: StreamedSample, tokens: int, now: float) -> None:
-        """The sample gained `tokens` tokens; `seen` and `last_news` are not updated yet."""
+    def gained(self, sample: StreamedSample, now: float) -> None:
+        """The sample gained tokens; `seen` and `last_news` are not updated yet."""
 
     def ended(self, sample: StreamedSample, now: float) -> None:
         """The sample finished, was aborted or failed."""
@@ -209,7 +209,7 @@ class EngineThread:
                 if sample.seen:  # gained in a round, not after the prompt
                     self.failed_rounds = 0
                 for observer in self.observers:
-                    observer.gained(sample, tokens, now)
+                    observer.gained(sample, now)
                 sample.seen, sample.last_news = sample.seen + tokens, now
             if finished:
                 ended.append(sample)

@@ -83,24 +83,22 @@ class NonBlockingHandler(logging.Handler):
     def _run(self) -> None:
         said = 0  # dropped lines already reported
         while True:
-            taken = [self._lines.get()]
-            while not self._lines.empty():
-                taken.append(self._lines.get())
-            batch = b"".join(each for each in taken if isinstance(each, bytes))
-            self._write(batch)
-            self._written += len(batch)
-            if unsaid := self.dropped - said:
+            taken = self._lines.get()
+            if isinstance(taken, bytes):
+                self._write(taken)
+                self._written += len(taken)
+            is_last = isinstance(taken, threading.Event) or self._lines.empty()
+            if is_last and (unsaid := self.dropped - said):
                 text = "%d lines of this log were dropped: its reader is too slow"
                 record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (unsaid,), None)
                 self._write((self.format(record) + "\n").encode())
                 said += unsaid
-            for each in taken:
-                if isinstance(each, threading.Event):
-                    each.set()
+            if isinstance(taken, threading.Event):
+                taken.set()
 
-    def _write(self, batch: bytes) -> None:
-        """Write the whole batch. If there is no reader, it is lost."""
-        left = memoryview(batch)
+    def _write(self, line: bytes) -> None:
+        """Write the whole line. If there is no reader, it is lost."""
+        left = memoryview(line)
         while left:
             try:
                 left = left[os.write(self.descriptor, left) :]
@@ -110,12 +108,11 @@ class NonBlockingHandler(logging.Handler):
                 return
 
 
-def set_up(kind: LogFormat, level: int, descriptor: int = 2) -> NonBlockingHandler:
+def set_up(kind: LogFormat, level: int) -> None:
     """Let the root logger write to standard error through such a handler, unless the program has set others."""
-    handler = NonBlockingHandler(descriptor)
+    handler = NonBlockingHandler(2)
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level, handlers=[handler])
-    return handler
 
 
 logger = logging.getLogger("specdec.serving")

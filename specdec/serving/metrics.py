@@ -70,7 +70,7 @@ class MetricsCollector:
         ProcessCollector(registry=self.registry)
         engine.observe(self)
 
-    def gained(self, sample: StreamedSample, tokens: int, now: float) -> None:
+    def gained(self, sample: StreamedSample, now: float) -> None:
         """On the engine's thread."""
         if sample.seen:
             self._between.observe(now - sample.last_news)

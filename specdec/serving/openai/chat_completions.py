@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from specdec.config import SamplingParams
@@ -31,8 +31,8 @@ PROMPT_END = 64
 
 
 @router.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=answers.ASKING | answers.STREAMED)
-async def chat_completions(body: ChatRequest, request: Request, state: StateDep) -> Response:
-    return await ChatTextAnswer(body, state).respond(request)
+async def chat_completions(body: ChatRequest, state: StateDep) -> Response:
+    return await ChatTextAnswer(body, state).respond()
 
 
 class ChatTextAnswer(TextAnswer):
@@ -120,7 +120,7 @@ class ChatTextAnswer(TextAnswer):
         return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
 
     async def _grown(
-        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams
+        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
     ) -> AsyncIterator[dict[str, Any]]:
         fold = self._folds.setdefault(index, self._fold())
         for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply, fold)):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from specdec.config import SamplingParams
@@ -29,8 +29,8 @@ MAX_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=answers.Completion, responses=answers.ASKING | answers.STREAMED)
-async def completions(body: CompletionRequest, request: Request, state: StateDep) -> Response:
-    return await CompletionTextAnswer(body, state).respond(request)
+async def completions(body: CompletionRequest, state: StateDep) -> Response:
+    return await CompletionTextAnswer(body, state).respond()
 
 
 class CompletionTextAnswer(TextAnswer):
@@ -42,7 +42,6 @@ class CompletionTextAnswer(TextAnswer):
     def __init__(self, body: CompletionRequest, state: ServeState) -> None:
         super().__init__(body, state, "cmpl", self.chunk_kind)
         self.echoes: list[str] = []  # one per prompt; empty without `echo`
-        self._begun: set[int] = set()  # choices whose first delta was sent
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         params = await self.engine.off_loop(self._params)
@@ -92,10 +91,8 @@ class CompletionTextAnswer(TextAnswer):
         return {"choices": [_text(index, self.echoes[index // self.n])]}
 
     async def _grown(
-        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams
+        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
     ) -> AsyncIterator[dict[str, Any]]:
-        first = index not in self._begun
-        self._begun.add(index)
         if first and self.body.echo and self.body.logprobs is not None:  # only now are the prompt's scores known
             scores = streams.samples[index].handle.prompt_logprobs or ()
             logprobs = await self.engine.off_loop(partial(self._echoed, index, scores))

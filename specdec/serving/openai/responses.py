@@ -1,18 +1,16 @@
 """POST /v1/responses: OpenAI's newer chat API, implemented as a chat. Stored responses can be continued."""
 
-import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.http.answers import refusals
-from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop
 from specdec.serving.http.faults import ApiError, as_api_error
@@ -23,7 +21,7 @@ from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFor
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import answer_of, chat_request, messages_of
-from specdec.serving.openai.response_store import ResponseStore, StoredResponse
+from specdec.serving.openai.response_store import StoredResponse
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.streams import Streams
@@ -33,26 +31,26 @@ AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_res
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
-async def create_response(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
-    return await ResponseAnswer(body, state, _store(request), _key(request)).respond(request)
+async def create_response(body: ResponsesRequest, state: StateDep) -> Response:
+    return await ResponseAnswer(body, state).respond()
 
 
 @router.get("/v1/responses/{response_id}", response_model=answers.Response, responses=refusals(404))
-async def read_response(response_id: str, request: Request) -> JsonResponse:
-    return JsonResponse(_stored(request, response_id).response)
+async def read_response(response_id: str, state: StateDep) -> JsonResponse:
+    return JsonResponse(_stored(state, response_id).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(404))
-async def read_input_items(response_id: str, request: Request) -> JsonResponse:
-    inputs = _stored(request, response_id).inputs
+async def read_input_items(response_id: str, state: StateDep) -> JsonResponse:
+    inputs = _stored(state, response_id).inputs
     items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)][::-1]
     first, last = items[0]["id"], items[-1]["id"]
     return JsonResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
 
 
 @router.delete("/v1/responses/{response_id}", response_model=answers.DeletedResponse, responses=refusals(404))
-async def delete_response(response_id: str, request: Request) -> JsonResponse:
-    if not _store(request).delete(_key(request), response_id):
+async def delete_response(response_id: str, state: StateDep) -> JsonResponse:
+    if not state.responses.delete(state.owner, response_id):
         raise _unknown(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -82,16 +80,11 @@ class ResponseAnswer(ChatTextAnswer):
     scored = True
     renamed: Mapping[str, str] = {"response_format": "text.format"}
 
-    def __init__(self, asked: ResponsesRequest, state: ServeState, store: ResponseStore, key: str) -> None:
+    def __init__(self, asked: ResponsesRequest, state: ServeState) -> None:
         self.asked = asked
-        self._store = store
-        self._key = key
         self._messages: list[dict[str, Any]] = []
         if asked.previous_response_id is not None:
-            before = store.get(key, asked.previous_response_id)
-            if before is None:
-                raise _unknown(asked.previous_response_id, "previous_response_id")
-            self._messages += before.messages
+            self._messages += _stored(state, asked.previous_response_id, "previous_response_id").messages
         self._messages += messages_of(asked.items)
         super().__init__(chat_request(asked, self._messages), state)
         self._builder = ResponseBuilder(self._response())
@@ -127,7 +120,8 @@ class ResponseAnswer(ChatTextAnswer):
         )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
-            self._store.put(self._key, StoredResponse(self._builder.response, self.asked.items, messages))
+            stored = StoredResponse(self._builder.response, self.asked.items, messages)
+            self.state.responses.put(self.state.owner, stored)
         return events
 
     def _grow(self, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
@@ -181,20 +175,10 @@ class ResponseAnswer(ChatTextAnswer):
         }
 
 
-def _store(request: Request) -> ResponseStore:
-    store: ResponseStore = request.app.state.responses
-    return store
-
-
-def _key(request: Request) -> str:
-    """The owner of a request: a digest of its API key; the key itself is not kept."""
-    return hashlib.sha256(bearer_token(request.headers).encode()).hexdigest()
-
-
-def _stored(request: Request, response_id: str) -> StoredResponse:
-    found = _store(request).get(_key(request), response_id)
+def _stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
+    found = state.responses.get(state.owner, response_id)
     if found is None:
-        raise _unknown(response_id)
+        raise _unknown(response_id, param)
     return found
 
 

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from fastapi import Request
 from fastapi.responses import Response
 
 from specdec import __version__
@@ -57,7 +56,7 @@ class TextAnswer(ABC):
             "system_fingerprint": f"specdec-{__version__}",
         }
 
-    async def respond(self, request: Request) -> Response:
+    async def respond(self) -> Response:
         """Make the response, whole or as a stream."""
         try:
             return await self._answer()
@@ -77,8 +76,10 @@ class TextAnswer(ABC):
         """The chunk that precedes a choice's first delta, without the head."""
 
     @abstractmethod
-    def _grown(self, index: int, delta: StreamDelta, reply: Reply, streams: Streams) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of one delta, without the head."""
+    def _grown(
+        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of one delta, without the head. first: is it the first delta of this choice?"""
 
     @abstractmethod
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
@@ -121,10 +122,11 @@ class TextAnswer(ABC):
         totals_follow, going_on = self.body.usage.include_usage or self.body.show_drafts, len(replies)
         unopened = set(range(len(replies)))
         async for index, delta in streams:
-            if index in unopened and (opening := self._opening(index)) is not None:
-                yield head | opening | self._so_far(index, streams.stats(index))
+            first = index in unopened
             unopened.discard(index)
-            async for chunk in self._grown(index, delta, replies[index], streams):
+            if first and (opening := self._opening(index)) is not None:
+                yield head | opening | self._so_far(index, streams.stats(index))
+            async for chunk in self._grown(index, delta, replies[index], streams, first=first):
                 going_on -= any(choice["finish_reason"] is not None for choice in chunk["choices"])
                 last = {} if going_on or totals_follow else self._figures(_all_stats(streams))
                 yield head | chunk | self._so_far(index, streams.stats(index)) | last

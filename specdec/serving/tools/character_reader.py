@@ -57,23 +57,26 @@ class CharacterReader:
         self._unread.appendleft(self._held.pop())
         self._at -= 1
 
+    def _back_to(self, size: int) -> None:
+        """Put characters back until `size` are held."""
+        while len(self._held) > size:
+            self._back()
+
     def _sees(self, mark: str) -> Reading[bool]:
         """Does this marker come next? If so, read it. Raises CutOff at the end of the text."""
-        read = 0
+        size = len(self._held)
         for expected in mark:
             try:
                 char = yield from self._next()
             except CutOff:
-                if not read:
+                if len(self._held) == size:
                     raise
                 break
-            read += 1
             if char != expected:
                 break
         else:
             return True
-        for _ in range(read):
-            self._back()
+        self._back_to(size)
         return False
 
     def _solid(self) -> Reading[str]:

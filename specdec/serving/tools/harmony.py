@@ -63,8 +63,7 @@ class HarmonyParser(JsonToolParser):
             self._end_call(whole=whole)
             if isinstance(error, CutOff):
                 raise  # the held characters begin a header
-            while len(self._held) > (not self._phase):
-                self._back()
+            self._back_to(not self._phase)
         if self._held:
             self._plain(self._held.pop())
 
@@ -97,8 +96,7 @@ class HarmonyParser(JsonToolParser):
         self._back()
         size = len(self._held)
         seen = yield from self._sees(mark)
-        while len(self._held) > size:
-            self._back()
+        self._back_to(size)
         return seen
 
     def _no_arguments(self) -> Reading[None]:

@@ -84,10 +84,6 @@ class TaggedCallParser(AnswerParser):
         self._held.clear()
         return text.removeprefix("\n").removesuffix("\n")
 
-    def _back_to(self, size: int) -> None:
-        while len(self._held) > size:
-            self._back()
-
     def _precedes(self, mark: str) -> Reading[bool]:
         """Does this marker come next, after white space? Reads nothing."""
         size = len(self._held)
