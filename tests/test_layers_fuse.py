@@ -189,7 +189,7 @@ def tokens(num_rows: int) -> torch.Tensor:
     ("ops", "name"),
     [(REFERENCE, name) for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]]
     + [
-        # gpt_oss: test_fused_engine.py; the kernels are compared with the reference in test_layers_kernels.py, too
+        # gpt_oss: test_fused_engine.py; the kernels are compared with the references in test_kernel_references.py, too
         (KERNELS, name)
         if name in ("gemma4-e2b", "glm4")
         else slow(KERNELS, name)
