@@ -45,9 +45,10 @@ class Draw:
         torch.manual_seed(seed)
 
     def one(self, values: Sequence[T]) -> T:
-        """One of the values: each comes in as many cases as there are values."""
+        """One of the values: N consecutive cases have each of N values once, in an order of their own."""
         self.calls += 1
-        return Random(self.calls).sample(values, len(values))[self.seed % len(values)]
+        turn, number = divmod(self.seed, len(values))
+        return Random(f"{self.calls} {turn}").sample(values, len(values))[number]
 
     def rows(self) -> int:
         return self.one([0, 1, 2, 5, 17, 40, 70, 3])
@@ -70,19 +71,17 @@ class Draw:
         return Norm(self.tensor(width), self.one([1e-6, 0.1]), **form)
 
 
-def of_linear(draw: Draw) -> Arguments:
-    dtype, rows, n = draw.one(DTYPES), draw.rows(), draw.one([1, 33, 64, 70, 130])
-    packed = draw.one([False, True])
+def of_linear(draw: Draw, heights: Sequence[int] = (1, 33, 64, 70, 130)) -> Arguments:
+    dtype, rows, n = draw.one(DTYPES), draw.rows(), draw.one(heights)
+    packed, code = draw.one([True, True, False]), draw.one(CODES)
     k = draw.one([128, 384, 1152]) if packed else draw.one([1, 100, 600, 1000])
-    weight = random_weight(draw.one(CODES), n, k, dtype=dtype) if packed else draw.strided(n, k, dtype=dtype) * k**-0.5
+    weight = random_weight(code, n, k, dtype=dtype) if packed else draw.strided(n, k, dtype=dtype) * k**-0.5
     bias = draw.tensor(n, dtype=dtype) if draw.one([False, True]) else None
     return (draw.strided(rows, k, dtype=dtype), weight, bias), {}
 
 
 def of_gated_linear(draw: Draw) -> Arguments:
-    (x, weight, _), _ = of_linear(draw)
-    if len(weight) % 2:
-        weight = draw.tensor(66, x.shape[1], dtype=x.dtype) * x.shape[1] ** -0.5
+    (x, weight, _), _ = of_linear(draw, (2, 64, 66, 130))
     limit = {"limit": 0.5} if draw.one([False, False, True]) else {}
     return (x, weight, draw.one(["silu", "gelu_tanh"])), limit
 
