@@ -31,6 +31,7 @@ from marks import examples
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])  # no bf16 dots elsewhere
+FORMS = [*CODES, None, None, None]  # of weights; None: plain
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")
 
@@ -73,9 +74,9 @@ class Draw:
 
 def of_linear(draw: Draw, heights: Sequence[int] = (1, 33, 64, 70, 130)) -> Arguments:
     dtype, rows, n = draw.one(DTYPES), draw.rows(), draw.one(heights)
-    packed, code = draw.one([True, True, False]), draw.one(CODES)
-    k = draw.one([128, 384, 1152]) if packed else draw.one([1, 100, 600, 1000])
-    weight = random_weight(code, n, k, dtype=dtype) if packed else draw.strided(n, k, dtype=dtype) * k**-0.5
+    code, k, short = draw.one(FORMS), draw.one([128, 384, 1152]), draw.one([1, 100, 600, 1000])
+    k = k if code else short
+    weight = random_weight(code, n, k, dtype=dtype) if code else draw.strided(n, k, dtype=dtype) * k**-0.5
     bias = draw.tensor(n, dtype=dtype) if draw.one([False, True]) else None
     return (draw.strided(rows, k, dtype=dtype), weight, bias), {}
 
@@ -181,9 +182,9 @@ def of_layer_inputs(draw: Draw) -> Arguments:
 
 def of_gated_projection(draw: Draw) -> Arguments:
     dtype, rows = draw.one(DTYPES), draw.one([0, 1, 5, 40, 200, 65])
-    packed = draw.one([True, False])
-    n, k = draw.one([32, 70, 33]), 128 if packed else draw.one([8, 20, 24])
-    weight = random_weight(draw.one(CODES), n, k, dtype=dtype) if packed else draw.tensor(n, k, dtype=dtype) * k**-0.5
+    code = draw.one(FORMS)
+    n, k = draw.one([32, 70, 33]), 128 if code else draw.one([8, 20, 24])
+    weight = random_weight(code, n, k, dtype=dtype) if code else draw.tensor(n, k, dtype=dtype) * k**-0.5
     gate = Product(draw.tensor(draw.one([1, 2, 3]), rows, k), None, dtype)
     return (gate, draw.strided(rows, k, dtype=dtype), weight, draw.one(["gelu_tanh", "silu"])), {}
 
