@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from one_text import OneText
 
 from specdec.evaluation.phases.random_weights import FORMS, random_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.kvcache.layer_context import Recurrence
 from specdec.layers.gated_delta import (
     DeltaHeads,
     delta_inputs,
@@ -49,29 +48,6 @@ def test_a_small_step_is_exact() -> None:
     product = Product.from_value(torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, 0, -30.0, -17.0]], device=DEVICE))
     g = delta_inputs(product, product, torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE), heads).g
     torch.testing.assert_close(g, -torch.tensor([[-30.0, -17.0]], device=DEVICE).exp(), rtol=1e-4, atol=0)
-
-
-class OneText:
-    """One text, causal: a state a head, token by token."""
-
-    def convolve(
-        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        padded = F.pad(inputs.T, (weight.shape[1] - 1, 0))
-        return F.conv1d(padded, weight[:, None], bias, groups=len(weight)).T.contiguous()
-
-    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        times = rows.v.shape[1] // rows.k.shape[1]
-        q, k = (x.repeat_interleave(times, 1) for x in (rows.q, rows.k))
-        state, outs = torch.zeros(rows.v.shape[1], q.shape[2], rows.v.shape[2], device=DEVICE), []
-        for t in range(len(q)):
-            state = state * rows.g[t].exp()[:, None, None]
-            value = rows.v[t]
-            if rows.beta is not None:
-                value = rows.beta[t][:, None] * (value - torch.einsum("hkv,hk->hv", state, k[t]))
-            state = state + k[t][:, :, None] * value[:, None]
-            outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
-        return torch.stack(outs)
 
 
 def packed(linear: torch.nn.Linear) -> PackedLinear:

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from one_text import OneText
 from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import FAMILIES
@@ -50,9 +49,8 @@ ON_KERNELS = [
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
-class DenseContext:
-    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows. Of
-    recurrent layers transformers' own recurrence, token by token."""
+class DenseContext(OneText):
+    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows."""
 
     def __init__(self, decoder: Any, num_rows: int, dtype: torch.dtype) -> None:
         layout = layout_from_config(decoder.config)  # layers, owners and windows; sizes are those of the products
@@ -89,18 +87,6 @@ class DenseContext:
         rows = (x.transpose(0, 1)[None].float() for x in (q, k, v))
         bias = bias_of(seen[None].to(DEVICE))
         return dense_attention(*rows, bias, scaling=scaling, softcap=softcap, sinks=sinks)[0].to(q.dtype)
-
-    def convolve(
-        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        padded = F.pad(inputs.T, (weight.shape[1] - 1, 0))
-        return F.conv1d(padded, weight[:, None], bias, groups=len(weight)).T.contiguous()
-
-    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        q, k, v, g, beta = (None if x is None else x[None].float() for x in rows)
-        times = v.shape[2] // k.shape[2]
-        q, k = (x.repeat_interleave(times, 2) for x in (q * q.shape[3] ** 0.5, k))  # which it divides by
-        return delta_rule(q, k, v, g=g, beta=beta)[0][0].contiguous()
 
 
 def text_model(model: Any) -> Any:
