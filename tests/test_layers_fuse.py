@@ -10,7 +10,6 @@ import torch
 from one_text import OneText
 from torch import nn
 from torch.nn import functional as F
-from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
@@ -30,7 +29,7 @@ from marks import deep, deep_cases, slow, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
-    *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma3", "gemma2"),
+    *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma4-unified", "gemma3", "gemma2"),
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
     *("exaone4", "qwen3_5"),
 ]
@@ -100,33 +99,6 @@ def run_fused(decoder: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torc
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, specdec_ctx=context).last_hidden_state
 
 
-def unified() -> nn.Module:
-    """The text model of a 12B, which transformers has in a file of its own."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = Gemma4UnifiedTextConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        layer_types=kinds,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=8,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = Gemma4UnifiedTextModel(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.3)
-    return model
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
     "original_max_position_embeddings": 64
@@ -147,11 +119,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def make_text_model(make_target: Callable[..., Any]) -> Callable[[str], Any]:
-    """A fresh text model of a family, of a variant, or the unified one."""
+    """A fresh text model of a family or of a variant."""
 
     def make(name: str) -> Any:
-        if name == "gemma4-unified":
-            return unified().to(DEVICE)
         if name not in VARIANTS:
             return text_model(make_target(name, fresh=True)).to(DEVICE)
         family, changes = VARIANTS[name]
@@ -173,7 +143,7 @@ def tokens(num_rows: int) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("ops", "name"),
-    [(REFERENCE, name) for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]]
+    [(REFERENCE, name) for name in [*DENSE, *MIXED, *VARIANTS]]
     + [
         # gpt_oss: test_fused_engine.py; the kernels are compared with the references in test_kernel_references.py, too
         (KERNELS, name)
@@ -181,7 +151,7 @@ def tokens(num_rows: int) -> torch.Tensor:
         else slow(KERNELS, name)
         if name in ON_KERNELS
         else deep(KERNELS, name)
-        for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]
+        for name in [*DENSE, *MIXED, *VARIANTS]
     ],
     ids=lambda x: x if isinstance(x, str) else "kernels" if x is KERNELS else "reference",
 )
@@ -278,7 +248,7 @@ def test_fused_assistant_is_the_module_it_replaces(
 
 
 def test_every_entry_of_the_table_is_tested(make_text_model: Callable[[str], Any]):
-    assert {family_name(make_text_model(name)) for name in [*DENSE, *MIXED, "gemma4-unified"]} == set(FAMILIES)
+    assert {family_name(make_text_model(name)) for name in [*DENSE, *MIXED]} == set(FAMILIES)
 
 
 def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):

@@ -28,7 +28,7 @@ from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from inside import packed_values
-from marks import deep, deep_cases
+from marks import deep, deep_cases, usual_cases
 from tiny_models import VOCAB, build_target, random_eagle3, spread
 
 NEW = 16
@@ -193,25 +193,12 @@ def check_tokens(make_engine, packed, plain, greedy_oracle, prompts, drafter=Non
     return outputs
 
 
-def is_default(number: int, drafts: str, page_size: int) -> bool:
-    """One of the four kinds of a pair, so that each kind meets two pairs."""
-    return (drafts == "chain", page_size == 1) == (number % 2 == 0, number % 4 > 1)
-
-
-CASES = [
-    case if number < len(PAIRS) and is_default(number, drafts, page_size) else deep(*case)
-    for number, (family, form) in enumerate([*PAIRS, *DEEP])
-    for drafts in ("chain", "tree")
-    for page_size in (1, 16)
-    for case in [(family, form, drafts, page_size)]
-]
-
-
-@deep_cases(
-    *("qwen2-awq-chain-1", "gemma3-int4-channel-chain-16", "gemma4-e2b-int4-zeros-tree-16"),
-    "qwen3_moe-gptq-v2-tree-1",
+@usual_cases(
+    *("chain-16-llama-int4-g32", "tree-16-qwen3-gptq-zeros", "tree-1-mistral-fp8-block", "chain-1-gpt_oss-mxfp4"),
 )
-@pytest.mark.parametrize(("family", "form", "drafts", "page_size"), CASES)
+@pytest.mark.parametrize(("family", "form"), [*PAIRS, *DEEP])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
 def test_tokens_are_those_of_the_dequantised_model(
     family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script
 ):
