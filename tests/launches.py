@@ -5,6 +5,7 @@ arguments that make another program of a kernel: a dtype, a constant, a None, an
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -348,8 +349,10 @@ def some_products(dtype: torch.dtype, num_rows: int, activation: str) -> None:
     vendor_gated_projection(gate, inputs, numbers(2560, 256, dtype=dtype), activation)
 
 
-def packed(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
-    """A weight [.., N, K]: "int4", "int4-zeros", "e2m1", "e4m3" with a scale a row, "e4m3-block"."""
+def weight(form: str, *shape: int, dtype: torch.dtype) -> Any:
+    """A weight [.., N, K]: "" is plain; "int4", "int4-zeros", "e2m1", "e4m3" with a scale a row, "e4m3-block"."""
+    if not form:
+        return numbers(*shape, dtype=dtype)
     *leading, n, k = shape
     code, _, kind = form.partition("-")
     group = 32 if BITS[code] == 4 else 128 if kind == "block" else k
@@ -361,38 +364,23 @@ def packed(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
 def packed_products(dtype: torch.dtype, num_rows: int, form: str) -> None:
     x = numbers(num_rows, 2560, dtype=dtype)
     for height in (2560, 20480):
-        finish(linear(x, packed(form, height, 2560, dtype=dtype)))
-    gated_linear(x, packed(form, 20480, 2560, dtype=dtype), "gelu_tanh")
-    linear(numbers(num_rows, 2880, dtype=dtype), packed(form.removesuffix("-block"), 4096, 2880, dtype=dtype))
+        finish(linear(x, weight(form, height, 2560, dtype=dtype)))
+    gated_linear(x, weight(form, 20480, 2560, dtype=dtype), "gelu_tanh")
+    linear(numbers(num_rows, 2880, dtype=dtype), weight(form.removesuffix("-block"), 4096, 2880, dtype=dtype))
     for rows in (65, 1200):  # decoded once for all rows, and dequantised
-        vendor_gated_linear(numbers(rows, 2560, dtype=dtype), packed(form, 20480, 2560, dtype=dtype), "silu")
+        vendor_gated_linear(numbers(rows, 2560, dtype=dtype), weight(form, 20480, 2560, dtype=dtype), "silu")
     gate, inputs = parts_of(1, num_rows, 256, dtype), numbers(num_rows, 256, dtype=dtype)
-    gated_projection(gate, inputs, packed(form, 2560, 256, dtype=dtype), "gelu_tanh")
+    gated_projection(gate, inputs, weight(form, 2560, 256, dtype=dtype), "gelu_tanh")
 
 
 def fp8_products() -> None:
     """Products of some rows: tiles of one height and of two, ranges that programs hold, per-layer embeddings."""
     for rows in (128, 256, 512):
-        vendor_gated_linear(numbers(rows, 2560), packed("e4m3", 20480, 2560, dtype=BF16), "silu")
-    finish(linear(numbers(64, 2560), packed("e4m3", 256, 2560, dtype=BF16)))
+        vendor_gated_linear(numbers(rows, 2560), weight("e4m3", 20480, 2560, dtype=BF16), "silu")
+    finish(linear(numbers(64, 2560), weight("e4m3", 256, 2560, dtype=BF16)))
     for rows in (64, 256):
         gate, inputs = parts_of(5, rows, 256, BF16), numbers(rows, 256)
-        gated_projection(gate, inputs, packed("e4m3", 2560, 256, dtype=BF16), "gelu_tanh")
-
-
-def packed_mixture(dtype: torch.dtype, num_rows: int, form: str) -> None:
-    """GPT-OSS, and the MLP and experts of Gemma 4 26B-A4B."""
-    x, k = numbers(num_rows, 2880, dtype=dtype), 4
-    routing = Routing(numbers(num_rows, k, dtype=torch.int32), numbers(num_rows, k, dtype=FP32))
-    up, down = (packed(form, 32, n, 2880, dtype=dtype) for n in (5760, 2880))
-    biases = numbers(32, 5760, dtype=dtype), numbers(32, 2880, dtype=dtype)
-    apply_experts(x, routing, Experts(up, down, "swiglu_clamped", *biases, True, 1.7, 7.0))
-    hidden, num_experts = 2816, 16
-    fork = Fork(*(numbers(num_rows, hidden, dtype=dtype) for _ in Fork._fields))
-    mlp = Mlp(packed(form, 4224, hidden, dtype=dtype), "gelu_tanh", packed(form, hidden, 2112, dtype=dtype))
-    router = Router(numbers(num_experts, hidden, dtype=dtype), 8, expert_scale=numbers(num_experts, dtype=dtype))
-    up, down = (packed(form, num_experts, *shape, dtype=dtype) for shape in ((1408, hidden), (hidden, 704)))
-    mlp_and_experts(fork, mlp, router, Experts(up, down, "gelu_tanh"))
+        gated_projection(gate, inputs, weight("e4m3", 2560, 256, dtype=BF16), "gelu_tanh")
 
 
 def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
@@ -463,6 +451,7 @@ def mixture(
     num_rows: int,
     activation: str,
     sizes: tuple[int, int] = (2880, 2880),
+    form: str = "",
     *,
     normalised: bool,
     bias: bool,
@@ -476,10 +465,10 @@ def mixture(
         expert_scale=scale, normalised=normalised,
     )  # fmt: skip
     routing: Routing = route(x, router)
-    up, down = (numbers(num_experts, n, k, dtype=dtype) for n, k in ((2 * width, hidden), (hidden, width)))
+    up, down = (weight(form, num_experts, *shape, dtype=dtype) for shape in ((2 * width, hidden), (hidden, width)))
     biases = (numbers(num_experts, 2 * width, dtype=dtype), numbers(num_experts, hidden, dtype=dtype))
     apply_experts(x, routing, Experts(up, down, activation, *(biases if bias else (None, None)), interleaved, 1.7, 7.0))
-    if interleaved:  # the checkpoint's own order of axes
+    if interleaved and not form:  # the checkpoint's own order of axes
         up, down = up.mT.contiguous().mT, down.mT.contiguous().mT
         apply_experts(x, routing, Experts(up, down, activation, *biases, interleaved, 1.7, 7.0))
 
@@ -487,11 +476,7 @@ def mixture(
 def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: int, kept: int, *, form: str) -> None:
     """GLM, DeepSeek, Step and the like: sigmoids with a correction, of some groups, next to a shared expert; and
     ERNIE's softmax with one. form: of weights, as `packed` names it, or ""."""
-    hidden, width, top_k = 4096, 1408, 8
-
-    def weight(*shape: int) -> Any:
-        return packed(form, *shape, dtype=dtype) if form else numbers(*shape, dtype=dtype)
-
+    hidden, width, top_k, weights = 4096, 1408, 8, partial(weight, form, dtype=dtype)
     x, correction = numbers(num_rows, hidden, dtype=dtype), numbers(num_experts, dtype=FP32)
     router = Router(
         numbers(num_experts, hidden, dtype=dtype), top_k, sigmoid=True, float_logits=True, correction=correction,
@@ -502,8 +487,8 @@ def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: 
         route(x, other)
     route(x, router._replace(owned=(num_experts // 2, num_experts // 2)))
     route(x, softmax._replace(weight=numbers(num_experts, hidden, dtype=FP32)))
-    up, down = weight(num_experts, 2 * width, hidden), weight(num_experts, hidden, width)
-    fork, mlp = Fork(x, x, x, x), Mlp(weight(2 * width, hidden), "silu", weight(hidden, width))
+    up, down = weights(num_experts, 2 * width, hidden), weights(num_experts, hidden, width)
+    fork, mlp = Fork(x, x, x, x), Mlp(weights(2 * width, hidden), "silu", weights(hidden, width))
     dense, chosen = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))
     gain = gain_of(hidden, dtype, round_first=True)
     norm(chosen, residual=x, pre=gain, beside=dense)
@@ -564,16 +549,17 @@ def latents(dtype: torch.dtype, num_rows: int, *, low_rank: bool) -> None:
     rope_store(product, narrow, Rotary(cos, sin), Destination(*pools, PrimaryLoc(integers(num_rows))))
 
 
-def beside(dtype: torch.dtype, num_rows: int, width: int) -> None:
+def beside(dtype: torch.dtype, num_rows: int, form: str = "") -> None:
     """Gemma 4 26B-A4B, in few experts."""
-    hidden, num_experts, top_k = 2816, 16, 8
+    hidden, num_experts, top_k, weights = 2816, 16, 8, partial(weight, form, dtype=dtype)
     x = Fork(*(numbers(num_rows, hidden, dtype=dtype) for _ in Fork._fields))
-    mlp = Mlp(numbers(4224, hidden, dtype=dtype), "gelu_tanh", numbers(hidden, 2112, dtype=dtype))
+    mlp = Mlp(weights(4224, hidden), "gelu_tanh", weights(hidden, 2112))
     router = Router(numbers(num_experts, hidden, dtype=dtype), top_k, expert_scale=numbers(num_experts, dtype=dtype))
-    up, down = (numbers(num_experts, n, k, dtype=dtype) for n, k in ((2 * width, hidden), (hidden, width)))
+    up, down = weights(num_experts, 1408, hidden), weights(num_experts, hidden, 704)
     mlp_and_experts(x, mlp, router, Experts(up, down, "gelu_tanh"))
-    routing = route(x.router, router._replace(owned=(8, 8)))  # of one rank of two
-    apply_experts(x.experts, routing, Experts(up[8:], down[8:], "gelu_tanh", shared=True))
+    if not form:
+        routing = route(x.router, router._replace(owned=(8, 8)))  # of one rank of two
+        apply_experts(x.experts, routing, Experts(up[8:], down[8:], "gelu_tanh", shared=True))
 
 
 # sampling
@@ -694,9 +680,10 @@ def usual() -> Iterator[Launch]:
     yield launch(packed_products, FP32, 5, "e2m1")
     yield launch(packed_products, FP32, 5, "int4")
     yield launch(packed_products, FP32, 5, "int4-zeros")
-    yield launch(packed_mixture, BF16, 8, "e2m1")
-    yield launch(packed_mixture, BF16, 300, "int4")
-    yield launch(packed_mixture, FP16, 1, "int4")
+    for dtype, num_rows, form in ((BF16, 8, "e2m1"), (BF16, 300, "int4"), (FP16, 1, "int4")):
+        clamped = {"normalised": True, "bias": True, "interleaved": True}
+        yield launch(mixture, dtype, num_rows, "swiglu_clamped", (2880, 2880), form, **clamped)
+        yield launch(beside, dtype, num_rows, form)
     yield launch(norms, BF16, 4, rounds=False)
     yield launch(norms, FP16, 1, rounds=True)
     yield launch(forks, BF16)
@@ -708,7 +695,7 @@ def usual() -> Iterator[Launch]:
     yield launch(mixture, BF16, 1, "swiglu_clamped", normalised=True, bias=True, interleaved=True)
     yield launch(mixture, BF16, 20, "gelu_tanh", (1000, 1000), normalised=False, bias=False, interleaved=False)
     yield launch(mixture, FP32, 300, "silu", normalised=True, bias=False, interleaved=False)
-    yield launch(beside, BF16, 8, 704)
+    yield launch(beside, BF16, 8)
     yield launch(scored_mixture, BF16, 1, 128, 1, 1, form="int4")
     yield launch(scored_mixture, BF16, 16, 24, 3, 2, form="")  # groups of 8, padded to 4 groups
     yield launch(scored_mixture, FP32, 300, 32, 8, 4, form="")

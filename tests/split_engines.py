@@ -2,6 +2,7 @@
 conftest.py."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,14 +11,47 @@ import torch
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
+from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks
 from specdec.models.target import TargetModel
 
 from marks import examples
-from tiny_models import VOCAB, random_eagle3
+from tiny_models import TWO_OWNERS, VOCAB, build_target, random_eagle3, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-WIDE |= {"num_key_value_heads": 4}
+WIDE |= {"num_key_value_heads": 4}  # four ranges of K in every sum
+GLOBAL: dict[str, Any] = {"num_global_key_value_heads": 2, "global_head_dim": 128}
+LATENTS: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 4}
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 256}
+RECURRENT = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+ONE_HEAD = {**GLOBAL, "num_key_value_heads": 1, "num_global_key_value_heads": 1}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma4-31b": ("gemma4-31b", GLOBAL),  # on 4 ranks heads of some layers are divided, others repeated
+    "gemma4-e2b": ("gemma4-e2b", {**GLOBAL, "num_global_key_value_heads": 4, **TWO_OWNERS}),
+    "one head": ("gemma4-e2b", ONE_HEAD),  # for all, of some layers another layer's
+    "cohere": ("cohere", {}),  # the MLP next to attention
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),  # norms over the heads of all ranks
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}),  # biases
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
+    # ranges of 256, the last of 132: ranks have other numbers of columns
+    "gemma4-moe": ("gemma4-moe", {**GLOBAL, "num_experts": 8, "top_k_experts": 3, "intermediate_size": 900}),
+    "mixtral": ("mixtral", {}),
+    "glm4_moe": ("glm4_moe", {"moe_intermediate_size": 256}),  # a shared expert whose columns ranks divide
+    "step3p7": ("step3p7", {"num_sliding_attention_heads": 12, "n_routed_experts": 8}),  # gates by head
+    # v_head_dim: four ranges of K in the sum after attention
+    "deepseek_v3": ("deepseek_v3", {**LATENTS, **GROUPS, "v_head_dim": 128}),
+    "no latent of queries": ("deepseek_v3", {**LATENTS, **GROUPS, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENTS, "v_head_dim": 128}),
+    "qwen3_5": ("qwen3_5", {**RECURRENT, "linear_value_head_dim": 128}),  # four ranges after a recurrent layer
+    "qwen3_next": ("qwen3_next", {**RECURRENT, "num_experts": 8, "num_key_value_heads": 2}),  # weights by key head
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {**RECURRENT, "linear_num_value_heads": 4, "linear_value_head_dim": 16, "num_experts": 8},
+    ),
+}
 TREE = SpecConfig(6, 2, 8, adaptive=False)
 PARAMS = [
     SamplingParams(max_new_tokens=examples(6, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
@@ -28,7 +62,26 @@ DETERMINISTIC: dict[str, Any] = {"max_model_len": 128, "deterministic": True, "f
 
 @pytest.fixture
 def three_prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
-    return [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+    """Prompts whose answers cross a fold of recurrent layers. The second ends where a state is copied that no token
+    after it has folded."""
+    return [
+        random_prompt(5, seed=1) * 6,
+        random_prompt(49 - PARAMS[1].max_new_tokens, seed=2),
+        random_prompt(1, seed=3),
+    ]
+
+
+def new_target(name: str, **fields: Any) -> TargetModel:
+    """A deterministic target of `TARGETS`, whole."""
+    torch.manual_seed(0)
+    family, own = TARGETS[name]
+    model = spread(build_target(family, **{**WIDE, **own, **fields})).eval()
+    return TargetModel(model, REFERENCE, deterministic=True)
+
+
+@cache
+def target_of(name: str) -> TargetModel:
+    return new_target(name)
 
 
 def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecConfig = TREE, **config: Any) -> Engine:
@@ -56,15 +109,13 @@ def accepted_trees(
     return engine
 
 
-def cached_tokens_of_two_ranks(
-    target: TargetModel, asked: Sequence[list[int]], alone: Sequence[Any], *, tight: int
-) -> int:
-    """Check that two ranks give the answers `alone` of one device: with chains, with trees of a head, preempted in
-    `tight` slots, and after hits. Returns how many tokens were cached."""
+def cached_tokens_of_two_ranks(target: TargetModel, asked: Sequence[list[int]], alone: Sequence[Any]) -> int:
+    """Check that two ranks give the answers `alone` of one device: with chains, with trees of a head, preempted, and
+    after hits. Returns how many tokens were cached."""
     assert answers(engine_of(target, 2, NgramDrafter(), SpecConfig(3, adaptive=False)), asked) == alone
     assert answers(engine_of(target, 2, random_eagle3(target.model), TREE, max_batch_size=2), asked) == alone
 
-    short = engine_of(target, 2, full_slots=tight, prefix_cache=False)
+    short = engine_of(target, 2, full_slots=80, prefix_cache=False)
     assert answers(short, asked) == alone
     assert short.stats().preemptions > 0
 

@@ -4,25 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from one_text import OneText
 
 from specdec.evaluation.phases.random_weights import FORMS, random_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.kvcache.layer_context import Recurrence
 from specdec.layers.gated_delta import (
-    COLUMNS,
     DeltaHeads,
-    delta_heads,
     delta_inputs,
-    gate_norm,
-    reference_delta_heads,
-    reference_delta_inputs,
-    reference_gate_norm,
 )
 from specdec.layers.linear import linear
 from specdec.layers.merged_weights import WeightGroups
-from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
 from specdec.layers.product import Product
@@ -32,12 +24,6 @@ from marks import slow, usual_cases
 from tiny_models import build_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPES = [
-    DeltaHeads(2, 4, 8, 12),
-    DeltaHeads(3, 3, 5, 7),
-    DeltaHeads(2, 6, 8, 12, groups=2),
-    DeltaHeads(4, 8, 16, COLUMNS // 16, groups=4),  # more than one program, and the groups across them
-]
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
@@ -51,27 +37,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def product_of(rows: int, width: int, splits: int, dtype: torch.dtype) -> Product:
-    if splits == 1:
-        return Product.from_value(randn(rows, width, dtype=dtype))
-    return Product(randn(splits, rows, width), None, dtype)
-
-
 def close(found: Any, wanted: Any, dtype: torch.dtype = torch.float32) -> None:
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("apart", [False, True], ids=["one product", "gates apart"])
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_inputs_and_gates_are_the_reference(heads: DeltaHeads, apart: bool, dtype: torch.dtype) -> None:
-    product = product_of(3, heads.width + (0 if apart else 2 * heads.num_v), 3, dtype)
-    gates = product_of(3, 2 * heads.num_v, 1, dtype) if apart else product
-    decay, bias = randn(heads.num_v), 12 * randn(heads.num_v)  # of steps from nothing to beyond 20
-    found = delta_inputs(product, gates, decay, bias, heads)
-    close(found, reference_delta_inputs(product, gates, decay, bias, heads), dtype)
-    assert found.g.dtype == torch.float32 and found.inputs.dtype == found.beta.dtype == dtype
 
 
 def test_a_small_step_is_exact() -> None:
@@ -80,46 +48,6 @@ def test_a_small_step_is_exact() -> None:
     product = Product.from_value(torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, 0, -30.0, -17.0]], device=DEVICE))
     g = delta_inputs(product, product, torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE), heads).g
     torch.testing.assert_close(g, -torch.tensor([[-30.0, -17.0]], device=DEVICE).exp(), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", SHAPES[:2], ids=str)
-def test_heads_are_the_reference(heads: DeltaHeads, dtype: torch.dtype) -> None:
-    x = randn(3, heads.channels + 3, dtype=dtype)[:, : heads.channels]
-    found = delta_heads(x, heads, "silu")
-    close(found, reference_delta_heads(x, heads, "silu"), dtype)
-    assert [y.dtype for y in found] == [torch.float32, torch.float32, dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(4, 12), (1, 64)])
-def test_the_gated_norm_is_the_reference(heads: int, dim: int, dtype: torch.dtype) -> None:
-    x, z = 3 * randn(3, heads, dim), randn(3, heads * dim, dtype=dtype)
-    gain = Norm(randn(dim, dtype=dtype), 1e-6, round_first=True)
-    close(gate_norm(x, z, gain, "silu"), reference_gate_norm(x, z, gain, "silu"), dtype)
-
-
-class OneText:
-    """One text, causal: a state a head, token by token."""
-
-    def convolve(
-        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        padded = F.pad(inputs.T, (weight.shape[1] - 1, 0))
-        return F.conv1d(padded, weight[:, None], bias, groups=len(weight)).T.contiguous()
-
-    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        times = rows.v.shape[1] // rows.k.shape[1]
-        q, k = (x.repeat_interleave(times, 1) for x in (rows.q, rows.k))
-        state, outs = torch.zeros(rows.v.shape[1], q.shape[2], rows.v.shape[2], device=DEVICE), []
-        for t in range(len(q)):
-            state = state * rows.g[t].exp()[:, None, None]
-            value = rows.v[t]
-            if rows.beta is not None:
-                value = rows.beta[t][:, None] * (value - torch.einsum("hkv,hk->hv", state, k[t]))
-            state = state + k[t][:, :, None] * value[:, None]
-            outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
-        return torch.stack(outs)
 
 
 def packed(linear: torch.nn.Linear) -> PackedLinear:

@@ -306,16 +306,3 @@ def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_targe
         got.append(outputs(made, prompts, params))
         assert (rows[0] == rows[-1]) == whole
     assert got[0] == got[1]
-
-
-@interpreted
-@pytest.mark.deep
-def test_tokens_on_the_kernels(make_target, engine, random_prompt, greedy_oracle, monkeypatch):
-    """Not deterministic: a prompt's rows and its last one are attended by unlike kernels."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    model, prompts = make_target("gemma4-e2b", **FEWER_LAYERS), [random_prompt(12), random_prompt(5)]
-    made = engine(model, "mtp", FAST, attention="triton", prefill_chunk=11, max_batch_size=2, max_model_len=64)
-    rows = rows_of_layers(made.target)
-    tokens = [out.token_ids for out in made.generate(prompts, SamplingParams(max_new_tokens=3))]
-    assert tokens == [greedy_oracle(model, prompt, 3) for prompt in prompts]
-    assert sum(rows[0]) > sum(rows[-1])

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from one_text import OneText
 from torch import nn
 from torch.nn import functional as F
-from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import FAMILIES
@@ -31,7 +29,7 @@ from marks import deep, deep_cases, slow, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
-    *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma3", "gemma2"),
+    *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma4-unified", "gemma3", "gemma2"),
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
     *("exaone4", "qwen3_5"),
 ]
@@ -50,9 +48,8 @@ ON_KERNELS = [
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
-class DenseContext:
-    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows. Of
-    recurrent layers transformers' own recurrence, token by token."""
+class DenseContext(OneText):
+    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows."""
 
     def __init__(self, decoder: Any, num_rows: int, dtype: torch.dtype) -> None:
         layout = layout_from_config(decoder.config)  # layers, owners and windows; sizes are those of the products
@@ -90,18 +87,6 @@ class DenseContext:
         bias = bias_of(seen[None].to(DEVICE))
         return dense_attention(*rows, bias, scaling=scaling, softcap=softcap, sinks=sinks)[0].to(q.dtype)
 
-    def convolve(
-        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        padded = F.pad(inputs.T, (weight.shape[1] - 1, 0))
-        return F.conv1d(padded, weight[:, None], bias, groups=len(weight)).T.contiguous()
-
-    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        q, k, v, g, beta = (None if x is None else x[None].float() for x in rows)
-        times = v.shape[2] // k.shape[2]
-        q, k = (x.repeat_interleave(times, 2) for x in (q * q.shape[3] ** 0.5, k))  # which it divides by
-        return delta_rule(q, k, v, g=g, beta=beta)[0][0].contiguous()
-
 
 def text_model(model: Any) -> Any:
     decoder = model.get_decoder()
@@ -112,33 +97,6 @@ def run_fused(decoder: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torc
     context = DenseContext(decoder, ids.shape[1], dtype)
     positions = torch.arange(ids.shape[1], device=DEVICE)[None]
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, specdec_ctx=context).last_hidden_state
-
-
-def unified() -> nn.Module:
-    """The text model of a 12B, which transformers has in a file of its own."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = Gemma4UnifiedTextConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        layer_types=kinds,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=8,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = Gemma4UnifiedTextModel(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.3)
-    return model
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -161,11 +119,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def make_text_model(make_target: Callable[..., Any]) -> Callable[[str], Any]:
-    """A fresh text model of a family, of a variant, or the unified one."""
+    """A fresh text model of a family or of a variant."""
 
     def make(name: str) -> Any:
-        if name == "gemma4-unified":
-            return unified().to(DEVICE)
         if name not in VARIANTS:
             return text_model(make_target(name, fresh=True)).to(DEVICE)
         family, changes = VARIANTS[name]
@@ -187,15 +143,15 @@ def tokens(num_rows: int) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("ops", "name"),
-    [(REFERENCE, name) for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]]
+    [(REFERENCE, name) for name in [*DENSE, *MIXED, *VARIANTS]]
     + [
-        # gpt_oss: test_fused_engine.py; the kernels are compared with the reference in test_layers_kernels.py, too
+        # gpt_oss: test_fused_engine.py; the kernels are compared with the references in test_kernel_references.py, too
         (KERNELS, name)
         if name in ("gemma4-e2b", "glm4")
         else slow(KERNELS, name)
         if name in ON_KERNELS
         else deep(KERNELS, name)
-        for name in [*DENSE, *MIXED, "gemma4-unified", *VARIANTS]
+        for name in [*DENSE, *MIXED, *VARIANTS]
     ],
     ids=lambda x: x if isinstance(x, str) else "kernels" if x is KERNELS else "reference",
 )
@@ -249,13 +205,6 @@ def test_a_router_in_float32_keeps_its_model_fused(make_target: Callable[..., An
     assert ((fused - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.03
 
 
-def test_attention_gated_by_channel_is_left_as_it_is(make_target: Callable[..., Any]):
-    source = private_copy(text_model(make_target("step3p7", fresh=True)))
-    source.layers[0].self_attn.gate_per_head = False
-    with pytest.raises(Unfusable, match="gated by channel"):
-        fuse(source, REFERENCE)
-
-
 class FrozenContext:
     """Every layer reads one prefix of 11 keys, of which it owns nothing, as an MTP assistant does."""
 
@@ -299,28 +248,7 @@ def test_fused_assistant_is_the_module_it_replaces(
 
 
 def test_every_entry_of_the_table_is_tested(make_text_model: Callable[[str], Any]):
-    assert {family_name(make_text_model(name)) for name in [*DENSE, *MIXED, "gemma4-unified"]} == set(FAMILIES)
-
-
-def test_others_are_left_as_they_are(make_target: Callable[..., Any]):
-    source = private_copy(text_model(make_target("starcoder2")))
-    with pytest.raises(Unfusable, match="Starcoder2Model has no fused form"):
-        fuse(source, REFERENCE)
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "reason"),
-    [
-        ("cohere", {"use_qk_norm": True}, "norms of queries and keys have weights [[4, 8], [2, 8]]"),
-        ("granite", {"mlp_bias": True}, "MLP has biases"),
-    ],
-)
-def test_what_a_family_has_and_its_fused_form_has_not(
-    family: str, change: dict[str, Any], reason: str, make_target: Callable[..., Any]
-):
-    model = text_model(make_target(family, fresh=True, **change))
-    with pytest.raises(Unfusable, match=re.escape(reason)):
-        fuse(private_copy(model), REFERENCE)
+    assert {family_name(make_text_model(name)) for name in [*DENSE, *MIXED]} == set(FAMILIES)
 
 
 def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):
@@ -379,34 +307,42 @@ def half_dtype(model: Any) -> None:
     model.layers[1].half()
 
 
-def biased(model: Any) -> None:
-    model.layers[0].mlp.down_proj = nn.Linear(48, 32)
+def gated_by_channel(model: Any) -> None:
+    model.layers[0].self_attn.gate_per_head = False
+
+
+def subclass(model: Any) -> None:
+    model.__class__ = type("Other", (type(model),), {})
+
+
+def as_it_is(model: Any) -> None:
+    pass
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("family", "settings", "change", "reason"),
     [
-        (adapter, "layers.1.mlp.up_proj is a"),
-        (hooked, "layers.0.self_attn is hooked"),
-        (other_activation, "is not 'silu'"),
-        (other_config, "gated by 'relu'"),
-        (unknown_rope, "type 'spiral'"),
-        (half_dtype, "more than one dtype"),
-        (biased, "MLP has biases"),
+        ("llama", {}, adapter, "layers.1.mlp.up_proj is a"),
+        ("llama", {}, hooked, "layers.0.self_attn is hooked"),
+        ("llama", {}, other_activation, "is not 'silu'"),
+        ("llama", {}, other_config, "gated by 'relu'"),
+        ("llama", {}, unknown_rope, "type 'spiral'"),
+        ("llama", {}, half_dtype, "more than one dtype"),
+        ("llama", {}, subclass, "Other has no fused form"),
+        ("step3p7", {}, gated_by_channel, "gated by channel"),
+        ("cohere", {"use_qk_norm": True}, as_it_is, "norms of queries and keys have weights [[4, 8], [2, 8]]"),
+        ("granite", {"mlp_bias": True}, as_it_is, "MLP has biases"),
     ],
-    ids=lambda x: getattr(x, "__name__", ""),
+    ids=lambda x: getattr(x, "__name__", None),
 )
 def test_an_instance_that_is_not_as_its_class_is_refused(
-    change: Callable[[Any], None], reason: str, make_target: Callable[..., Any]
+    family: str,
+    settings: dict[str, Any],
+    change: Callable[[Any], None],
+    reason: str,
+    make_target: Callable[..., Any],
 ):
-    model = make_target("llama", fresh=True).model
+    model = text_model(make_target(family, fresh=True, **settings))
     change(model)
     with pytest.raises(Unfusable, match=re.escape(reason)):
         fuse(private_copy(model), REFERENCE)
-
-
-def test_a_subclass_is_not_its_class(make_target: Callable[..., Any]):
-    model = private_copy(make_target("llama").model)
-    model.__class__ = type("Other", (type(model),), {})
-    with pytest.raises(Unfusable, match="Other has no fused form"):
-        fuse(model, REFERENCE)

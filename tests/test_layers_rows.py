@@ -76,13 +76,16 @@ def test_a_cheap_tangent_of_a_bfloat16_rounds_as_the_exact_one_does():
 
 
 @usual_cases(
+    "0-3-None-plain-torch.float32",
     *("1-3-None-plain-torch.float32", "1-3-None-scaled-torch.bfloat16", "5-512-512-scaled-torch.float16"),
     *("4-700-5-plain-torch.bfloat16", "4-700-5-scaled-torch.float32", "2-33-1030-plain-torch.float16"),
     "2-33-1030-scaled-torch.float32",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, ON_GPU], ids=str)
 @pytest.mark.parametrize("scale", [None, 50.5964], ids=["plain", "scaled"])
-@pytest.mark.parametrize(("rows", "width", "beside"), [(1, 3, None), (5, 512, 512), (4, 700, 5), (2, 33, 1030)])
+@pytest.mark.parametrize(
+    ("rows", "width", "beside"), [(0, 3, None), (1, 3, None), (5, 512, 512), (4, 700, 5), (2, 33, 1030)]
+)
 def test_embed_is_the_reference(rows: int, width: int, beside: int | None, scale: float | None, dtype: torch.dtype):
     table = torch.randn(11, width, device=DEVICE).to(dtype)
     tokens = torch.randint(0, 11, (rows, 3), device=DEVICE)[:, 1]
@@ -93,11 +96,6 @@ def test_embed_is_the_reference(rows: int, width: int, beside: int | None, scale
     for function in (embed, reference_embed):
         got = function(tokens, table, factor, right)
         assert got.dtype == dtype and got.equal(want), function.__name__
-
-
-def test_embed_of_no_tokens():
-    nobody = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert embed(nobody, torch.randn(3, 8, device=DEVICE)).shape == (0, 8)
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])

@@ -12,8 +12,6 @@ from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_alloca
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import AHEAD
-from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
@@ -24,7 +22,6 @@ from inside import (
     RequestState,
     RoundResult,
     Scheduler,
-    record_round,
     restricted,
     settle_round,
 )
@@ -133,17 +130,6 @@ def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
     pool.check()
 
 
-def test_who_gives_up_all_that_it_has_names_no_page_twice():
-    """Though another row holds it as well: that claim is not its own to give."""
-    table = make(page_size=2)
-    table.ensure_slots(0, 2)
-    table.adopt_pages(1, table.pages(0, 1))
-    slots = torch.tensor([2, 3, 2, 3])
-    with pytest.raises(DoubleFreeError, match="named twice"):
-        table.allocator.free(slots)
-    table.check()
-
-
 def two_that_begin_alike(page_size: int) -> RequestTable:
     """Rows 0 and 1 begin with the same two pages, row 2 has its own; then 12 more tokens each."""
     table = make(page_size, pages=40)
@@ -152,22 +138,6 @@ def two_that_begin_alike(page_size: int) -> RequestTable:
     table.adopt_pages(1, table.pages(0, 2))
     grow(table, [12, 12, 12])
     return table
-
-
-@pytest.mark.parametrize(("page_size", "named", "freed"), [(1, 10 + 10 + 8, 26), (4, 3 + 2 + 1, 5)])
-def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int, freed: int):
-    """With pages of 4 row 1 began after the first: the window of its first 8 tokens lies in the second."""
-    table = two_that_begin_alike(page_size)
-    swa, shared = table.allocator.pools[SWA], table.pages(0, 2)
-    held = swa.held_pages
-    assert table.evict_unseen(ints(0, 1, 2)) == named
-    assert held - swa.held_pages == freed
-    assert not table.allocator.is_mapped(SWA, shared).any()
-    table.check()
-    for row in range(3):
-        table.close_rows(row)
-    table.check()
-    assert (swa.held_pages, table.allocator.primary.held_pages) == (0, 0)
 
 
 def test_a_page_that_another_row_still_sees_stays_mapped():
@@ -340,7 +310,7 @@ def test_a_round_is_settled_for_all():
     assert table.committed_len.host.tolist() == [6, 4, 6, 0]
     assert [request.stats.verify_seconds for request in requests] == [0.5, 0.5]
     assert [request.stats.output_tokens for request in requests] == [2, 3]
-    assert [stats.rounds for stats in before] == [0, 0]  # what was settled before is as it was
+    assert [(stats.rounds, sum(stats.accepted_counts)) for stats in before] == [(0, 0)] * 2, "settled before"
 
 
 def test_an_interrupted_step_moves_no_reader(monkeypatch):
@@ -359,17 +329,6 @@ def test_an_interrupted_step_moves_no_reader(monkeypatch):
     assert (request.output_ids, request.finish_reason) == ([0, 2, 1, 2], "stop")
 
 
-def test_a_copied_reader_has_all_and_reads_on_by_itself():
-    reader = Detokenizer(Letters(), frozenset({9}))
-    reader.stream([0, 1], (), finished=False)
-    assert not reader.find_stop([0, 1, 2], ("zz",))
-    twin = copy.copy(reader)
-    before = contents(reader)
-    assert contents(twin) == before
-    assert twin.find_stop([0, 1, 2, 25, 25], ("zz",))
-    assert contents(reader) == before
-
-
 @pytest.mark.parametrize("draft", [SpecConfig(4), SpecConfig(3, 2, 6), SpecConfig(1), SpecConfig(3, 1, 3)])
 def test_only_the_end_of_an_output_shortens_a_draft(draft):
     request = Request([1], SamplingParams(max_new_tokens=9), 0, Detokenizer(None), frozenset(), draft)
@@ -383,27 +342,6 @@ def test_who_is_restricted_has_rules_that_still_hold():
     for request, free in ((requests[1], False), (requests[2], True), (requests[3], False)):
         request.settled = request.settled._replace(grammar_state=SimpleNamespace(free=free))
     assert restricted(requests) == [requests[1], requests[3]] and restricted(requests[::2]) == []
-
-
-def test_present_are_those_that_kept_their_row():
-    requests = [request_of(number) for number in range(3)]
-    step = LaunchedStep(
-        RequestBatch(requests), None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None
-    )
-    assert step.present() == [0, 1, 2] and step.gaining() == requests
-    requests[1].lose_row()
-    assert step.present() == [0, 2] and step.gaining() == requests[::2]
-
-
-def test_figures_are_copied_whole():
-    first = request_of().stats
-    record_round(first, 3, 2, 4)
-    first.cached_tokens, first.draft_seconds = 5, 0.25
-    twin = first.copy()
-    assert twin == first and contents(twin) == contents(first)
-    record_round(twin, 1, 1, 4)
-    assert (first.accepted_counts, twin.accepted_counts) == ([1, 1, 0, 0], [2, 1, 0, 0])
-    assert first.rounds == 1
 
 
 def test_what_a_batch_uses_is_that_of_this_batch():

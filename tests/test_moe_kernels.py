@@ -5,24 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    Ernie4_5_MoeConfig,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    HYV3Config,
-    MixtralConfig,
-    Qwen3MoeConfig,
-    Step3p7TextConfig,
-)
-from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-from transformers.models.hy_v3.modeling_hy_v3 import HYV3MoE
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-from transformers.models.step3p7.modeling_step3p7 import Step3p7SparseMoeBlock
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
 from specdec.gpu.triton_shim import triton
@@ -38,87 +20,69 @@ from specdec.layers.norm import reference_rms_norm
 from specdec.layers.product import finish, reference_finish
 
 from marks import deep, deep_cases, slow, usual_cases
+from tiny_models import build_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
-FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw", "glm4_moe", "step3p7"]
+FAMILIES = ["gemma4-moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw", "glm4_moe", "step3p7"]
+CORRECTED = [
+    "glm4_moe",
+    "glm4_moe-raw",
+    "hy_v3",
+    "ernie4_5_moe",
+    "step3p7",
+]  # by a bias that weighs nothing
+NAMES = {  # of a config's numbers of experts, of those that a token chooses, and of channels, where others have others
+    "gemma4-moe": ("num_experts", "top_k_experts", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_intermediate_size"),
+    "step3p7": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+}
 
 
 def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
-    """(router module, experts module, forward of transformers' eager block) with random weights, float32."""
+    """The mixture of a model's last layer, with random weights, float32; GLM's experts are of 3 groups, 2 of them kept.
+    With "-raw" weights of the chosen are not normalised."""
     torch.manual_seed(len(family))
-    if family in BLOCKS:
-        chosen = scoring_block(family, hidden, width, num_experts, top_k)
-        return chosen.gate, chosen.experts, lambda x: chosen.experts(x, *reversed(theirs(chosen, x)))
-    sizes = {"hidden_size": hidden, "experts_implementation": "eager"}
-    if family == "gemma4":
-        kinds = {"moe_intermediate_size": width, "num_experts": num_experts, "top_k_experts": top_k}
-        config = Gemma4TextConfig(**sizes, **kinds, enable_moe_block=True)
-        router, experts = Gemma4TextRouter(config), Gemma4TextExperts(config)
-
-        def forward(x):
-            _, weights, index = router(x)
-            return experts(x, index, weights)
-
-    else:
-        sizes["num_experts_per_tok"] = top_k
-        local = {"intermediate_size": width, "num_local_experts": num_experts}
-        qwen = {"moe_intermediate_size": width, "num_experts": num_experts}
-        block: Any
-        if family == "gpt_oss":
-            block = GptOssMLP(GptOssConfig(**sizes, **local))
-        elif family == "mixtral":
-            block = MixtralSparseMoeBlock(MixtralConfig(**sizes, **local))
-        else:
-            config = Qwen3MoeConfig(**sizes, **qwen, norm_topk_prob=not family.endswith("raw"))
-            block = Qwen3MoeSparseMoeBlock(config)
-        router = block.router if family == "gpt_oss" else block.gate
-        experts = block.experts
-
-        def forward(x):
-            out = block.eval()(x[None])
-            return (out[0] if isinstance(out, tuple) else out)[0]
-
-    with torch.no_grad():
-        for parameter in (*router.parameters(), *experts.parameters()):
-            parameter.normal_(std=0.5)
-    return router.to(DEVICE), experts.to(DEVICE), forward
-
-
-BLOCKS = ["glm4_moe", "glm4_moe-raw", "hy_v3", "ernie4_5_moe", "step3p7"]
-
-
-def scoring_block(family: str, hidden: int, width: int, num_experts: int, top_k: int) -> Any:
-    """A mixture whose router corrects its choice, with random weights; GLM's are of 3 groups, 2 of them kept."""
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "experts_implementation": "eager"}
-    chosen = {"num_experts_per_tok": top_k}
-    block: Any
-    if family.startswith("glm4_moe"):
-        groups = {"n_routed_experts": num_experts, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}
-        block = Glm4MoeMoE(Glm4MoeConfig(**sizes, **chosen, **groups, norm_topk_prob=not family.endswith("raw")))
-    elif family == "hy_v3":
-        block = HYV3MoE(HYV3Config(**sizes, **chosen, num_experts=num_experts))
-    elif family == "ernie4_5_moe":
-        block = Ernie4_5_MoeSparseMoeBlock(Ernie4_5_MoeConfig(**sizes, moe_k=top_k, moe_num_experts=num_experts))
-    else:
-        config = Step3p7TextConfig(
-            **sizes, **chosen, n_routed_experts=num_experts, moe_router_scaling_factor=1.5, swiglu_limits=[0.5] * 45
-        )
-        block = Step3p7SparseMoeBlock(config, 3)
+    name = family.removesuffix("-raw")
+    others = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    fields: dict[str, Any] = dict(zip(NAMES.get(name, others), (num_experts, top_k, width), strict=True))
+    if name == "glm4_moe":
+        fields |= {"n_group": 3, "topk_group": 2}
+    if name in ("glm4_moe", "qwen3_moe"):
+        fields["norm_topk_prob"] = name == family
+    model: Any = build_target(name, hidden_size=hidden, **fields)
+    model.set_experts_implementation("eager")
+    decoder = model.get_decoder()
+    layer = getattr(decoder, "language_model", decoder).layers[-1]
+    block = layer if name == "gemma4-moe" else layer.mlp
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(std=0.5)
-        for name, tensor in (*block.named_buffers(), *block.named_parameters()):
-            if name.endswith("e_score_correction_bias"):
+        for key, tensor in (*block.named_buffers(), *block.named_parameters()):
+            if key.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.3)
     return block.eval().to(DEVICE)
 
 
+def router_module(block: Any) -> Any:
+    return block.router if hasattr(block, "router") else block.gate
+
+
+def described(block: Any) -> tuple[Router, Experts]:
+    """The mixture as fused layers read it."""
+    router, experts = router_of(router_module(block), block), experts_of(block.experts)
+    assert router is not None and experts is not None
+    return router, experts
+
+
 def theirs(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and experts of each row as transformers' mixture has them."""
-    bias = [block.e_score_correction_bias] if isinstance(block, HYV3MoE) else []
-    _, weights, experts = block.gate(x, *bias)
+    bias = [block.e_score_correction_bias] if hasattr(block, "e_score_correction_bias") else []
+    _, weights, experts = router_module(block)(x, *bias)
     return weights * getattr(block, "routed_scaling_factor", 1.0), experts
 
 
@@ -135,19 +99,17 @@ def reference_apply_experts(*arguments: Any) -> torch.Tensor:
 
 
 @usual_cases(
-    *("gemma4-1", "gemma4-19", "gpt_oss-5", "mixtral-1", "qwen3_moe-19", "qwen3_moe-raw-1", "glm4_moe-5"),
+    *("gemma4-moe-1", "gemma4-moe-19", "gpt_oss-5", "mixtral-1", "qwen3_moe-19", "qwen3_moe-raw-1", "glm4_moe-5"),
     "step3p7-19",
 )
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [slow(1), 5, slow(19)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
-    router_module, experts_module, forward = build(family)
-    router, experts = router_of(router_module), experts_of(experts_module)
-    if family == "step3p7":
-        router = router._replace(scaling=1.5)  # which the block has
+    block = build(family)
+    router, experts = described(block)
     x = torch.randn(num_rows, 40, device=DEVICE) * 2
-    expected = forward(x)
+    expected = block.experts(x, *reversed(theirs(block, x)))
     normed = router_input(x, router)
     routing = route(normed, router)
     torch.testing.assert_close(routing, reference_route(normed, router), atol=2e-6, rtol=2e-6)
@@ -156,16 +118,15 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
         torch.testing.assert_close(apply_experts(x, routing, experts, few=few), expected, atol=2e-4, rtol=1e-5)
 
 
-@deep_cases("gemma4-520-40", "gpt_oss-520-40")
+@deep_cases("gemma4-moe-520-40", "gpt_oss-520-40")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "hidden", "width"),
-    [("gpt_oss", 40, 24), ("glm4_moe", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)],
+    [("gpt_oss", 40, 24), ("glm4_moe", 40, 24), slow("gemma4-moe", 520, 40), slow("gpt_oss", 520, 40)],
 )
 def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison_empty):
     """520 channels are several ranges of the router's."""
-    router_module, experts_module, _ = build(family, hidden=hidden, width=width)
-    router, experts = router_of(router_module), experts_of(experts_module)
+    router, experts = described(build(family, hidden=hidden, width=width))
     x = torch.randn(21, hidden, device=DEVICE)
     normed = router_input(x, router)
     routing = route(normed, router)
@@ -179,12 +140,12 @@ def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("family", CORRECTED)
 def test_scores_choose_and_weigh_as_those_of_transformers(family, poison_empty):
     """With a correction, groups, and experts that are equals, of which either library may take either."""
     torch.manual_seed(1)
-    block = scoring_block(family, 40, 24, 12, 4)
-    router = router_of(block.gate, block)
+    block = build(family, num_experts=12, top_k=4)
+    router, _ = described(block)
     router.weight[1::2] = router.weight[::2]
     router.correction[1::2] = router.correction[::2]
     x = torch.randn(23, 40, device=DEVICE) * 0.3
@@ -332,13 +293,12 @@ def test_no_rows():
     assert apply_experts(x, routing, experts).shape == (0, 20)
 
 
-@deep_cases("gemma4-dtype1", "gpt_oss-dtype0")
+@deep_cases("gemma4-moe-dtype1", "gpt_oss-dtype0")
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", [slow("gemma4"), "gpt_oss"])
+@pytest.mark.parametrize("family", [slow("gemma4-moe"), "gpt_oss"])
 def test_half_precision_is_within_rounding(family, dtype, poison_empty):
-    router_module, experts_module, _ = build(family, hidden=256, width=64)
-    router, experts = router_of(router_module.to(dtype)), experts_of(experts_module.to(dtype))
+    router, experts = described(build(family, hidden=256, width=64).to(dtype))
     x = (torch.randn(7, 256, device=DEVICE) * 0.1).to(dtype)
     routing = route(router_input(x, router), router)
     wide = Experts(*(f.float() if isinstance(f, torch.Tensor) else f for f in experts))
@@ -356,8 +316,7 @@ def test_modules_of_other_families_are_left_alone():
 @torch.no_grad()
 def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began(monkeypatch):
     """Its programs may run while the router's do: what the router gives back is not yet nobody's."""
-    router_module, experts_module, _ = build("gemma4")
-    router, experts = router_of(router_module), experts_of(experts_module)
+    router, experts = described(build("gemma4-moe"))
     mlp = Mlp(torch.randn(72, 40, device=DEVICE), "gelu_tanh", torch.randn(40, 36, device=DEVICE))
     made, early = [], []
     route, launch = dense_and_moe.route, dense_and_moe._launch_both
@@ -393,8 +352,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
 )
 def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
     """600 channels are several ranges of the dense product; 70 rows are launched one by one."""
-    router_module, experts_module, _ = build("gemma4", hidden=hidden)
-    router, experts = router_of(router_module), experts_of(experts_module)
+    router, experts = described(build("gemma4-moe", hidden=hidden))
     mlp = Mlp(
         torch.randn(2 * dense_width, hidden, device=DEVICE) / hidden**0.5,
         "gelu_tanh",

@@ -28,7 +28,7 @@ from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from inside import packed_values
-from marks import deep, deep_cases
+from marks import deep, deep_cases, usual_cases
 from tiny_models import VOCAB, build_target, random_eagle3, spread
 
 NEW = 16
@@ -108,6 +108,7 @@ def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, r
     ids = torch.tensor([random_prompt(20)])
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert TargetModel(model, REFERENCE).unfused is None, "fused layers describe packed modules"
 
 
 def test_nothing_of_the_load_is_left(packed_pair):
@@ -180,14 +181,6 @@ def test_memory_holds_the_packed_weights_alone(packed_pair):
     assert packed == numbers // 2 + numbers // 32 * 2
 
 
-@deep_cases("llama-int4-g32", "qwen3-gptq-zeros", "mistral-fp8-block", "gpt_oss-mxfp4")
-@pytest.mark.parametrize(("family", "form"), [*PAIRS, *(deep(*case) for case in MORE)])
-def test_what_is_loaded_runs_fused(family, form, packed_pair):
-    """The reference of fused layers describes the packed modules, and its proof holds."""
-    model = load_model(str(packed_pair(family, form)[0]), dtype=torch.float32, device=CPU)
-    assert TargetModel(model, REFERENCE).unfused is None
-
-
 # engines
 
 
@@ -200,25 +193,12 @@ def check_tokens(make_engine, packed, plain, greedy_oracle, prompts, drafter=Non
     return outputs
 
 
-def is_default(number: int, drafts: str, page_size: int) -> bool:
-    """One of the four kinds of a pair, so that each kind meets two pairs."""
-    return (drafts == "chain", page_size == 1) == (number % 2 == 0, number % 4 > 1)
-
-
-CASES = [
-    case if number < len(PAIRS) and is_default(number, drafts, page_size) else deep(*case)
-    for number, (family, form) in enumerate([*PAIRS, *DEEP])
-    for drafts in ("chain", "tree")
-    for page_size in (1, 16)
-    for case in [(family, form, drafts, page_size)]
-]
-
-
-@deep_cases(
-    *("qwen2-awq-chain-1", "gemma3-int4-channel-chain-16", "gemma4-e2b-int4-zeros-tree-16"),
-    "qwen3_moe-gptq-v2-tree-1",
+@usual_cases(
+    *("chain-16-llama-int4-g32", "tree-16-qwen3-gptq-zeros", "tree-1-mistral-fp8-block", "chain-1-gpt_oss-mxfp4"),
 )
-@pytest.mark.parametrize(("family", "form", "drafts", "page_size"), CASES)
+@pytest.mark.parametrize(("family", "form"), [*PAIRS, *DEEP])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
 def test_tokens_are_those_of_the_dequantised_model(
     family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script
 ):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_weights import CODES, random_weight
 
 from specdec.layers import linear as linear_module
 from specdec.layers import per_layer_embedding
@@ -32,35 +33,13 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised,
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
-from marks import deep_cases, usual_cases
+from marks import usual_cases
 from packed_times import GATED, TIMES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
-CODES = ["int4", "int4-zeros", "int4-g16", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
-
-
-def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
-    """[.., N, K] with numbers of every kind; dequantised, about K^-0.5 each."""
-    code, _, kind = form.partition("-")
-    *leading, n, k = shape
-    bits = BITS[code]
-    numbers = torch.randint(0, 1 << bits, (*leading, n, k), dtype=torch.uint8)
-    if code == "e4m3":
-        numbers[(numbers & 0x7F) == 0x7F] = 0x3A  # those are NaN
-    group = {"row": k, "block": 128, "g16": 16, "g128": 128}.get(kind, 32)
-    size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 100.0}[code]
-    scales = (torch.rand(*leading, -(-k // group), n) + 0.5) * k**-0.5 / size
-    if code == "e2m1":
-        scales = torch.exp2(scales.log2().round())
-    scales = scales.to(torch.float32 if code == "e4m3" else dtype)
-    zeros = torch.randint(0, 17, scales.shape).to(scales.dtype) if kind == "zeros" else None
-    words = pack_words(numbers.flatten(0, -2), code).view(*leading, n, -1)
-    parts = (None if part is None else part.to(DEVICE) for part in (words, scales, zeros))
-    packed = PackedWeight(code, *parts, group)  # type: ignore[arg-type]
-    return packed.with_repeated_scales()
 
 
 def empty_weight(form: str, n: int, k: int) -> PackedWeight:
@@ -105,33 +84,6 @@ def test_coarse_scales_are_repeated():
         dequantised(coarse, torch.float32), dequantised(coarse.with_repeated_scales(), torch.float32)
     )
     assert coarse.with_repeated_scales().group == 64
-
-
-@deep_cases(
-    *("int4-torch.float32", "int4-zeros-torch.float16", "int4-g16-torch.float32", "int4-g128-torch.float16"),
-    *("e2m1-torch.float32", "e4m3-row-torch.float16", "e4m3-block-torch.float32"),
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", CODES)
-def test_linear_over_packed_weights(form: str, dtype: torch.dtype):
-    for rows, n, k in ((1, 64, 128), (5, 70, 416), (70, 40, 1056)):
-        if form.endswith(("block", "g128")):
-            k = k // 128 * 128 or 128
-        weight = random_weight(form, n, k, dtype=dtype)
-        x = torch.randn(rows, k, device=DEVICE).to(dtype)
-        bias = torch.randn(n, device=DEVICE).to(dtype) if rows == 5 else None
-        product = linear(x, weight, bias)
-        assert len(product.parts) == cut_of(weight).splits
-        close(finish(product), reference_finish(reference_linear(x, weight, bias)))
-
-
-@deep_cases("int4", "int4-g128", "e4m3-row")
-@pytest.mark.parametrize("form", CODES)
-def test_gated_linear_over_packed_weights(form: str):
-    for rows, n, k in ((3, 128, 128), (17, 66, 256)):
-        weight = random_weight(form, n, k)
-        x = torch.randn(rows, k, device=DEVICE)
-        close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
 
 
 @pytest.mark.parametrize("form", CODES)
@@ -316,16 +268,6 @@ def test_dequantised_on_the_device(form: str):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@usual_cases("int4-zeros", "e2m1", "e4m3-block")
-@pytest.mark.parametrize("form", CODES)
-def test_gated_projection_over_packed_weights(form: str):
-    weight = random_weight(form, 70, 128)
-    gate, inputs = torch.randn(2, 5, 128, device=DEVICE), torch.randn(5, 128, device=DEVICE)
-    product = Product(gate, None, torch.float32)
-    got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
-    close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
-
-
 @pytest.mark.parametrize(("num_rows", "want"), [(56, []), (57, [64]), (129, [128])])
 def test_gated_projection_of_some_rows_over_an_fp8_weight(
     num_rows: int, want: list[int], monkeypatch: pytest.MonkeyPatch
@@ -343,28 +285,6 @@ def test_gated_projection_of_some_rows_over_an_fp8_weight(
     got = finish(gated_projection(product, inputs, weight, "gelu_tanh"))
     close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
     assert heights == want
-
-
-@deep_cases("few-int4-zeros", "few-int4-g128", "few-e4m3-row", "listed-int4", "listed-int4-g16", "listed-e4m3-block")
-@pytest.mark.parametrize("form", CODES)
-@pytest.mark.parametrize("few", [True, False], ids=["few", "listed"])
-def test_experts_over_packed_weights(form: str, few: bool):
-    num_experts, hidden, width = 3, 128, 128
-    x = torch.randn(6, hidden, device=DEVICE)
-    chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [0, 1]], dtype=torch.int32, device=DEVICE)
-    routing = Routing(chosen, torch.rand(6, 2, device=DEVICE))
-    experts = Experts(
-        random_weight(form, num_experts, 2 * width, hidden),
-        random_weight(form, num_experts, hidden, width),
-        "swiglu_clamped",
-        torch.randn(num_experts, 2 * width, device=DEVICE),
-        torch.randn(num_experts, hidden, device=DEVICE),
-        interleaved=True,
-        alpha=1.702,
-        limit=7.0,
-    )
-    got = apply_experts(x, routing, experts, few=few)
-    close(reference_finish(got), reference_finish(reference_apply_experts(x, routing, experts)))
 
 
 @pytest.mark.parametrize("form", ["int4", "int4-zeros", "e2m1"])

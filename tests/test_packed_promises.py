@@ -247,11 +247,7 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
     "no words": ([*NAMES], lacks("words"), r"lacks {weight}{words}|lacks 1 tensors"),
     "nothing": (["int4-g32"], lambda c: without(c.tensors, c.key("")), r"{weight}weight"),
     "no zeros": (["int4-zeros", *GPTQ, "awq"], lacks("zeros"), r"lacks {weight}{zeros}"),
-    "second scale": (LLAMA, added("weight_scale_2", ONES), r"has weight_scale_2, which is not read"),
-    "global scale": (LLAMA, added("weight_global_scale", ONES), r"has weight_global_scale, which is not read"),
     "scale of inputs": (LLAMA, added("input_scale", ONES), r"has input_scale, which is not read"),
-    "zero of inputs": (LLAMA, added("input_zero_point", ONES), r"has input_zero_point, which is not read"),
-    "order of columns": (FP8S, added("weight_g_idx", torch.arange(64)), r"has weight_g_idx, which is not read"),
     "zeros of FP8": (FP8S, added("weight_zero_point", torch.zeros(96, 1)), r"has weight_zero_point, which is not read"),
     "any other": (LLAMA, added("perm", torch.arange(64)), r"has perm, which is not read"),
     "packed and plain": (
@@ -265,7 +261,6 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
     "stored twice": (["mxfp4"], added(f"{LAYER}.mlp.experts.down_proj", torch.ones(4, 96, 64)), r"is stored twice"),
     # types
     "scales in int8": ([*NAMES], retyped("scales", torch.int8), r"{weight}{scales} is .* in int8"),
-    "scales in float64": ([*NAMES], retyped("scales", torch.float64), r"{weight}{scales} is .* in float64"),
     "words in int8": ([*NAMES], retyped("words", torch.int8), r"{weight}{words} is .* in int8"),
     "words in e5m2": ([*NAMES], retyped("words", torch.float8_e5m2), r"{weight}{words} is .* in float8_e5m2"),
     "words in 16 bits": (
@@ -360,13 +355,7 @@ DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
         added("lm_head.weight_scale", ONES),
         r"plain weight .*, and lm_head.weight_scale next to it",
     ),
-    "zeros of a head": ([*NAMES], added("lm_head.qzeros", ONES), r"plain weight .*, and lm_head.qzeros next to it"),
     "scale of a norm": ([*NAMES], added(f"{NORM}.weight_scale", ONES), r"layernorm.weight_scale next"),
-    "scale of embeddings": (
-        [*NAMES],
-        added("model.embed_tokens.weight_scale", ONES),
-        r"embed_tokens.weight_scale next",
-    ),
     "scale of queries": ([*NAMES], added(f"{LAYER}.self_attn.q_scale", ONES), r"self_attn.q_scale is not read"),
     "scales of an activation": (LLAMA, added(f"{LAYER}.mlp.act_fn.scales", torch.ones(96)), r"act_fn.scales is not"),
     "scales of experts": (

@@ -3,82 +3,23 @@
 On a CPU the ranks are one device; the kernels of a share and of the exchange run in Triton's interpreter.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from split_engines import WIDE, answers, engine_of, use_peers
+from split_engines import answers, engine_of, target_of, use_peers
 
-import specdec.engine
-from specdec import SamplingParams
-from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.split.layer_shares import layer_share
-from specdec.models.target import TargetModel
 
-from marks import deep_cases
-from tiny_models import VOCAB, build_target, spread
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},  # biases, sinks
-    "gemma4-moe": {"num_global_key_value_heads": 4, "global_head_dim": 128, "num_experts": 8, "top_k_experts": 3}
-    | {"intermediate_size": 900},  # ranges of 256, the last of 132: ranks have other numbers of columns
-    "mixtral": {},
-    "glm4_moe": {"moe_intermediate_size": 256},  # groups, and a shared expert whose columns ranks divide
-    "step3p7": {"num_sliding_attention_heads": 12, "n_routed_experts": 8},  # gates by head
-}
 CPUS = [torch.device("cpu")] * 2
-
-
-class Forgetful(Ranks):
-    """An exchange may overwrite what the one before left: whoever reads it later reads NaN."""
-
-    last: torch.Tensor | None = None
-
-    def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._forget(super().gather(parts))
-
-    def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._forget(super().select(parts, owners))
-
-    def _forget(self, outs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.last is not None:
-            self.last.fill_(torch.nan)
-        self.last = outs[0]
-        return outs
 
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_peers(monkeypatch)
-
-
-def target_of(family: str, **fields: Any) -> TargetModel:
-    torch.manual_seed(0)
-    model = spread(build_target(family, **{**WIDE, **FAMILIES[family], **fields})).eval()
-    return TargetModel(model, REFERENCE, deterministic=True)
-
-
-@deep_cases("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "step3p7")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_with_experts_have_the_bits_of_one_device(
-    family: str,
-    scripted: Callable[..., Any],
-    tree_script: Callable[..., Any],
-    three_prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: Forgetful([device] * count))
-    target = target_of(family)
-    alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
-    truths = [prompt + tokens for prompt, (tokens, _) in zip(three_prompts, alone, strict=True)]
-    for count in (2, 4):
-        drafter = scripted(tree_script(truths))
-        assert answers(engine_of(target, count, drafter, prefill_chunk=16), three_prompts) == alone
 
 
 def test_a_rank_has_its_experts_as_views_and_the_whole_router():
@@ -151,20 +92,6 @@ def test_every_rank_selects_each_part_from_its_owner(kind: type[Ranks]):
                 assert selected.equal(whole + number)
         ranks.end()
     ranks.check()
-
-
-@deep_cases("gemma4-moe")
-@pytest.mark.usefixtures("peers")
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma4-moe"])
-def test_an_engine_with_experts_on_peers(family: str):
-    kinds = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    target = target_of(family, **kinds, **({"vocab_size_per_layer_input": VOCAB} if "gemma" in family else {}))
-    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    outs = []
-    for count in (1, 2):
-        with engine_of(target, count) as engine:
-            outs.append([(out.token_ids, out.logprobs) for out in engine.generate([[1, 2, 3, 4]], params)])
-    assert outs[0] == outs[1]
 
 
 def test_rows_beyond_the_room_of_an_exchange_are_whole_in_blocks(random_prompt: Callable[..., list[int]]):

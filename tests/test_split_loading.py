@@ -93,7 +93,7 @@ def saved(family: str, fields: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def loaded(folder: Path, count: int, drafter: Any = None, **config: Any) -> Engine:
+def loaded(folder: Any, count: int, drafter: Any = None, **config: Any) -> Engine:
     settings = EngineConfig(tensor_parallel=count, device="cpu", **{**DETERMINISTIC, **config})
     return Engine.from_pretrained(folder, drafter, spec=TREE, config=settings)
 
@@ -182,8 +182,9 @@ def test_a_shared_target_is_for_as_many_devices(tmp_path: Path):
         Engine(target, config=EngineConfig(deterministic=True))
 
 
-def test_weights_that_change_after_loading_are_refused(tmp_path: Path):
-    with loaded(saved("llama", WIDE, tmp_path), 2) as engine:
+@pytest.mark.parametrize("read", [True, False], ids=["read", "in memory"])
+def test_weights_that_change_after_they_were_split_are_refused(read: bool, tmp_path: Path):
+    with loaded(saved("llama", WIDE, tmp_path) if read else build_target("llama", **WIDE), 2) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
         model: Any = engine.target.model
         with torch.no_grad():

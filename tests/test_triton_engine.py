@@ -202,47 +202,45 @@ def test_auto_is_triton_on_a_gpu_that_can(monkeypatch, capability, dtype, head_d
     assert not chosen("auto", gpu, dtype, head_dim)
 
 
-def test_triton_is_refused_without_a_gpu(monkeypatch, make_target):
-    monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ConfigError, match=r"needs a CUDA device, and this model is on cpu; use attention='torch'"):
-        Engine(TargetModel(make_target("llama")), config=EngineConfig(attention="triton", max_model_len=64))
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-CPU = torch.device("cpu")
+class NoCompiler:
+    """Triton's driver in a container without a C compiler or without Python's headers."""
+
+    @property
+    def active(self):
+        raise RuntimeError("Failed to find C compiler.")
 
 
-def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
-    """TRITON_INTERPRET=1 set after the kernels were imported, which are then for a GPU."""
-    monkeypatch.setattr(triton_device, "INTERPRETED", False)
-    with pytest.raises(ConfigError, match="before Python starts"):
-        chosen("triton", CPU, torch.float32, 64)
-
-
-def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
-    """A machine like a container without a C compiler or without Python's headers."""
-
-    class Driver:
-        @property
-        def active(self):
-            raise RuntimeError("Failed to find C compiler.")
-
-    monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(triton_device, "INTERPRETED", False)
-    monkeypatch.setattr(triton.runtime, "driver", Driver())
-    gpu = torch.device("cuda")
-    assert not chosen("auto", gpu, torch.float32, 64)
-    with pytest.raises(
-        ConfigError, match=r"does not start \(Failed to find C compiler.\); it needs .* attention='torch'"
-    ):
-        chosen("triton", gpu, torch.float32, 64)
-
-
-def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(triton_device, "triton", None)
-    assert not chosen("torch", CPU, torch.float32, 64)
-    assert not chosen("auto", torch.device("cuda"), torch.float32, 64)
-    with pytest.raises(ConfigError, match=r"Triton is not installed; install it, or use attention='torch'"):
-        chosen("triton", CPU, torch.float32, 64)
+@pytest.mark.parametrize(
+    ("device", "interpreted", "changes", "said"),
+    [
+        pytest.param(CPU, False, {}, r"needs a CUDA device, and this model is on cpu; use attention='torch'", id="cpu"),
+        pytest.param(
+            *(CPU, True, {(triton_device, "INTERPRETED"): False}, "before Python starts"), id="interpreter set too late"
+        ),
+        pytest.param(
+            *(GPU, False, {(triton_device, "INTERPRETED"): False, (triton.runtime, "driver"): NoCompiler()}),
+            r"does not start \(Failed to find C compiler.\); it needs .* attention='torch'",
+            id="no compiler",
+        ),
+        pytest.param(
+            *(CPU, True, {(triton_device, "triton"): None}),
+            r"Triton is not installed; install it, or use attention='torch'",
+            id="not installed",
+        ),
+    ],
+)
+def test_triton_is_refused_where_it_does_not_run(device, interpreted, changes, said, monkeypatch):
+    """And `auto` is torch there."""
+    if not interpreted:
+        monkeypatch.delenv("TRITON_INTERPRET")
+    for (owner, name), value in changes.items():
+        monkeypatch.setattr(owner, name, value)
+    assert not chosen("auto", device, torch.float32, 64) and not chosen("torch", device, torch.float32, 64)
+    with pytest.raises(ConfigError, match=said):
+        chosen("triton", device, torch.float32, 64)
 
 
 def test_dtypes_and_heads_that_the_kernels_cannot_do(make_target):

@@ -160,6 +160,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
     "gemma4-31b": ("Gemma4", {**GEMMA4, **K_IS_V}),
     "gemma4-moe": ("Gemma4", {**GEMMA4, **K_IS_V, **GEMMA4_EXPERTS}),
+    "gemma4-unified": ("Gemma4Unified", {**GEMMA4, **K_IS_V}),  # a 12B, which transformers has in a file of its own
     "gemma3": ("Gemma3", {**SLIDES, **LOW, "num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
     "gemma2": ("Gemma2", {**ALTERNATING, **LOW, "attn_logit_softcapping": 2.0}),
     "gpt_oss": ("GptOss", {**ALTERNATING, **EXPERTS, "num_local_experts": 4}),
@@ -232,9 +233,8 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         tower = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
         config = transformers.Step3p7Config(text_config=transformers.Step3p7TextConfig(**text), vision_config=tower)
         return transformers.Step3p7ForConditionalGeneration(config)
-    config = getattr(
-        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
-    )
+    kind = "TextConfig" if name in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe") else "Config"
+    config = getattr(transformers, name + kind)
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config(**text))
     if family == "two_windows":
         narrower = model.model.layers[2].self_attn

@@ -32,7 +32,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import EarlyExit, LayerContext, Narrowing, RecurrentContext
-from specdec.layers.decoder_parts import DecoderParts, FusedMixer, LayerParts, MoeParts, SumShare, WideNorms
+from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
+from specdec.layers.gated_delta import DeltaMixer
 from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
@@ -169,7 +170,7 @@ class FusedLayer(nn.Module):
 
     def _mix(
         self,
-        mixer: FusedMixer,
+        mixer: DeltaMixer,
         product: Product,
         x: torch.Tensor,
         context: LayerContext,

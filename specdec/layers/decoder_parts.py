@@ -4,12 +4,11 @@
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.operations import Operations
-from specdec.kvcache.layer_context import RecurrentContext
+from specdec.layers.gated_delta import DeltaMixer
 from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
@@ -17,33 +16,11 @@ from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut, Product
+from specdec.layers.product import Cut
 from specdec.layers.rope_store import Heads
 
 NO_HEADS = Heads(0, 0, 0)
 """Heads of a layer without attention."""
-
-
-class FusedMixer(Protocol):
-    """The part of a recurrent layer between its first and its last product. It replaces attention."""
-
-    def run(
-        self, product: Product, x: torch.Tensor, layer: int, context: RecurrentContext, ops: Operations
-    ) -> tuple[torch.Tensor, ...]:
-        """product [T, N] of x [T, H] and the layer's first weight -> tensors of T rows, for `finish`."""
-
-    def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
-        """Some rows [R, ...] of `run`'s result -> the input [R, K] of the last product."""
-
-    @property
-    def sections(self) -> list[int]:
-        """Rows of the layer's first weight, in sections of which each rank has an equal part."""
-
-    def obstacle(self, count: int) -> str | None:
-        """Why `count` ranks cannot divide its heads, as the end of a sentence."""
-
-    def share(self, rank: int, count: int) -> "FusedMixer":
-        """The heads of one rank; weights are views, in pieces (`StackedWeights`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +88,7 @@ class LayerParts:
     qkv: Weight
     qkv_bias: torch.Tensor | None = None
     latent: LatentParts | None = None
-    mixer: FusedMixer | None = None
+    mixer: DeltaMixer | None = None
     out: Weight
     out_bias: torch.Tensor | None = None
     input_norm: Norm | None

@@ -85,7 +85,7 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaMixer(NamedTuple):
-    """A Gated DeltaNet for fused layers.
+    """The part of a Gated DeltaNet between the first and the last product of its layer. It replaces attention.
 
     conv [C, K] and conv_bias [C] or None; decay [HV]: log of A; step_bias [HV]; gates [2 HV, H]: the rows of W_in for b
     and a; None: they are the last rows of the layer's first weight.
@@ -103,7 +103,8 @@ class DeltaMixer(NamedTuple):
     def run(
         self, product: Product, x: torch.Tensor, layer: int, context: RecurrentContext, ops: Operations
     ) -> tuple[torch.Tensor, ...]:
-        """See `FusedMixer`: outputs of the recurrence [T, HV, DV] float32, and z."""
+        """product [T, N] of x [T, H] and the layer's first weight -> outputs of the recurrence [T, HV, DV] float32 and
+        z [T, V], for `finish`."""
         gates = product if self.gates is None else ops(linear)(x, self.gates)
         inputs, z, g, beta = ops(delta_inputs)(product, gates, self.decay, self.step_bias, self.heads)
         convolved = context.convolve(layer, inputs, self.conv, self.conv_bias)
@@ -111,16 +112,17 @@ class DeltaMixer(NamedTuple):
         return context.recur(layer, Recurrence(q, k, v, g, beta)), z
 
     def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
+        """Some rows [R, ...] of `run`'s result -> the input [R, K] of the last product."""
         out, z = rows
         return ops(gate_norm)(out, z, self.norm, self.activation)
 
     @property
     def sections(self) -> list[int]:
-        """See `FusedMixer`."""
+        """Rows of the layer's first weight, in sections of which each rank has an equal part."""
         return self.heads.sections + (self.heads.gate_sections if self.gates is None else [])
 
     def obstacle(self, count: int) -> str | None:
-        """See `FusedMixer`."""
+        """Why `count` ranks cannot divide its heads, as the end of a sentence."""
         if self.heads.num_k % count == 0 and self.heads.num_v % count == 0:
             return None
         return (
@@ -129,7 +131,7 @@ class DeltaMixer(NamedTuple):
         )
 
     def share(self, rank: int, count: int) -> "DeltaMixer":
-        """See `FusedMixer`."""
+        """The heads of one rank; weights are views, in pieces (`StackedWeights`)."""
         heads = self.heads
 
         def own(rows: Any, sections: list[int]) -> Any:

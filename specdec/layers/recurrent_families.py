@@ -1,12 +1,10 @@
-"""Describes transformers' recurrent modules for fused layers: one row of `MIXERS` per class.
+"""Describes transformers' recurrent modules for fused layers: the classes of `GATED_DELTA`.
 
 A module may have been replaced (`models/recurrent_layers.py`); the stand-in holds it as `source`.
 """
 
 from collections.abc import Callable
 from typing import Any
-
-from torch import nn
 
 from specdec.layers.fusable import Unfusable
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
@@ -15,19 +13,16 @@ from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.modules.family_name import family_name
 
+GATED_DELTA = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+
 
 def described_mixer(module: Any, merged: WeightGroups, activation_of: Callable[[str], str]) -> dict[str, Any]:
     """Fields of `LayerParts` for a recurrent layer: its first and last weight, and the mixer between them.
 
     activation_of: converts transformers' name of an activation to the kernels'. Raises Unfusable."""
     module = getattr(module, "source", module)
-    describe = MIXERS.get(family_name(module).partition(".")[2])
-    if describe is None:
+    if family_name(module).partition(".")[2] not in GATED_DELTA:
         raise Unfusable(f"its recurrent layers ({type(module).__name__}) have no fused form")
-    return describe(module, merged, activation_of)
-
-
-def _gated_delta(module: Any, merged: WeightGroups, activation_of: Callable[[str], str]) -> dict[str, Any]:
     by_head = hasattr(module, "in_proj_qkvz")
     rows = [module.in_proj_qkvz] if by_head else [module.in_proj_qkv, module.in_proj_z]
     gates = [module.in_proj_ba] if by_head else [module.in_proj_b, module.in_proj_a]
@@ -47,11 +42,3 @@ def _gated_delta(module: Any, merged: WeightGroups, activation_of: Callable[[str
             gates=merged.linears(gates) if apart else None,
         ),
     }
-
-
-Describe = Callable[[nn.Module, WeightGroups, Callable[[str], str]], dict[str, Any]]
-MIXERS: dict[str, Describe] = {
-    "Qwen3NextGatedDeltaNet": _gated_delta,
-    "Qwen3_5GatedDeltaNet": _gated_delta,
-    "Qwen3_5MoeGatedDeltaNet": _gated_delta,
-}

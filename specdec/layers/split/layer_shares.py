@@ -3,7 +3,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in its own pools
     fewer K/V heads than ranks     rows of one head               each K/V head is stored on R / heads ranks
     W_q, W_kv of latents           rows of the rank's heads       latents are whole on every rank (`layers/latent.py`)
-    recurrent layers               the rank's key heads and value heads, their channels and rows (`FusedMixer.share`)
+    recurrent layers               the rank's key heads and value heads, their channels and rows (`DeltaMixer.share`)
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is divided
     W_down [H, I]                  columns                        parts of a sum
