@@ -426,6 +426,7 @@ def test_a_model_that_becomes_one_of_inference_tensors_is_noticed(make_target, m
         assert answer(engine) == truth(model)
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_a_checkpoint_loaded_in_inference_mode_has_ordinary_weights():
     """The engine loads it, so it decides."""
     with torch.inference_mode():
