@@ -124,7 +124,7 @@ USUAL = [("gemma4-e2b", BF16), ("gpt_oss", torch.float32), ("gemma4-moe", torch.
 def test_bits_are_those_of_a_request_alone(
     family, dtype, make_target, engine, random_prompt, scripted, tree_script, seen
 ):
-    """Alone; with others that join and leave; in chunks of 16 and 256; preempted; chains, trees of 16 nodes and of many."""
+    """Alone; with others that join and leave; in chunks of 16 and 256; preempted; chains and trees of any size."""
     model = make_target(family, fresh=True).to(dtype)
     prompts, params = requests(random_prompt, (40, 5, 21, 1))
     alone = engine(model, prefill_chunk=256, max_batch_size=1)
