@@ -5,7 +5,6 @@ Small cuts make a vocabulary of some hundred tokens span many tiles, and lists o
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from samplers import sampler_of
@@ -18,7 +17,7 @@ from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tok
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import SeenTokens
-from specdec.sampling.sampling_table import ParamVectors, SamplerUses, SamplingTable
+from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -293,11 +292,7 @@ def test_what_an_engine_samples_with(with_tree):
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []
     for kind in (ReferenceSampler, KernelSampler):
-        table = SamplingTable(5, DEVICE)
-        table.load(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
-        batch = kind(
-            *table.row_params(torch.tensor([1, 4, 0], device=DEVICE), SamplerUses.from_params(params))
-        ).with_noise(positions[:, 0], 5, 70)
+        batch = sampler_of(params, [41, 44, 40], DEVICE, kind).with_noise(positions[:, 0], 5, 70)
         drawn.append(batch.draw(logits, positions, past))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)

@@ -86,30 +86,20 @@ def test_no_more_is_accepted_than_was_asked_for(depth, engine_for, scripted, mak
     assert shallow.stats.accepted_per_position == [1] * depth and shallow.stats.rounds == 12 / (depth + 1)
 
 
-class Shapes:
-    """Writes down which rounds are run."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.seen = []
-        run = DecodeRound.run
-
-        def spying(decode):
-            self.seen.append((decode.shape.num_steps, decode.shape.topk, decode.shape.num_nodes))
-            return run(decode)
-
-        monkeypatch.setattr(DecodeRound, "run", spying)
-
-
 def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt, monkeypatch):
-    engine = engine_for("mtp")
-    shapes = Shapes(monkeypatch)
+    engine, run, seen = engine_for("mtp"), DecodeRound.run, []
+
+    def spying(decode):
+        seen.append((decode.shape.num_steps, decode.shape.topk, decode.shape.num_nodes))
+        return run(decode)
 
     def rounds_of(*kinds):
-        shapes.seen.clear()
+        seen.clear()
         engine.generate([random_prompt(9)] * len(kinds), [asking(kind, max_new_tokens=10) for kind in kinds])
-        return max(shapes.seen, key=lambda shape: shape[2])
+        return max(seen, key=lambda shape: shape[2])
 
-    assert rounds_of(False, False) == (0, 1, 1) and set(shapes.seen) == {(0, 1, 1)}
+    monkeypatch.setattr(DecodeRound, "run", spying)
+    assert rounds_of(False, False) == (0, 1, 1) and set(seen) == {(0, 1, 1)}
     assert rounds_of(False, SpecConfig(1)) == (1, 1, 2)
     assert rounds_of(SpecConfig(2, 1), SpecConfig(1, 2)) == (2, 2, 3)
     assert rounds_of(None, SpecConfig(1)) == (3, 2, 6)
