@@ -180,18 +180,6 @@ def test_kv_that_others_made_have_the_same_bits(dtype, make_target, engine, rand
     assert seen.again > 20
 
 
-def test_the_comparison_finds_rows_that_depend_on_others(make_target, engine, random_prompt, seen):
-    """Seeded: all rows of a forward at once, whatever their number, as in an engine that is not deterministic."""
-    model = make_target("llama")
-    prompts, params = requests(random_prompt, (40, 33, 21, 1))
-    expected = answers(engine(model, max_batch_size=1), prompts, params)
-    broken = engine(model, max_batch_size=4)
-    broken.target.in_tiles = False
-    with pytest.raises(AssertionError, match="other bits behind"):
-        answers(broken, prompts, params)
-    assert answers(engine(model, max_batch_size=4), prompts, params) == expected
-
-
 @pytest.mark.deep
 @interpreted
 @pytest.mark.parametrize("family", [deep("gemma4-moe"), slow("gpt_oss")])
