@@ -57,7 +57,7 @@ class Board:
         answer.output = delta.output
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(12, (options.max_width - 50) // 2)  # what the columns of figures leave to each text
+        width = max(12, (options.max_width - 50) // 2)  # the columns of figures take 50
         table = Table("prompt", "answer so far")
         for name in ("tokens", "forwards", "acceptance\nlength", "done at"):
             table.add_column(name, justify="right")
@@ -77,7 +77,7 @@ class Board:
 def stream_all(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Iterator[tuple[int, StreamDelta]]:
-    """(which prompt, what it got) in the order in which tokens come; at most a batch of streams is open at a time."""
+    """(number of the prompt, its next tokens), as they are generated. At most a batch of streams is open at a time."""
     waiting = deque(enumerate(prompts))
     streams: dict[int, Iterator[StreamDelta]] = {}
     while waiting or streams:
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--prompt", action="append", help="may be given several times; default: the problems of --data")
     parser.add_argument("--data", type=Path, default=HELD_OUT_PROBLEMS, help="JSONL with 'question' or 'prompt'")
     parser.add_argument("--limit", type=int, default=8, help="only the first N of --data; 0: all")
-    parser.add_argument("--batch-size", type=int, default=4, help="answers in the making at a time")
+    parser.add_argument("--batch-size", type=int, default=4, help="answers generated at a time")
     parser.add_argument("--steps", type=int, default=4, help="drafts a round")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -2,9 +2,9 @@
 
     python examples/demo.py [--count 5]
 
-Text from accepted drafts is shown in colour; everything else the target had to compute a forward for. At the end is the
-result: acceptance length, whether every output equals plain decoding, and the speed-up on this machine. Every round has
-the same draft, so that all but the times is the same on any machine, however busy it is.
+Text from accepted drafts is shown in colour; each other token took a forward of the target. The last lines give the
+acceptance length, whether every output equals plain decoding, and the speed-up on this machine. Every round has the
+same draft, so on any machine, however busy, only the times differ.
 """
 
 import argparse

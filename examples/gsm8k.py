@@ -14,7 +14,7 @@ from accelerate import PartialState
 from transformers.utils import logging as transformers_logging
 
 from specdec import EngineConfig, SamplingParams, SpecConfig, SpecDecError
-from specdec.evaluation.accuracy import evaluate_gsm8k
+from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.gsm8k_report import markdown
 
 
@@ -33,7 +33,8 @@ def main() -> None:
 
     transformers_logging.disable_progress_bar()
     try:
-        report = evaluate_gsm8k(
+        report = evaluate(
+            "gsm8k",
             args.target,
             args.drafter,
             data=args.data,

@@ -46,14 +46,14 @@ from specdec.settings.declared_fields import option
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 """Ray's own, by the name that needs no vLLM: `ray.serve.llm.request_router` exports it, and imports vLLM first."""
 ROUTED_CHARS = 4_000_000
-"""Characters of the newest prompts that this router remembers of each replica."""
+"""Characters of recent prompts that this router remembers per replica."""
 MAX_LOST = 3
-"""Replicas that may be lost with a request, before its answer began, until its client is told."""
+"""Replicas that a request is sent to, each after the one before was lost, until its client gets an error."""
 SCOPE = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
     *("headers", "client", "server"),
 )
-"""What an application is told of a request, and another process can be."""
+"""Entries of a request's ASGI scope that can be sent to another process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +63,10 @@ class ReplicaOptions:
     router: Literal["load", "prefix"] = option(
         "load", "load: to the less busy of two random replicas; prefix: where most of its prompt was sent before."
     )
-    front_ends: int = option(1, "Processes that pass requests and answers on.", min=1)
+    front_ends: int = option(1, "Processes that forward requests and answers.", min=1)
     cpus: float = option(1.0, "Cores of a replica.", min=0)
     gpus: float | None = option(None, "GPUs of a replica; default: those that share the target, or none.", min=0)
-    address: str | None = option(None, "A Ray cluster, or 'auto'; default: one of its own on this machine.")
+    address: str | None = option(None, "Address of a Ray cluster, or 'auto'; default: start one on this machine.")
 
 
 class Replica:
@@ -81,7 +81,7 @@ class Replica:
         self.name = get_replica_context().replica_id.unique_id
 
     async def answer(self, *routed_by: Any, scope: Scope, body: bytes) -> AsyncIterator[Message]:
-        """The application's messages to the client. Cancelling it ends the request as a client does that leaves."""
+        """Yield the application's messages to the client. Cancelling this ends the request, as a disconnect would."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         unread = [body]
 
@@ -122,9 +122,9 @@ class Replica:
 
 
 class FrontEnd:
-    """Brings each request to a replica, which Ray's router chooses, and the answer back.
+    """Forwards each request to the replica that Ray's router chooses, and the answer to the client.
 
-    A request whose replica is lost before the answer began goes to another one: their answers are the same.
+    If the replica is lost before the answer began, another one gets the request: all give the same answer.
     """
 
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
@@ -169,7 +169,7 @@ class FrontEnd:
 
 
 async def tell_of_loss(started: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
-    """Give the client an error that says that it may ask again. started: the head that it was sent, if any."""
+    """Send the client an error that says to ask again. started: the head of the answer, if it was sent."""
     error = error_body(503, "the replica of this request was lost; ask again", None, "replica_lost")
     if started is None:
         await JSONResponse(error, 503, {"Retry-After": "1"})(scope, receive, send)
@@ -212,7 +212,7 @@ def merged_metrics(figures: Iterable[tuple[str, str]]) -> bytes:
 
 
 def actor_options(options: ReplicaOptions) -> dict[str, float]:
-    """What Ray gives a replica: a GPU for each that shares the target, unless `--gpus` says otherwise."""
+    """Resources of a replica: a GPU for each rank that shares the target, unless `--gpus` says otherwise."""
     ranks = options.serve.pair.tensor_parallel
     shared_by = ranks if ranks > 1 else 0
     gpus = shared_by if options.gpus is None else options.gpus
@@ -222,7 +222,7 @@ def actor_options(options: ReplicaOptions) -> dict[str, float]:
 
 
 def application(options: ReplicaOptions, settings: ServeSettings) -> Any:
-    """What `serve.run` takes."""
+    """The application that `serve.run` starts: replicas, and front ends before them."""
     from ray import serve
 
     replicas = serve.deployment(

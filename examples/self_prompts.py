@@ -1,4 +1,4 @@
-"""Prompts that a chat model writes itself, to train a drafter where there is no file of prompts.
+"""Let a chat model write prompts itself, to train a drafter without a file of prompts.
 
     python examples/self_prompts.py --target DIR --count 4000 --out prompts.jsonl
 
@@ -33,7 +33,7 @@ def user_turn(engine: Engine) -> list[int]:
 
 
 def write_prompts(engine: Engine, path: Path, count: int, params: SamplingParams) -> tuple[int, int]:
-    """Write `count` prompts, or as many as twice that many turns give; returns (prompts, turns)."""
+    """Write `count` prompts, or fewer if 2 x `count` turns do not give them. Returns (prompts, turns)."""
     prefix, batch = user_turn(engine), engine.config.max_batch_size
     seen: set[str] = set()
     turns = 0

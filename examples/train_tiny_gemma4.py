@@ -45,7 +45,7 @@ STAGES = ("tokenizer", "target", "report")
 
 @dataclass
 class Run:
-    """What the stages hand on to each other."""
+    """State that the stages share."""
 
     args: argparse.Namespace
     began: float

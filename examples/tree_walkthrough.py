@@ -2,8 +2,8 @@
 
     python examples/tree_walkthrough.py [--steps 3] [--draft-topk 2] [--nodes 7] [--max-new-tokens 120] [--prompt "..."]
 
-Uses the bundled pair. After each token stand its probability by the drafter and that of the whole path to it. Every
-value printed is read from the engine while it generates; nothing is made up for show.
+Uses the bundled pair. Each token is followed by the drafter's probability of it, and by that of the whole path to it.
+Every printed value is read from the engine while it generates.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TokenPath = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Round:
-    """What one round saw. log_prob: of every path that the drafter scored, the sum of its tokens' log-probabilities."""
+    """Data of one round. log_prob: of every path that the drafter scored, the sum of its tokens' log-probabilities."""
 
     tree: DraftTree
     plan: KVPlan
@@ -45,7 +45,7 @@ class Round:
 
 
 class Witness(StatelessDrafter):
-    """Passes everything on to the drafter and keeps what the round with the longest accepted path saw."""
+    """Forwards everything to the drafter, and keeps the data of the round with the longest accepted path."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter

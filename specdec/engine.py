@@ -31,7 +31,6 @@ from specdec.gpu.ranks import make_ranks
 from specdec.layers.fuse import updates_are_counted, watched_weights
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
-from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
@@ -109,7 +108,7 @@ class Engine:
         require_fused(self.config.fused, target, drafter)
         require_ranks(target.ranks, config.tensor_parallel)
         if config.tensor_parallel > 1 and target.ranks is None:
-            self.target = target = split_target(target, make_ranks(target.device, config.tensor_parallel))
+            self.target = target = target.on_ranks(make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layout.max_head_dim for layout in layouts)
         where = target.device, target.dtype, head_dim

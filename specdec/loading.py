@@ -45,7 +45,7 @@ NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
 NO_NAMES = ("", "none", "null", "nan")
 """Strings that mean a missing value."""
 
-SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
+SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download")
 """The target's loading arguments that its drafter inherits unless it has its own: access, not content."""
 HUB_OPTIONS = (*SHARED_OPTIONS, "revision", "subfolder")
 """Loading arguments that locate a file; the others control loading."""
@@ -367,7 +367,7 @@ def require_hub(name: str, options: Mapping[str, Any]) -> None:
     if options.get("local_files_only") or constants.HF_HUB_OFFLINE or _is_cached(name, options):
         return
     address = urlsplit(os.environ.get("HF_ENDPOINT", constants.ENDPOINT))
-    proxies = options.get("proxies") or ({} if proxy_bypass(address.hostname or "") else getproxies())
+    proxies = {} if proxy_bypass(address.hostname or "") else getproxies()
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if proxy:
         address = urlsplit(proxy if "//" in proxy else f"//{proxy}")

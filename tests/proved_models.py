@@ -60,16 +60,15 @@ def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], 
     return proof
 
 
-def fused_once(difference: Callable[..., str | None]) -> Callable[..., str | None]:
-    known: set[tuple[Any, ...]] = set()
+def once(check: Callable[..., str | None], case_of_call: Callable[..., Any]) -> Callable[..., str | None]:
+    """`check`, which returns what is wrong: not made again for a case in which it found nothing. Case None: always."""
+    known: set[Any] = set()
 
-    def found(proof: ProbeResult, run: Any) -> str | None:
-        case = with_layers(getattr(run, "__self__", None))
-        if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "walker_of.<locals>.run":
-            case = (id(proof),)  # of the model's own layers, one after the other
+    def found(*call: Any) -> str | None:
+        case = case_of_call(*call)
         if case in known:
             return None
-        what = difference(proof, run)
+        what = check(*call)
         if what is None and case is not None:
             known.add(case)
         return what
@@ -77,21 +76,23 @@ def fused_once(difference: Callable[..., str | None]) -> Callable[..., str | Non
     return found
 
 
-def alone_once(depends: Callable[..., str | None]) -> Callable[..., str | None]:
-    known: set[tuple[Any, ...]] = set()
+def difference_case(proof: ProbeResult, run: Any) -> tuple[Any, ...] | None:
+    if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "walker_of.<locals>.run":
+        return (id(proof),)  # of the model's own layers, one after the other
+    return with_layers(getattr(run, "__self__", None))
 
-    def found(layout: Any, texts: Any, run: Any, logits: Any, in_tiles: bool) -> str | None:
-        case = with_layers(getattr(logits, "__self__", None))
-        if case in known:
-            return None
-        what = depends(layout, texts, run, logits, in_tiles)
-        if what is None and case is not None:
-            known.add(case)
-        return what
 
-    return found
+def ranks_case(proof: ProbeResult, run: Any, ranks: Any, *heads: Any) -> tuple[Any, ...] | None:
+    case = with_layers(run.__self__)
+    return None if case is None or id(proof) not in REMEMBERED else (*case, type(ranks), *ranks.devices)
+
+
+def rows_case(layout: Any, texts: Any, run: Any, logits: Any, in_tiles: bool) -> tuple[Any, ...] | None:
+    return with_layers(getattr(logits, "__self__", None))
 
 
 TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
-ProbeResult.difference = fused_once(ProbeResult.difference)  # type: ignore[method-assign]
-specdec.models.target.depends_on_others = alone_once(specdec.models.target.depends_on_others)
+ProbeResult.difference = once(ProbeResult.difference, difference_case)  # type: ignore[method-assign]
+target = specdec.models.target
+target.depends_on_others = once(target.depends_on_others, rows_case)
+target.difference_on_ranks = once(target.difference_on_ranks, ranks_case)

@@ -87,15 +87,23 @@ def test_rows_and_folders_that_are_no_data_set_are_refused(name, row, says, tmp_
         load_data(name, str(tmp_path))
 
 
-def test_a_data_set_that_is_not_on_the_hub_says_so():
-    with pytest.raises(SpecDecError, match="spec-bench is not on the hub"):
-        load_data("spec-bench", "hub")
+def no_network(*args, **kwargs):
+    raise ConnectionError("no route\nto host")
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "mt-bench", "humaneval", "spec-bench"])
-def test_published_files_are_found_by_name(name, shared_data):
-    source, problems = load_data(name, str(shared_data))
-    assert source.startswith("file ") and len(problems) >= 80
+@pytest.mark.parametrize(
+    ("name", "package", "says"),
+    [
+        ("spec-bench", None, "spec-bench is not on the hub"),
+        ("gsm8k", None, r"specdec-runtime\[datasets\]"),
+        ("gsm8k", SimpleNamespace(load_dataset=no_network), "no route"),
+    ],
+    ids=["elsewhere", "not installed", "no network"],
+)
+def test_why_the_hub_did_not_answer(name, package, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    with pytest.raises(SpecDecError, match=says):
+        load_data(name, "hub")
 
 
 def bench(*words: str):
@@ -109,18 +117,9 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     texts = ["Tom has 3 apples.", "Ann buys 12 pens and sells 5.", "Joe runs 4 km.", "Eva reads 20 pages."]
     rows = [{"category": ("a", "b")[at % 2], "turns": [text]} for at, text in enumerate(texts)]
     written(tmp_path / "question.jsonl", rows)
-    shape = ("--num-steps", str(draft.num_steps), "--draft-topk", str(draft.topk))
-    words = ("--data", "spec-bench", "--data-folder", str(tmp_path), "--max-new-tokens", "8", "--fixed-drafts")
-    words = (
-        *words,
-        *shape,
-        "--num-draft-tokens",
-        str(draft.num_nodes),
-        "--suppose-acceptance",
-        "2",
-        "--batch-size",
-        "2",
-    )
+    words = ["--data", "spec-bench", "--data-folder", str(tmp_path), "--num-draft-tokens", str(draft.num_nodes)]
+    words += ["--num-steps", str(draft.num_steps), "--draft-topk", str(draft.topk)]
+    words += ["--max-new-tokens", "8", "--fixed-drafts", "--suppose-acceptance", "2", "--batch-size", "2"]
     result = bench(*words, "--json", "-")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -142,7 +141,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     assert 0 < times["tpot_ms"]["p50"] <= times["tpot_ms"]["p99"] and times["ttft_ms"]["mean"] > 0
     assert "synthetic" in report["supposed"] and report["supposed"]["mean_acceptance_length"] == 2
     assert (report["data"], report["template"]) == ("spec-bench, file question.jsonl", "chat template")
-    table = bench(*words[:4], "--limit", "1", *words[4:]).stdout
+    table = bench(*words, "--limit", "1").stdout
     assert "mean acceptance length" in table and "| a | 1 |" in table and "spec-bench, file question.jsonl" in table
     assert "of all rounds with drafts, by position" in table
     [line] = [line for line in table.splitlines() if "supposed" in line]
@@ -153,9 +152,11 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
 def test_a_bench_says_which_share_of_a_core_it_had(monkeypatch, tmp_path):
     """A token took 1.6 times as long while other programs ran, and nothing in the report said so."""
     monkeypatch.setattr(contest, "process_time", lambda: 0.5 * contest.perf_counter())
-    table = bench("--limit", "1", "--max-new-tokens", "8", "--json", str(tmp_path / "b.json")).stdout
+    table = bench("--limit", "1", "--max-new-tokens", "8", "--peer", "--json", str(tmp_path / "b.json")).stdout
     assert json.loads((tmp_path / "b.json").read_text())["processor_share"] == pytest.approx(0.5, abs=0.01)
     assert "other programs took the processor: this one had 0.50 of a core" in " ".join(table.split())
+    assert "; accuracy 0.0 %, cut off: 1 of 1; identical" in table
+    assert "| transformers, plain |" in table and "| transformers, assisted |" in table
 
 
 @pytest.mark.parametrize(

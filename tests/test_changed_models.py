@@ -399,31 +399,21 @@ def test_watching_keeps_no_memory_of_weights_that_were_replaced():
     assert watch.moved()
 
 
-def test_updates_of_a_model_made_in_inference_mode_are_noticed(make_target, make_engine, caplog):
-    """Its tensors have no version counters, so cached K/V of the weights before were served."""
-    with torch.inference_mode():
+@pytest.mark.parametrize("made_so", [False, True])
+def test_updates_of_inference_tensors_are_noticed(made_so, make_target, make_engine, caplog):
+    """They have no version counters, so cached K/V of the weights before were served. made_so: from the beginning."""
+    with torch.inference_mode(made_so), caplog.at_level(logging.WARNING, logger="specdec"):
         model = make_target("llama", fresh=True)
-        other = {name: tensor.clone() for name, tensor in make_target("llama", seed=4, fresh=True).state_dict().items()}
-    with caplog.at_level(logging.WARNING, logger="specdec"):
-        engine = make_engine(model, "ngram")
-    assert "made under torch.inference_mode()" in caplog.text
-    before = truth(model)
-    assert answer(engine) == before
-    with torch.inference_mode():
-        model.load_state_dict(other)
-    assert answer(engine) == truth(model) != before
-
-
-def test_a_model_that_becomes_one_of_inference_tensors_is_noticed(make_target, make_engine):
-    model = make_target("llama", fresh=True)
     engine = make_engine(model, "ngram")
+    assert ("made under torch.inference_mode()" in caplog.text) == made_so
     assert answer(engine) == truth(model)
     for seed in (4, 5):
         state = make_target("llama", seed=seed, fresh=True).state_dict()
+        before = truth(model)
         with torch.inference_mode():
             state = {name: tensor.clone() for name, tensor in state.items()}
-            model.load_state_dict(state, assign=seed == 4)
-        assert answer(engine) == truth(model)
+            model.load_state_dict(state, assign=not made_so and seed == 4)
+        assert answer(engine) == truth(model) != before
 
 
 @pytest.mark.usefixtures("shallow_pair")
@@ -439,17 +429,12 @@ def test_a_checkpoint_loaded_in_inference_mode_has_ordinary_weights():
     assert not any(tensor.is_inference() for tensor in engine.drafter.assistant.parameters())
 
 
-def test_a_target_copied_again_is_proved_again(prepared) -> None:
+def test_a_target_copied_again_is_proved_again(prepared, monkeypatch) -> None:
     model = prepared("adapted")
-    target = TargetModel(model)
-    proofs: list[int] = []
-    probe: Callable[..., Any] = TargetModel._probe
-    TargetModel._probe = lambda self: proofs.append(1) or probe(self)  # type: ignore[method-assign, func-returns-value]
-    try:
-        switch(model)
-        assert (target.weights.generation(), target.weights.generation()) == (1, 1)
-    finally:
-        TargetModel._probe = probe  # type: ignore[method-assign]
+    target, proofs, probe = TargetModel(model), list[int](), TargetModel._probe
+    monkeypatch.setattr(TargetModel, "_probe", lambda self: proofs.append(1) or probe(self))
+    switch(model)
+    assert (target.weights.generation(), target.weights.generation()) == (1, 1)
     assert len(proofs) == 1
 
 

@@ -1,7 +1,5 @@
 """Control tokens that a user writes are text, the template's own are control tokens, and other text is as it was."""
 
-import json
-
 import httpx
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -138,10 +136,5 @@ def test_a_server_escapes_unless_it_is_told_otherwise():
         assert said["usage"]["prompt_tokens"] == len(escaped) > len(engine.chat_prompt(chat))
         tokens = httpx.post(f"{url}/tokenize", json={"messages": chat}, timeout=60).json()["tokens"]
         assert tokens == escaped
-        refused = httpx.post(
-            f"{url}/v1/chat/completions",
-            content=json.dumps(body | {"chat_template_kwargs": {"special_tokens_in_content": "allow"}}),
-            headers={"Content-Type": "application/json"},
-            timeout=60,
-        )
-        assert refused.status_code == 400
+        body |= {"chat_template_kwargs": {"special_tokens_in_content": "allow"}}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 400

@@ -12,7 +12,7 @@ from specdec import SamplingParams
 from specdec.runtime.request import Request
 from specdec.text.detokenize import Detokenizer
 
-from marks import deep, examples
+from marks import examples
 
 SPECIAL = ["<s>", "<|im_end|>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -92,11 +92,6 @@ def make_tokenizer(name):
 TOKENIZERS = {name: make_tokenizer(name) for name in MAKERS}
 
 
-@pytest.fixture(params=list(MAKERS))
-def tokenizer(request):
-    return TOKENIZERS[request.param]
-
-
 def run(tokenizer, ids, params, rounds):
     """A request that is given `ids` in rounds of the given sizes, and what its stream hands out: (request, deltas)."""
     request = Request([0], params, 0, Detokenizer(tokenizer), frozenset())
@@ -125,9 +120,10 @@ def expected(tokenizer, ids, stops):
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_deltas_joined_are_the_final_text(name, data):
     tokenizer = TOKENIZERS[name]
-    # few kinds of token at a time, so that runs, half characters and patterns come up
-    kinds = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=8))
-    ids = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=40))
+    # few kinds of token at a time, so that runs, half characters and patterns come up, or all of them
+    any_token = st.integers(0, len(tokenizer) - 1)
+    few = st.lists(any_token, min_size=1, max_size=8).map(st.sampled_from)
+    ids = data.draw(st.lists(data.draw(few | st.just(any_token)), min_size=1, max_size=60))
     rounds = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     text = tokenizer.decode(ids, skip_special_tokens=False)
     spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6))
@@ -142,15 +138,6 @@ def test_deltas_joined_are_the_final_text(name, data):
     assert len(out.token_ids) == end
     # a space may stand before a special token only; the text then ends before the string all the same
     assert out.text == want or (want.startswith(out.text) and not any(stop in want for stop in stops))
-
-
-@pytest.mark.parametrize("seed", [seed if seed < 8 else deep(seed) for seed in range(40)])
-def test_without_stop_strings_the_text_is_one_decode(tokenizer, seed):
-    """Longer ones than above, with every token as likely as any other."""
-    rng = random.Random(seed)
-    ids = [rng.randrange(len(tokenizer)) for _ in range(60)]
-    request, deltas = run(tokenizer, ids, SamplingParams(max_new_tokens=60), [rng.randint(1, 5) for _ in range(9)])
-    assert "".join(deltas) == request.output().text == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def ids_of(tokenizer, *pieces):
@@ -188,6 +175,18 @@ def test_special_tokens_as_stop_strings(stop, pieces, text, taken, rounds):
     out = request.output()
     assert (out.text, out.token_ids, out.finish_reason) == (text, ids[:taken], "stop")
     assert "".join(deltas) == text
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "taken"),
+    [(" ", ["<s>", "a", "a"], 2), ("a <|im", ["<|im_end|>", "a", "<|im_end|>", "b"], 3)],
+    ids=["found a word too late", "left the space in the text"],
+)
+def test_a_space_between_a_special_token_and_a_word(stop, pieces, taken):
+    """It is no text, and yet it may be a stop string or stand before one."""
+    ids = ids_of(TOKENIZERS["words"], *pieces)
+    request, _ = run(TOKENIZERS["words"], ids, SamplingParams(max_new_tokens=len(ids), stop=stop), [1])
+    assert (request.output().text, len(request.output_ids)) == ("", taken)
 
 
 def test_a_stop_string_that_begins_in_the_prompt_does_not_count():

@@ -317,14 +317,7 @@ def test_run_python_finds(change, error, message):
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("specdec bench --limit 3 --peer", None),
-        ("$ specdec --help", None),
-        ("OMP_NUM_THREADS=1 specdec generate 'How many?' \\\n    --show-drafts  # --not-an-option", None),
-        ("make demo JOBS=2", None),
-        ("accelerate launch --num_processes 2 examples/eagle3.py --draft-topk 4", None),
-        ("pip install anything", None),
-        ("accelerate launch -m specdec.cli bench --limit 3", None),
-        ("specdec bench --limits 3", "--limits"),
+        ("$ OMP_NUM_THREADS=1 specdec bench \\\n    --limits 3  # --not-an-option", "No such option: --limits"),
         ("specdec bench --limit three", "three"),
         ("accelerate launch -m specdec.cli bench --limits 3", "--limits"),
         ("specdec benchmark", "no command 'benchmark'"),
@@ -334,12 +327,8 @@ def test_run_python_finds(change, error, message):
     ],
 )
 def test_run_shell_finds(line, fault, monkeypatch):
-    text = f"```sh\n{line}\n```\n"
-    if fault is None:
-        run_shell(text, "page", monkeypatch)
-    else:
-        with pytest.raises(AssertionError, match=fault):
-            run_shell(text, "page", monkeypatch)
+    with pytest.raises(AssertionError, match=fault):
+        run_shell(f"```sh\n{line}\n```\n", "page", monkeypatch)
 
 
 def test_run_shell_compares_output(monkeypatch):

@@ -11,22 +11,23 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
+from specdec.models.transformers_names import auto_class
 
-from marks import deep, deep_cases, each_value, examples, quick, usual_cases
+from marks import deep, deep_cases, examples, usual, usual_cases
+from tiny_models import TARGETS, VOCAB, build_target, spread
 
-VOCAB, WINDOW, NEW = 96, 8, 12
+NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 BASE = {**SIZES, **TOKENS, "intermediate_size": 48, "max_position_embeddings": 256}
 GQA = {**BASE, "num_key_value_heads": 2}
 HEADS = {**GQA, "head_dim": 8}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 PATCHES = {"image_size": 8, "patch_size": 4}
@@ -69,27 +70,14 @@ def smolvlm():
 
 
 IMAGE = {"image_token_id": 200, "scale_factor": 2}
-SERVED = {
+MADE_HERE = {
     "opt": opt,
     "opt-post-norm": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=16, tie_word_embeddings=False),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**BASE),
     "gpt_neox-serial": lambda: transformers.GPTNeoXConfig(**BASE, use_parallel_residual=False),
     "phi": lambda: transformers.PhiConfig(**BASE),
-    "phi3": lambda: transformers.Phi3Config(**GQA),
-    "phi3-window": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW),
-    "mixtral": lambda: transformers.MixtralConfig(**HEADS, **EXPERTS),
-    "granite": lambda: transformers.GraniteConfig(
-        **GQA, logits_scaling=6.0, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5
-    ),
-    "cohere": lambda: transformers.CohereConfig(**GQA, use_qk_norm=True),
-    "cohere2": lambda: transformers.Cohere2Config(**HEADS, sliding_window=WINDOW, logit_scale=0.25),
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**HEADS, logits_scaling=0.5),  # multiplies, granite divides
     "nanochat": lambda: transformers.NanoChatConfig(**GQA),
-    "olmo2": lambda: transformers.Olmo2Config(**GQA),
-    "starcoder2": lambda: transformers.Starcoder2Config(**GQA, sliding_window=WINDOW),
-    "glm": lambda: transformers.GlmConfig(**HEADS),
-    "glm4": lambda: transformers.Glm4Config(**HEADS),
-    "smollm3": lambda: transformers.SmolLM3Config(**GQA, no_rope_layers=[1, 1, 0]),
     "afmoe": lambda: transformers.AfmoeConfig(**HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "qwen2_vl": lambda: qwen2_vl(transformers.Qwen2VLConfig),
     "qwen2_5_vl": lambda: qwen2_vl(transformers.Qwen2_5_VLConfig),
@@ -99,36 +87,33 @@ SERVED = {
     "mistral3": mistral3,
     "smolvlm": smolvlm,
 }
+SERVED = [
+    *("phi3", "mixtral", "granite", "cohere", "cohere2", "olmo2", "starcoder2", "glm", "glm4", "smollm3"),
+    *MADE_HERE,
+]
+IMPLIED = ("cohere", "cohere2", "olmo2", "glm", "glm4", "smollm3", "qwen2_5_vl", "llava_next", "mistral3", "smolvlm")
+"""Families whose layers are those of others here: in `make test-deep` alone."""
 
 
-def build(config, seed: int = 0) -> PreTrainedModel:
-    """A random model whose greedy output wanders and in which positions matter."""
+def build(name: str, seed: int = 0, **fields) -> PreTrainedModel:
+    """A random model of a family; `fields` go to the config of one of tiny_models.py."""
     torch.manual_seed(seed)
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    return spread(auto.from_config(config))
-
-
-def spread(model: PreTrainedModel) -> PreTrainedModel:
-    tied = (
-        model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    )  # such a head would predict its own token for ever
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.05 if tied and "embed_tokens" in name else 0.45)
-            elif "norm" in name:
-                weight.add_(torch.randn_like(weight), alpha=0.1)
-    return model.eval()
+    if name in TARGETS:
+        return spread(build_target(name, **fields))
+    config = MADE_HERE[name]()
+    return spread(auto_class(config).from_config(config))
 
 
 @pytest.fixture(scope="module")
-def served():
+def served(make_target):
     """served(name): the model of a served family, built once."""
     built = {}
 
     def make(name):
+        if name in TARGETS:
+            return make_target(name)
         if name not in built:
-            built[name] = build(SERVED[name]())
+            built[name] = build(name)
         return built[name]
 
     return make
@@ -147,18 +132,10 @@ def assert_one_sentence(error, *parts):
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def is_fast(name, *_):
-    return list(SERVED).index(name) % 4 == 0
-
-
-@deep_cases(
-    *("cohere-tree-4", "glm4-tree-1", "qwen2_5_vl-tree-1", "llava_next-tree-4", "mistral3-tree-1", "smolvlm-tree-4"),
-    *("glm-tree-4", "smollm3-tree-4", "olmo2-tree-4", "cohere2-tree-1"),
-)
 @pytest.mark.parametrize(
     ("name", "way", "page_size"),
     [
-        *quick(((name, "tree", (1, 4)[i % 2]) for i, name in enumerate(SERVED)), is_fast),
+        *usual(((name, "tree", (1, 4)[i % 2]) for i, name in enumerate(SERVED)), lambda name, *_: name not in IMPLIED),
         *(deep(name, ("plain", "ngram")[i // 2 % 2], (4, 1)[i % 2]) for i, name in enumerate(SERVED)),
     ],
 )
@@ -174,32 +151,25 @@ def test_tokens_are_the_models_own(
     assert len({token for tokens in wanted for token in tokens}) > 4
 
 
-@usual_cases(
-    *("opt-torch.bfloat16", "gpt_neox-serial-torch.float16", "phi3-window-torch.float16", "mixtral-torch.bfloat16"),
-    *("cohere-torch.float16", "nanochat-torch.float16", "olmo2-torch.bfloat16", "afmoe-torch.bfloat16"),
-    "qwen3_vl-torch.bfloat16",
-)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    each_value(
-        quick(
-            ((name, dtype) for name in SERVED for dtype in HALVES),
-            lambda name, dtype: is_fast(name) and dtype == HALVES[list(SERVED).index(name) // 4 % 2],
-        )
+    usual(
+        ((name, dtype) for name in SERVED for dtype in HALVES),
+        lambda name, dtype: name not in IMPLIED and dtype == HALVES[SERVED.index(name) % 2],
     ),
     ids=str,
 )
 def test_rounding_refuses_nobody(name, dtype):
     """In 16 bits a packed row differs from a lone one by rounding, and a router may choose otherwise."""
     for seed in range(examples(1, 3)):
-        TargetModel(build(SERVED[name](), seed).to(dtype))
+        TargetModel(build(name, seed).to(dtype))
 
 
 def test_logits_are_scaled_as_the_model_scales_them(served):
     for name, times, over, softcap in [
         ("granite", 1.0, 6.0, None),
         ("hyperclovax", 0.5, 1.0, None),
-        ("cohere", 0.0625, 1.0, None),
+        ("cohere", 0.25, 1.0, None),
         ("nanochat", 1.0, 1.0, 15.0),
         ("opt", 1.0, 1.0, None),
     ]:
@@ -289,16 +259,16 @@ CHANGES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_model_whose_rows_depend_on_each_other_is_refused(change, where, dtype):
     """In a layer it shows in the next one's keys; in the last norm, in the states alone."""
-    model = build(transformers.LlamaConfig(**HEADS)).to(dtype)
-    holder = model.model if where == "norm" else model.model.layers[1]
+    model = build("llama").to(dtype)
+    holder = model.model if where == "norm" else model.model.layers[0]
     setattr(holder, where, Meddler(getattr(holder, where), CHANGES[change]))
     with pytest.raises(UnsupportedModelError) as error:
         TargetModel(model)
-    assert_one_sentence(error, "rows of several requests cannot share" if where == "norm" else "layer 2")
+    assert_one_sentence(error, "rows of several requests cannot share" if where == "norm" else "layer 1")
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
-    model = build(transformers.LlamaConfig(**HEADS))
+    model = build("llama")
     forward = model.forward
 
     def odd(*args, **kwargs):
@@ -317,7 +287,7 @@ def test_whatever_a_foreign_forward_raises_is_one_sentence_and_out_of_memory_sta
     def fail(out):
         raise error_type("first line\nsecond line")
 
-    model = build(transformers.LlamaConfig(**HEADS))
+    model = build("llama")
     model.model.layers[1].mlp = Meddler(model.model.layers[1].mlp, fail)
     with pytest.raises(UnsupportedModelError) as error:
         TargetModel(model)
@@ -339,19 +309,28 @@ def test_the_proof_leaves_no_trace(served):
 
 # how long a sequence may be
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
-STRETCH = {"rope_theta": 10000.0, "factor": 4.0}
 LIMIT = 32
+
+
+def with_rope(kind, most=LIMIT, **extra):
+    """Llama with this kind of RoPE and so many positions."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **extra}
+    return build("llama", max_position_embeddings=most, rope_parameters=rope)
 
 
 def rope_model(kind):
     """Phi-3 with longrope (32 of 128 positions original), or Llama with dynamic NTK scaling after 32 positions."""
-    if kind == "longrope":
-        rope = {"rope_parameters": {**LONGROPE, "rope_theta": 10000.0}}
-        sizes = {**GQA, "max_position_embeddings": 128, "original_max_position_embeddings": LIMIT}
-        return build(transformers.Phi3Config(**sizes, **rope))
-    rope = {"rope_parameters": {"rope_type": "dynamic", **STRETCH}}
-    return build(transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": LIMIT}, **rope))
+    if kind == "dynamic":
+        return with_rope(kind)
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    sizes = {"max_position_embeddings": 128, "original_max_position_embeddings": LIMIT}
+    return build("phi3", sliding_window=None, rope_parameters=rope, **sizes)
+
+
+def learnt(most):
+    """OPT, whose positions are rows of a table."""
+    return spread(transformers.OPTForCausalLM(opt(max_position_embeddings=most)))
 
 
 def wrong(known, n):
@@ -378,7 +357,7 @@ def test_drafts_and_padding_beyond_a_learnt_position_table(
     page_size, make_engine, greedy_oracle, random_prompt, scripted
 ):
     """A draft after the last position, or the padding of a chunk beside a longer one, had no row in the table."""
-    model = build(opt(max_position_embeddings=LIMIT))
+    model = learnt(LIMIT)
     prompts = [random_prompt(LIMIT - 4), random_prompt(5), random_prompt(LIMIT - 15)]
     new = [4, 20, 15]
     wanted = [greedy_oracle(model, prompt, n) for prompt, n in zip(prompts, new, strict=True)]
@@ -390,16 +369,11 @@ def test_drafts_and_padding_beyond_a_learnt_position_table(
     assert [out.token_ids for out in outputs] == wanted
 
 
-def rope_config(kind, **extra):
-    rope = {"rope_parameters": {"rope_type": kind, **STRETCH, **extra}}
-    return transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": 64, **rope})
-
-
 LENGTHS = {
-    "learnt": (lambda: build(opt(max_position_embeddings=64)), 64, 64),
-    "rope": (lambda: build(transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": 64})), 64, 64),
-    "linear": (lambda: build(rope_config("linear")), 64, 256),
-    "yarn": (lambda: build(rope_config("yarn", original_max_position_embeddings=32)), 64, 128),
+    "learnt": (lambda: learnt(64), 64, 64),
+    "rope": (lambda: build("llama", max_position_embeddings=64), 64, 64),
+    "linear": (lambda: with_rope("linear", 64), 64, 256),
+    "yarn": (lambda: with_rope("yarn", 64, original_max_position_embeddings=32), 64, 128),
     # beyond it rope would change
     "longrope": (lambda: rope_model("longrope"), LIMIT, LIMIT),
     "dynamic": (lambda: rope_model("dynamic"), LIMIT, LIMIT),
@@ -424,7 +398,7 @@ def test_a_max_model_len_above_the_models_own_is_refused(kind, make_engine):
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_int8_weights_of_torchao(page_size, make_engine, greedy_oracle, random_prompt):
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    model = build(transformers.LlamaConfig(**HEADS))
+    model = build("llama")
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     prompts = [random_prompt(7), random_prompt(19)]
     engine = make_engine(model, "ngram", page_size=page_size, max_batch_size=2)
@@ -435,7 +409,7 @@ def test_int8_weights_of_torchao(page_size, make_engine, greedy_oracle, random_p
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_autocast_around_an_engine_changes_nothing(drafter, make_engine, greedy_oracle, random_prompt):
     """The engine computes in the model's dtype; K/V in another one did not fit the pools."""
-    model = build(transformers.LlamaConfig(**HEADS))
+    model = build("llama")
     prompts = [random_prompt(7), random_prompt(19)]
     wanted = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -445,14 +419,9 @@ def test_autocast_around_an_engine_changes_nothing(drafter, make_engine, greedy_
     assert streamed == wanted[0]
 
 
-def test_the_users_own_long_forward_changes_no_engine(make_target, greedy_oracle) -> None:
+def test_the_users_own_long_forward_changes_no_engine(greedy_oracle) -> None:
     """Dynamic RoPE writes the frequencies of a long forward to its buffer; the engine has its own buffers."""
-    model = make_target(
-        "llama",
-        fresh=True,
-        max_position_embeddings=32,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    )
+    model = rope_model("dynamic")
     prompt, new = list(range(1, 20)), 10
     want = greedy_oracle(model, prompt, new)
     engine = Engine.from_pretrained(model, config=EngineConfig(max_model_len=32))

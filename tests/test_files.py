@@ -59,6 +59,9 @@ def test_a_device_is_written_into_and_never_replaced():
     require_writable(Path("/dev/null"))
     write_file(Path("/dev/null"), "gone")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    if Path("/dev/full").exists():
+        with pytest.raises(OSError, match=r"No space left.*'/dev/full'"):
+            write_file(Path("/dev/full"), "text")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from script_module import module_of
 
 from package_files import parse_file
 
@@ -64,7 +65,6 @@ LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
 LAZY_USERS = ("specdec", "specdec.cli.app", "specdec.cli.commands")
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
-SCRIPTS = ("tests", "examples", "tools", "bench")
 IMPORTERS = ("import_module", "__import__")
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
@@ -197,11 +197,6 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def names_a_folder(text: str) -> bool:
-    """May an import name a root folder bare? Most files do not, and need not be parsed."""
-    return re.search(rf"(?m)^\s*(from|import)\b.*(?<![\w.])({'|'.join(FOLDERS)})\b(?<!specdec)", text) is not None
-
-
 def dropped_comparisons(text: str) -> list[int]:
     """Lines on which the result of a tensor comparison is thrown away."""
     calls = (n.value for n in ast.walk(parse_file(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
@@ -248,21 +243,6 @@ def test_no_import_circle():
     assert find_cycle(import_graph(product_sources())) == []
 
 
-def test_scripts_use_the_installed_names():
-    bare = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for folder in SCRIPTS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for text in [path.read_text("utf-8")]
-        if names_a_folder(text)
-        for node in ast.walk(parse_file(text))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in imported(node, set())
-        if name.split(".")[0] in FOLDERS and not is_own(name)
-    ]
-    assert bare == []
-
-
 def test_every_package_is_listed_and_mapped():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     packages = {
@@ -287,33 +267,14 @@ def test_no_file_is_long_without_a_reason():
     assert run.returncode == 0, run.stderr
 
 
-def test_sizes_are_counted_by_part_and_against_a_commit(tmp_path):
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, "utf-8")
-
-    def sizes(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(tmp_path / "tools" / "size.py"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    write("tools/size.py", (ROOT / "tools" / "size.py").read_text("utf-8"))
-    write("kvcache/page.py", "a = 1\n\nb = 2\n")
-    write("docs/page.md", "three plain words\n")
-    author = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
-    write("kvcache/page.py", "a = 1\n")
-    write("bench/run.py", "a = 1\n")
-    write("docs/decisions/0001.md", "two words\n")
-    run = sizes("--against", "HEAD")
-    assert run.returncode == 0, run.stderr
-    lines = [line.strip() for line in run.stdout.splitlines()]
-    assert lines[:2] == ["1  kvcache/page.py", "1  lines of product in 1 files, -2 since HEAD"]
-    assert {"1  lines of bench in 1 files, +1 since HEAD", "3  words of docs in 1 files, +0 since HEAD"} <= {*lines}
-    assert "2  words of decisions in 1 files, +2 since HEAD" in lines
-    assert "give a tag or commit" in sizes("--against", "v0").stderr
-    write("kvcache/page.py", "a = 1\n" * 401)
-    assert (sizes().returncode, sizes().stderr.count("401 lines, at most 400")) == (1, 1)
+def test_sizes_are_counted_by_part():
+    size = module_of(ROOT / "tools" / "size.py")
+    texts = {"kvcache/page.py": "a = 1\n\nb = 2\n", "docs/page.md": "three plain words\n", "Makefile": "all:\n"}
+    counts = size.count_files(texts | {"docs/decisions/0001.md": "two words\n"})
+    assert counts == {"docs/decisions/0001.md": 2, "docs/page.md": 3, "kvcache/page.py": 3}
+    assert size.sums_by_part(counts) == {"product": 3, "docs": 3, "decisions": 2}
+    [message] = size.too_long({"kvcache/page.py": 401, "kvcache/table.py": 400, "tests/test_a.py": 500})
+    assert message.startswith("kvcache/page.py: 401 lines, at most 400")
 
 
 def test_no_comparison_is_dropped():

@@ -21,6 +21,13 @@ CONFIG = EngineConfig(max_batch_size=1, max_model_len=64)
 CPU = torch.device("cpu")
 
 
+def edited(folder, edit):
+    """The folder, with these changes of its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+    return str(folder)
+
+
 @deep_cases("gemma4-e2b", "gpt_oss", "mistral")
 @pytest.mark.parametrize(
     "family",
@@ -55,13 +62,6 @@ def test_shards_are_read_and_a_missing_one_and_an_index_that_is_cut_off_are_name
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
-def spoiled(folder, edit):
-    config = json.loads((folder / "config.json").read_text())
-    config |= edit
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -88,7 +88,7 @@ def spoiled(folder, edit):
 def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says, make_target, tmp_path):
     """Loaded as a target, and as a drafter."""
     make_target("llama").save_pretrained(tmp_path)
-    path = spoiled(tmp_path, edit)
+    path = edited(tmp_path, edit)
     for given in ((path,), (make_target("llama"), path)):
         with pytest.raises(SpecDecError, match=says) as error:
             Engine.from_pretrained(*given, config=CONFIG)
@@ -97,9 +97,9 @@ def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says
 
 def test_the_parts_of_a_multimodal_config_and_those_of_heads_are_checked_too(make_target, tmp_path):
     make_target("gemma4-multimodal").save_pretrained(tmp_path)
-    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    text = make_target("gemma4-multimodal").config.text_config.to_dict()
     with pytest.raises(CheckpointError, match=r"text_config\.num_attention_heads=0, expected a whole number above 0"):
-        Engine.from_pretrained(spoiled(tmp_path, {"text_config": text | {"num_attention_heads": 0}}))
+        Engine.from_pretrained(edited(tmp_path, {"text_config": text | {"num_attention_heads": 0}}))
     head = {"architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": 0, "hidden_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(head))
     with pytest.raises(CheckpointError, match="num_attention_heads=0, expected a whole number above 0"):
@@ -116,7 +116,7 @@ def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_
     for given in ((str(tmp_path),), (make_target("llama"), str(tmp_path))):
         with pytest.raises(CheckpointError, match=says):
             Engine.from_pretrained(*given, config=CONFIG)
-    spoiled(tmp_path, {"architectures": ["LlamaForCausalLMEagle3"]})
+    edited(tmp_path, {"architectures": ["LlamaForCausalLMEagle3"]})
     with pytest.raises(CheckpointError, match=says):
         Engine.from_pretrained(make_target("llama"), str(tmp_path), config=CONFIG)
 
@@ -151,16 +151,16 @@ def test_the_text_model_of_another_layout_is_not_filled_with_random_numbers(make
     """The config of a text model over the tensors of a multimodal one: every name is off by a prefix."""
     model = make_target("gemma4-multimodal")
     model.save_pretrained(tmp_path)
-    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
-    (tmp_path / "config.json").write_text(json.dumps(text | {"architectures": ["Gemma4ForCausalLM"]}))
+    model.config.text_config.save_pretrained(tmp_path)
+    edited(tmp_path, {"architectures": ["Gemma4ForCausalLM"]})
     with pytest.raises(SpecDecError, match=r"lacks .* tensors of Gemma4ForCausalLM"):
-        load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
 def test_dtype_is_float32_on_the_cpu_and_the_checkpoints_elsewhere(make_target):
     config = make_target("llama", fresh=True).config
-    assert pick_dtype(None, torch.device("cpu"), config) == torch.float32
-    assert pick_dtype(torch.bfloat16, torch.device("cpu"), config) == torch.bfloat16
+    assert pick_dtype(None, CPU, config) == torch.float32
+    assert pick_dtype(torch.bfloat16, CPU, config) == torch.bfloat16
     config.dtype = torch.float16
     assert pick_dtype(None, torch.device("cuda"), config) == torch.float16
     config.dtype = "bfloat16"
@@ -173,10 +173,8 @@ def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
     config = EngineConfig(max_batch_size=2, max_model_len=64, dtype=dtype)
     with Engine.from_pretrained(str(tmp_path), "ngram", config=config) as engine:
         assert {kept.k.dtype for store in engine.cache.stores for kept in store.layers.values()} == {dtype}
-        assert [len(out.token_ids) for out in engine.generate([random_prompt(5), random_prompt(20)], PARAMS)] == [
-            12,
-            12,
-        ]
+        outs = engine.generate([random_prompt(5), random_prompt(20)], PARAMS)
+        assert [len(out.token_ids) for out in outs] == [12, 12]
 
 
 # what users hand in
@@ -232,12 +230,8 @@ def test_code_of_a_checkpoints_own_runs_when_it_is_trusted(make_target, greedy_o
     model, folder = make_target("llama"), tmp_path / "own"
     model.save_pretrained(folder)
     (folder / "own_code.py").write_text(OWN_CODE)
-    stored = json.loads((folder / "config.json").read_text()) | {
-        "model_type": "own",
-        "architectures": ["OwnForCausalLM"],
-        "auto_map": {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"},
-    }
-    (folder / "config.json").write_text(json.dumps(stored))
+    auto_map = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    edited(folder, {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": auto_map})
     config = EngineConfig(max_model_len=64)
     with pytest.raises(CheckpointError, match="contains custom code") as error:
         Engine.from_pretrained(folder, config=config)
@@ -335,5 +329,5 @@ def test_a_quantiser_places_what_it_makes(monkeypatch, tmp_path):
         return model, info
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(quantised))
-    load_model("tiny-gemma4", dtype=torch.float32, device=torch.device("cpu"))
+    load_model("tiny-gemma4", dtype=torch.float32, device=CPU)
     assert moved == []

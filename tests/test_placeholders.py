@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
-    Gemma4Config,
     Gemma4ForConditionalGeneration,
     GraniteConfig,
     GraniteSpeechConfig,
@@ -22,6 +21,7 @@ from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
 from marks import deep, deep_cases
+from tiny_models import multimodal_config, spread
 
 IMAGE, VIDEO, AUDIO, BEGIN = 60, 61, 62, 63
 PLAIN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -51,27 +51,11 @@ class EmbedsApart(LlavaForConditionalGeneration):
 @pytest.fixture(scope="module")
 def model():
     """Gemma 4 with a vision tower and per-layer embeddings; its padding is token 3."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-    }
-    text = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 16}
-    text |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
-    text |= {"num_kv_shared_layers": 0, "pad_token_id": 3, "eos_token_id": None, "bos_token_id": None}
-    vision = {**sizes, "num_hidden_layers": 1}
-    names = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "boi_token_id": BEGIN}
+    config = multimodal_config(vocab_size=64, pad_token_id=3)
+    config.image_token_id, config.video_token_id, config.audio_token_id = IMAGE, VIDEO, AUDIO
+    config.boi_token_id = BEGIN
     torch.manual_seed(0)
-    made = Gemma4ForConditionalGeneration(
-        Gemma4Config(text_config={**sizes, **text}, vision_config=vision, audio_config=None, **names)
-    ).eval()
-    for weight in made.parameters():
-        if weight.dim() == 2:
-            weight.data.normal_(0, 0.3)
-    made.generation_config.eos_token_id = None
-    return made
+    return spread(Gemma4ForConditionalGeneration(config))
 
 
 def replaced_in(placeholders):

@@ -106,13 +106,6 @@ def test_shapes_that_are_counted_are_all():
     assert [name for name, *_ in mark.args[1]] == list(SHAPES)
 
 
-def test_a_step_of_e4b_streams_the_published_bytes():
-    """9.29 GB: 4,644,441,088 of its numbers, two bytes each: the table of per-layer embeddings gives rows only."""
-    config = SHAPES["gemma4-e4b"].target(Shrink())
-    table = config.vocab_size_per_layer_input * config.num_hidden_layers * config.hidden_size_per_layer_input
-    assert 2 * (7_463_013_376 - table) == 9_288_882_176
-
-
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
@@ -137,12 +130,12 @@ def test_a_shape_or_form_that_cannot_be_is_one_sentence(ask, says):
         ask()
 
 
-@pytest.mark.parametrize("layers", range(2, 43))
-def test_every_depth_of_e4b_has_an_owner_for_each_layer(layers):
-    config = SHAPES["gemma4-e4b"].target(Shrink(layers=layers, divisor=16))
-    kinds = config.layer_types
-    assert len(kinds) == layers and kinds[-1] == "full_attention"
-    assert {*kinds[: layers - config.num_kv_shared_layers]} == {"sliding_attention", "full_attention"}
+def test_every_depth_of_e4b_has_an_owner_for_each_layer():
+    for layers in range(2, 43):
+        config = SHAPES["gemma4-e4b"].target(Shrink(layers=layers, divisor=16))
+        kinds = config.layer_types
+        assert len(kinds) == layers and kinds[-1] == "full_attention"
+        assert {*kinds[: layers - config.num_kv_shared_layers]} == {"sliding_attention", "full_attention"}
 
 
 def test_weights_are_seeded_and_keep_activations_near_one():

@@ -37,17 +37,13 @@ from proved_models import SHARED
 
 VOCAB = 96
 WINDOW = 8
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 FAMILIES = [
     *("gemma4-e2b", "gemma4-31b", "gemma4-moe", "gemma4-multimodal", "gemma3", "gemma2"),
     *("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
 ]
 GEMMA4_FAMILIES = [family for family in FAMILIES if family.startswith("gemma4")]
 FAST_FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")  # shared K/V, softcaps, sinks, full attention alone
-
-
-def each_of(families: list[str]) -> list[Any]:
-    return [family if family in FAST_FAMILIES else slow(family) for family in families]
 
 
 def fast_ones(families: Sequence[str], *choices: Sequence[Any]) -> list[Any]:
@@ -60,15 +56,9 @@ def fast_ones(families: Sequence[str], *choices: Sequence[Any]) -> list[Any]:
     return [*fast, *(deep(*case) for case in others)]
 
 
-@pytest.fixture(params=each_of(FAMILIES))
+@pytest.fixture(params=[family if family in FAST_FAMILIES else slow(family) for family in FAMILIES])
 def family(request: pytest.FixtureRequest) -> str:
     """Every family of target, one test each."""
-    return str(request.param)
-
-
-@pytest.fixture(params=each_of(GEMMA4_FAMILIES))
-def gemma4_family(request: pytest.FixtureRequest) -> str:
-    """Every family that has MTP assistants."""
     return str(request.param)
 
 
@@ -132,14 +122,13 @@ ROUTED = {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_grou
 RECURRENT = {
     **PARTLY,
     "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "linear_attention", FULL, "linear_attention"],
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
 SHARED_EXPERT = {**SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 24}
-LINEAR = "linear_attention"
 MAMBA = {
     "num_hidden_layers": 4,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
@@ -165,6 +154,7 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 24,
 }
 CONVOLVES = {"layer_types": ["conv", "conv", FULL, "conv"], "block_auto_adjust_ff_dim": False}
+QWEN2 = {**SLIDES, "use_sliding_window": True, "max_window_layers": 1}
 LOW = {"query_pre_attn_scalar": 1}  # so that softcaps and sinks matter
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
@@ -174,7 +164,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**ALTERNATING, **LOW, "attn_logit_softcapping": 2.0}),
     "gpt_oss": ("GptOss", {**ALTERNATING, **EXPERTS, "num_local_experts": 4}),
     "llama": ("Llama", {"num_hidden_layers": 2}),
-    "qwen2": ("Qwen2", {**SLIDES, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2": ("Qwen2", QWEN2),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16}),
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
@@ -194,7 +184,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": ("Mellum", {**SPARSE, **SLIDES_TWICE, **TWO_ROPES, **DENSE_FIRST, "num_experts": 6}),
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {**PARTLY, **SLIDES}),
-    "qwen2_moe": ("Qwen2Moe", {**SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 24}),
+    "qwen2_moe": ("Qwen2Moe", SHARED_EXPERT),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0]}),
     "starcoder2": ("Starcoder2", {}),  # without fused layers
     "step3p7": (
@@ -225,10 +215,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", {**GRANITE, **MAMBA, **EXPERTS, "num_local_experts": 4}),
     "nemotron_h": ("NemotronH", NEMOTRON),
     "lfm2": ("Lfm2", {**CONVOLVES, "num_hidden_layers": 4, "conv_L_cache": 3}),
-    "two_windows": (
-        "Qwen2",
-        {**SLIDES, "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 1},
-    ),
+    "two_windows": ("Qwen2", {**QWEN2, "num_hidden_layers": 4}),
 }
 """Family -> how transformers names its classes, and the fields of its config besides `BASE`."""
 
@@ -276,14 +263,7 @@ def text_fields(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, 
 
 def multimodal_config(**overrides: Any) -> transformers.Gemma4Config:
     """Gemma 4 E2B with towers for images and sound."""
-    text = {
-        **BASE,
-        **GEMMA4,
-        **SHARED_KV,
-        **TWO_OWNERS,
-        "vocab_size_per_layer_input": overrides.get("vocab_size", VOCAB),
-        **overrides,
-    }
+    text = text_fields({**GEMMA4, **SHARED_KV, **TWO_OWNERS}, overrides)
     tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     vision = {"intermediate_size": 8, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
     audio = {"subsampling_conv_channels": [8, 8], "output_proj_dims": 8}

@@ -1,8 +1,8 @@
 """The command line: the names of its commands, and one line of help for each.
 
 commands.py declares their options; it is loaded when a command runs or prints its help. torch and the engine are loaded
-only when a command runs, so help, versions and misspelt options import nothing heavy. Exit codes: 2 for a mistake, in
-one sentence on standard error; 130 for Ctrl-C; 1 if the reader of a pipe has gone.
+only when a command runs, so help, the version and misspelt options import nothing heavy. Exit codes: 2 for a mistake,
+with one sentence on standard error; 130 for Ctrl-C; 1 if the reader of a pipe has closed it.
 """
 
 import os
@@ -21,12 +21,12 @@ COMMANDS = {  # lines of help
     "generate": "Answer one prompt with speculation.",
     "chat": "Talk with a model: history is kept, and text from accepted drafts is coloured.",
     "bench": "Measure tokens/s with and without the drafter; refuses to print figures if any output differs.",
-    "eval": "Is it right, and how much faster?",
-    "doctor": "Why is the drafter accepted less than it could be? Names the cause, and what to change.",
-    "serve": "Serve a pair over HTTP, as OpenAI's API and clients have it. Needs the extra: specdec-runtime\\[serve].",
+    "eval": "Evaluate a pair on a data set: accuracy, acceptance and speed.",
+    "doctor": "Find out why few drafts are accepted: names the cause, and what to change.",
+    "serve": "Serve a pair over HTTP with OpenAI's API. Needs the extra specdec-runtime\\[serve].",
     "train": "Train a drafter for a target on the target's own answers to your prompts.",
-    "recipe": "The command for a published model: drafter, memory on GPUs of 24 to 141 GB, milliseconds a step.",
-    "models": "List the bundled models and the pairs of target and drafter that are known by name.",
+    "recipe": "Print the command for a published model: drafter, memory on GPUs of 24 to 141 GB, time of a step.",
+    "models": "List the bundled models and the known pairs of target and drafter.",
 }
 
 
@@ -65,7 +65,7 @@ for _name, _line in COMMANDS.items():
 @app.callback()
 def specdec(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Speculative decoding for transformers models."""

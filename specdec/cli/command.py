@@ -31,25 +31,12 @@ def command(options: type[Any], body: Callable[[Any], None], help: str = "", **s
 
     def make(name: str, line: str) -> TyperCommand:
         single = typer.Typer(add_completion=False)
-        single.command(name, cls=Command, help=f"{line}\n\n{help}".rstrip(), **settings)(run)
+        single.command(name, help=f"{line}\n\n{help}".rstrip(), **settings)(run)
         made = typer.main.get_command(single)
         assert isinstance(made, TyperCommand), made
         return made
 
     return make
-
-
-class Command(TyperCommand):
-    """A command that knows the former names of its options."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = args[: args.index("--")] if "--" in args else args
-        with shell_errors():
-            if any(word.partition("=")[0] == "--topk" for word in options):
-                raise SpecDecError(
-                    "--topk is now --draft-topk, the branches of a draft tree; --top-k keeps the k most likely tokens"
-                )
-        return super().parse_args(ctx, args)
 
 
 @contextmanager

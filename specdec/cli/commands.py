@@ -30,7 +30,7 @@ class GenerateOptions:
     pair: PairOptions
     sampling: SamplingNumbers
     raw: Raw = False
-    show_drafts: bool = option(False, "Colour tokens from accepted drafts; in a pipe: brackets.", "--show-drafts")
+    show_drafts: bool = option(False, "Colour text from accepted drafts; in a pipe: brackets.", "--show-drafts")
     json_file: JsonFile = None
 
 
@@ -38,7 +38,7 @@ class GenerateOptions:
 class ChatOptions:
     pair: PairOptions
     sampling: SamplingNumbers
-    system: str | None = option(None, "What the model is told before the first turn.")
+    system: str | None = option(None, "System message.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,33 +47,33 @@ class PhaseOptions:
 
     shape: str | None = phase_option(
         None,
-        "Random weights at the shape of gemma4-e2b, -e4b, -12b, -26b-a4b, -31b, gpt-oss-20b, -120b, llama-8b, "
-        "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase, and the memory floor.",
+        "Time rounds of random weights at a published shape, such as gemma4-e4b or llama-8b (an unknown name lists "
+        "all), next to their memory floor. Takes no target.",
     )
     weights: str | None = phase_option(
         None,
         "How a shape's layers are stored: bf16, int4-g32, int4-g128, fp8, or mxfp4 (experts); default: in the dtype.",
         metavar="FORM",
     )
-    phases: bool = phase_option(False, "The same of the target, on its prompts.", "--phases")
-    batches: str = phase_option("1,8,32", "Requests at a time, each in turn.")
-    contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
-    rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
+    phases: bool = phase_option(False, "Time rounds of the target on its prompts.", "--phases")
+    batches: str = phase_option("1,8,32", "Batch sizes to time.")
+    contexts: str = phase_option("1k", "Context lengths to time, in tokens; 1k is 1024.")
+    rounds: int = phase_option(50, "Timed rounds of each batch size, context and draft.", min=2)
     drafts: str | None = phase_option(
         None,
-        "Of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree; for block drafters block, tree. "
-        "Default: not chain7, tree60.",
+        "Drafts to time: of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree; for block drafters "
+        "block, tree. Default: all but chain7 and tree60.",
     )
     suppose_acceptance: str | None = phase_option(
         None,
-        "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic; nothing is forced): "
-        "default of random weights 2,3; of a pair none, and without --phases one, with --fixed-drafts.",
+        "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic: nothing is forced). "
+        "Default: 2,3 for random weights, else none. Without --phases: one length, with --fixed-drafts.",
     )
-    layers: int | None = phase_option(None, "A shape with fewer layers; its figures say so.")
-    shrink: int = phase_option(1, "A shape with all widths divided by this, up to 16.")
-    profile: bool = phase_option(False, "On a GPU, also the time without a kernel.", "--profile")
+    layers: int | None = phase_option(None, "Layers of the shape, fewer than published; its figures say so.")
+    shrink: int = phase_option(1, "Divide all widths of the shape by this, up to 16.")
+    profile: bool = phase_option(False, "On a GPU, also measure the time in which no kernel runs.", "--profile")
     plot_file: Path | None = phase_option(
-        None, "Over batch and context as PNG.", "--plot", metavar="FILE", callback=output_file
+        None, "Plot times over batch and context, as PNG.", "--plot", metavar="FILE", callback=output_file
     )
 
     def require_unused(self) -> None:
@@ -90,14 +90,14 @@ class BenchOptions:
     pair: PairOptions
     data: str = option(
         str(HELD_OUT_PROBLEMS),
-        "gsm8k, mt-bench, humaneval, spec-bench or speed-bench; or JSONL with 'question', 'prompt' or 'turns'; "
+        "gsm8k, mt-bench, humaneval, spec-bench or speed-bench; or a JSONL file with 'question', 'prompt' or 'turns'; "
         "'answer' ('#### n') adds accuracy.",
     )
-    data_folder: Path | None = option(None, "Where the files of a named data set are; default: the hub.")
-    limit: int = option(0, "Only the first N prompts, of each category in turn; 0: all.", min=0)
-    max_new_tokens: int = option(256, "Most tokens to generate.")
+    data_folder: Path | None = option(None, "Folder with the files of a named data set; default: the hub.")
+    limit: int = option(0, "Number of prompts, taken from each category in turn; 0: all.", min=0)
+    max_new_tokens: int = option(256, "Maximum number of tokens to generate.")
     temperature: float = option(0.0, "0 is greedy.")
-    seed: int = option(0, "Seeds every prompt of a temperature above 0.")
+    seed: int = option(0, "Seed of every prompt, for temperatures above 0.")
     batch_size: int = option(1, "Prompts at a time.", min=1)
     peer: bool = option(False, "Also run transformers, plain and assisted (batch 1).", "--peer")
     raw: Raw = False
@@ -109,8 +109,8 @@ class BenchOptions:
 class EvalNumbers(SamplingNumbers):
     """Sampling defaults of `eval`: longer answers, the same in every run."""
 
-    max_new_tokens: int = option(512, "Most tokens to generate.")
-    seed: int | None = option(0, "Seeds every problem, by its number.")
+    max_new_tokens: int = option(512, "Maximum number of tokens to generate.")
+    seed: int | None = option(0, "With its number, gives the seed of each problem.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,20 +124,20 @@ class EvalOptions:
         "auto",
         "JSONL file, a folder with it, or 'hub'; gsm8k: also 'bundled' and 'auto' (bundled for tiny-gemma4, else hub).",
     )
-    limit: int = option(0, "Problems, the first of each category; 0: all.", min=0)
+    limit: int = option(0, "Number of problems, taken from each category in turn; 0: all.", min=0)
     compare: bool | None = option(
-        None, "Also decode without the drafter; default: unless it is gsm8k.", "--compare/--no-compare"
+        None, "Also decode without the drafter; default: for all tasks but gsm8k.", "--compare/--no-compare"
     )
     shots: int | None = option(None, "Worked examples of gsm8k; default: 0 with a chat template, else 8.")
-    instruction: str = option("", "A line to put after every question.")
+    instruction: str = option("", "A line after every question.")
     sampling: EvalNumbers
-    batch_size: int | None = option(None, "Prompts at a time; default: 8 for gsm8k, 1.", min=1)
-    transcripts: Path | None = option(None, "Keep finished problems here, and go on from them.")
+    batch_size: int | None = option(None, "Prompts at a time; default: 8 for gsm8k, else 1.", min=1)
+    transcripts: Path | None = option(None, "Folder for finished problems; the same command resumes from it.")
     json_file: JsonFile = None
     markdown_file: Path | None = option(
-        None, "The report as a table.", "--markdown", metavar="FILE", callback=output_file
+        None, "Also write the report as a table.", "--markdown", metavar="FILE", callback=output_file
     )
-    png_file: Path | None = option(None, "The report drawn.", "--png", metavar="FILE", callback=output_file)
+    png_file: Path | None = option(None, "Also plot the report.", "--png", metavar="FILE", callback=output_file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,10 +146,10 @@ class DoctorOptions:
     prompts: Path | None = option(
         None, "JSONL with 'question', 'prompt' or 'turns'; default: 8 word problems.", metavar="FILE"
     )
-    limit: int = option(8, "Only the first N prompts, at least 4.", min=4)
+    limit: int = option(8, "Number of prompts, at least 4.", min=4)
     max_new_tokens: int | None = option(None, "Tokens of each answer; default: 48, for MTP modules 96.", min=8)
     write_conventions: bool = option(
-        False, "Write what was named of MTP modules into mtp_conventions.json beside them.", "--write-conventions"
+        False, "Write the conventions found for MTP modules to mtp_conventions.json beside them.", "--write-conventions"
     )
     raw: Raw = False
     json_file: JsonFile = None
@@ -161,31 +161,31 @@ class ServeOptions:
 
     pair: PairOptions
     config: Path | None = option(
-        None, "A YAML or TOML file of any of these options.", is_eager=True, callback=read_config, metavar="FILE"
+        None, "YAML or TOML file with any of these options.", is_eager=True, callback=read_config, metavar="FILE"
     )
     http: HttpOptions
-    api_key_file: Path | None = client_option(None, "More keys: lines of a name and a key; # begins a comment.")
+    api_key_file: Path | None = client_option(None, "File of more keys: a name and a key per line; # begins a comment.")
     timeout_intake: float = http_option(30.0, "Seconds to read a prompt or compile a grammar.")
-    log_format: Literal["text", "json"] = operation_option("text", "Lines of the log.")
-    otlp_traces_endpoint: str | None = operation_option(None, "Where OpenTelemetry traces go, by OTLP over HTTP.")
+    log_format: Literal["text", "json"] = operation_option("text", "Format of the log.")
+    otlp_traces_endpoint: str | None = operation_option(None, "Endpoint for OpenTelemetry traces (OTLP over HTTP).")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all of IPv4.")
     port: int = option(8000, "0 picks a free one and prints it.", min=0, max=65535)
-    served_model_name: list[str] = option([], "What requests may call the model, again for each; default: the target.")
-    api_key: list[str] = option([], "Let in who sends this as bearer token, again for each; also SPECDEC_API_KEY.")
+    served_model_name: list[str] = option([], "Name of the model in requests; may be repeated. Default: the target.")
+    api_key: list[str] = option([], "Accepted bearer token; may be repeated. Also SPECDEC_API_KEY.")
     batch_size: int = option(8, "Requests that run at a time.", min=1)
     max_waiting: int = option(256, "Requests that may wait; more are refused with 429.", min=0)
     max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
     max_prefill_tokens: int | None = option(
-        None, "Prompt tokens between two rounds of running requests; fewer: steadier. None: by what is measured.", min=1
+        None, "Prompt tokens per step while requests decode; fewer: steadier. Default: by measured times.", min=1
     )
-    page_size: int = option(1, "KV slots of a page.", min=1)
-    deterministic: bool = option(False, "The same bits whatever the batch and the drafts.", "--deterministic")
+    page_size: int = option(1, "K/V slots per page.", min=1)
+    deterministic: bool = option(False, "The same bits for any batch and any drafts.", "--deterministic")
     chat_template: Path | None = option(
         None, "A Jinja file in place of the tokenizer's own.", exists=True, dir_okay=False
     )
-    cors_origin: list[str] = option([], "Whose pages may ask from a browser, again for each; '*': everybody's.")
+    cors_origin: list[str] = option([], "Origin whose pages may call from a browser; may be repeated; '*': any.")
     cached_tokens: bool = option(
-        True, "Say in usage how much of a prompt was cached.", "--cached-tokens/--no-cached-tokens"
+        True, "Report in usage how much of a prompt was cached.", "--cached-tokens/--no-cached-tokens"
     )
 
 
@@ -193,11 +193,11 @@ class ServeOptions:
 class ListOptions:
     """All fields except `json_file` need --memory."""
 
-    memory: bool = option(False, "K/V by cache group and weights of the pair, by its config.json alone.", "--memory")
+    memory: bool = option(False, "K/V by cache group and weights of the pair, from its config.json alone.", "--memory")
     pair: PairOptions = field(default_factory=PairOptions)
     batch_size: int = option(8, "Requests at a time.", min=1)
     max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
-    page_size: int = option(1, "KV slots of a page.", min=1)
+    page_size: int = option(1, "K/V slots per page.", min=1)
     json_file: JsonFile = None
 
     def require_used(self) -> None:
@@ -209,7 +209,7 @@ class ListOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeOptions:
-    model: Annotated[str | None, typer.Argument(help="A published target, or its short name; none: all of them.")] = (
+    model: Annotated[str | None, typer.Argument(help="Published target or its short name; default: all of them.")] = (
         None
     )
     json_file: JsonFile = None
@@ -246,7 +246,7 @@ MAKE = {
     "bench": command(
         BenchOptions,
         body("bench_rounds", "bench"),
-        "With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is.",
+        "With --shape or --phases: the time of each phase of a round, and the round as a multiple of its memory floor.",
     ),
     "eval": command(
         EvalOptions,
@@ -266,10 +266,10 @@ MAKE = {
     "train": command(
         TrainSettings,
         train,
-        "The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...",
+        "The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
     "recipe": command(RecipeOptions, body("memory_pages", "show_recipe"), "Nothing is downloaded."),
-    "models": command(ListOptions, show_models, "With --memory: the memory that a pair takes, which need not be here."),
+    "models": command(ListOptions, show_models, "With --memory: the memory of a pair, whose weights are not needed."),
 }
 """Makers of the commands, by name."""

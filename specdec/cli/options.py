@@ -1,6 +1,6 @@
 """Options shared by several commands, and how their values are read. Nothing heavy is imported.
 
-Options that always come together form a dataclass, which a command's own dataclass has as a field.
+Options that always occur together form a dataclass, which is a field of each command's own dataclass.
 """
 
 import json
@@ -36,7 +36,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=output_file, help="Also as JSON in a file; '-' prints that alone."),
+    typer.Option(
+        "--json", metavar="FILE", callback=output_file, help="Also write JSON to a file; '-' prints that alone."
+    ),
 ]
 
 
@@ -51,9 +53,9 @@ class PairOptions:
         "'auto': the MTP modules of the target's checkpoint, else its published drafter if it is on disk, else suffix.",
     )
     num_steps: int | None = option(
-        None, "Levels of the draft; of a chain, its tokens; default: 4, of MTP modules what they publish.", min=1
+        None, "Levels of the draft (tokens of a chain); default: 4, for MTP modules what they publish.", min=1
     )
-    draft_topk: int = option(1, "Branches a node of the draft tree; 1: a chain.", min=1)
+    draft_topk: int = option(1, "Branches per node of the draft tree; 1: a chain.", min=1)
     num_draft_tokens: int | None = option(
         None, "Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."
     )
@@ -63,14 +65,12 @@ class PairOptions:
         "--adaptive/--fixed-drafts",
     )
     finished_tokens: int = option(
-        0, "Tokens of outputs of finished requests from which 'suffix' drafts too; 0: a request's own text.", min=0
+        0, "Output tokens of finished requests that 'suffix' also drafts from; 0: only the request's own text.", min=0
     )
     dtype: str | None = option(None, "float32, bfloat16 (bf16) or float16; default: float32 on the CPU.")
     kv_dtype: str | None = option(None, "fp8: K/V in 8 bits; default: the dtype's own.")
     device: str | None = option(None, "cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
-    tensor_parallel: int = option(
-        1, "GPUs of this host that share every layer of the target, from the device on.", min=1
-    )
+    tensor_parallel: int = option(1, "GPUs, from the device on, that share every layer of the target.", min=1)
     revision: str | None = loading_option(None, "Branch, tag or commit of the target on the hub.")
     drafter_revision: str | None = loading_option(None, "Branch, tag or commit of the drafter on the hub.")
     trust_remote_code: bool = loading_option(False, "Run model code from the checkpoint.", "--trust-remote-code")
@@ -82,18 +82,17 @@ class PairOptions:
     )
     load_option: list[str] = loading_option(
         [],
-        "Another argument of transformers' from_pretrained for the target; again for each.",
+        "Another argument of transformers' from_pretrained for the target; may be repeated.",
         callback=_loading,
         metavar="NAME=VALUE",
     )
     memory_share: float | None = loading_option(
         None,
-        "KV pools take at most this share of the memory that is free once the weights are loaded; default: 0.8 of a "
-        "GPU, 0.25 on the CPU.",
+        "Share of the memory left by the weights that K/V pools may take; default: 0.8 on a GPU, 0.25 on the CPU.",
     )
-    prefix_cache: bool = loading_option(True, "Share K/V of common prompts.", "--prefix-cache/--no-prefix-cache")
+    prefix_cache: bool = loading_option(True, "Share K/V of common prefixes.", "--prefix-cache/--no-prefix-cache")
     log_level: LogLevel | None = loading_option(
-        None, "Least serious message on standard error; default: warning, serve: info."
+        None, "Lowest level of messages on standard error; default: warning, for serve info."
     )
 
     def loading(self) -> dict[str, Any]:

@@ -27,17 +27,12 @@ from specdec.evaluation.contest import first_difference
 from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, batches_of, choose, dialogue_ids, question_text
-from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
+from specdec.evaluation.transcripts import Record, append_record, open_transcripts, read_transcripts
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.context_length import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
-
-
-def evaluate_gsm8k(target: str | Path, drafter: str | Path | None = None, **settings: Any) -> Report:
-    """Solve GSM8K's problems and score the answers: `evaluate("gsm8k", ...)`."""
-    return evaluate("gsm8k", target, drafter, **settings)
 
 
 def evaluate(
@@ -147,7 +142,7 @@ def evaluate(
             for batch in mine:
                 for record in solve(engines, ask, batch, params):
                     if (record["index"], record["turn"]) not in records:
-                        file.append(json.dumps(record) + "\n")
+                        append_record(file, record)
                         records[record["index"], record["turn"]] = record
                 scores = running_scores(records.values(), problems) if data_set.graded else None
                 update(len(records), scores)

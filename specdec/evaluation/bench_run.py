@@ -1,10 +1,8 @@
 """Tokens per second of a pair with and without its drafter, in one run; reported only if the outputs are equal.
 
-Compare the ratios: absolute figures depend on the machine and the moment. contest.py runs the contestants in turn;
-other benchmarks make their contestants in other files.
+Compare the ratios: absolute figures depend on the machine and the moment.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -93,21 +91,26 @@ def run_bench(
     if not prompts:
         raise ConfigError("prompts is empty; give at least one")
     target, drafter = pair_names(target, drafter)
-    if acceptance is not None:
-        _require_supposable(acceptance, drafter, spec)
+    if acceptance is not None and (drafter is None or spec.adaptive):
+        raise ConfigError(
+            f"suppose_acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
+        )
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
     spec = engine.spec
-    if acceptance is not None:
-        _require_supposable(acceptance, drafter, spec)
-    plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
-    contestants = [engine_contestant("specdec, no drafter", plain, params)]
-    if drafter is not None:
-        contestants.append(engine_contestant(f"specdec, {drafter}", engine, params))
+    if acceptance is not None and not 1 <= acceptance <= 1 + spec.depth:
+        raise ConfigError(
+            f"suppose_acceptance={acceptance:g}: 1 to {1 + spec.depth} tokens a round are expected of this draft"
+        )
+    bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
+    plain = engine_contestant("specdec, no drafter", bare, params)
+    drafting = None if drafter is None else engine_contestant(f"specdec, {drafter}", engine, params)
+    contestants = [plain] if drafting is None else [plain, drafting]
     if peer:
         contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
     batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)  # no batch spans two categories
+    starts = [0, *accumulate(map(len, batches))]
     prompts = [prompts[i] for batch in batches for i in batch]
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
@@ -117,13 +120,20 @@ def run_bench(
     warm_up = engine.stats()
 
     def report() -> BenchReport:
-        require_parity(contestants)
+        if drafting is not None:
+            require_parity(plain, drafting)
         stats = engine.stats()
         stats.add(warm_up, sign=-1)
+        slower, accepted, supposed = "", None, None
+        if drafting is not None:
+            slower = why_slower(drafting.tokens_per_second / plain.tokens_per_second, stats, off=engine.drafts_off)
+            accepted = acceptance_figures(drafting.finished_requests, spec.depth)
+            if acceptance is not None:
+                supposed = supposed_figures(drafting.finished_requests, drafting.seconds, acceptance)
         return BenchReport(
             target=target,
             drafter=drafter,
-            prompts=len(contestants[0].outputs),
+            prompts=len(plain.outputs),
             spec=spec,
             temperature=params.temperature,
             batch_size=config.max_batch_size,
@@ -132,78 +142,53 @@ def run_bench(
             accepted_per_position=stats.accepted_per_position,
             stats=stats.copy(),
             drafts_off=engine.drafts_off,
-            slower="" if drafter is None else _why_slower(engine, stats, *contestants[:2]),
-            accuracy=_accuracy(engine, contestants[0], prompts),
-            cut_off=_cut_off(engine, contestants[0], params),
+            slower=slower,
+            accuracy=_accuracy(engine, plain, prompts),
+            cut_off=_cut_off(engine, plain, params),
             identical_to_plain=True,
             hardware=hardware(engine.target.device),
             versions=VERSIONS,
             data=data,
             template="raw" if raw or not chat else "chat template",
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
-            times={one.name: time_figures(_requests(one), one.seconds) for one in contestants if one.requests},
-            speculative_decoding=None if drafter is None else acceptance_figures(_requests(contestants[1]), spec.depth),
-            supposed=None if acceptance is None else _supposed(contestants[1], acceptance),
-            categories=_by_category(contestants, prompts, batches),
+            times={one.name: time_figures(one.finished_requests, one.seconds) for one in contestants if one.requests},
+            speculative_decoding=accepted,
+            supposed=supposed,
+            categories=_by_category(contestants, drafting or plain, prompts, starts),
             processor_share=_processor_share(contestants) if engine.target.device.type == "cpu" else None,
         )
 
     chat = getattr(engine.tokenizer, "chat_template", None)
-    starts = [0, *accumulate(map(len, batches))]
-    groups = [ids[start:end] for start, end in pairwise(starts)]
     try:
-        with progress_bar("measuring", len(groups)) as update:
-            take_turns(contestants, groups, update)
+        with progress_bar("measuring", len(batches)) as update:
+            take_turns(contestants, [ids[start:end] for start, end in pairwise(starts)], update)
     except KeyboardInterrupt as stop:
-        done = len(contestants[0].outputs)
+        done = len(plain.outputs)
         raise Interrupted(f"{done} of {len(ids)} prompts were measured", report() if done else None) from stop
     return report()
 
 
-def _require_supposable(acceptance: float, drafter: str | None, spec: SpecConfig) -> None:
-    """Raises ConfigError if the rounds cannot represent rounds of this acceptance length."""
-    if drafter is None or spec.adaptive:
-        raise ConfigError(
-            f"suppose_acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
-        )
-    if not 1 <= acceptance <= 1 + spec.depth:
-        raise ConfigError(
-            f"suppose_acceptance={acceptance:g}: 1 to {1 + spec.depth} tokens a round are expected of this draft"
-        )
-
-
-def _requests(contestant: Contestant) -> list[RequestStats]:
-    return contestant.requests[: len(contestant.outputs)]
-
-
-def _supposed(contestant: Contestant, acceptance: float) -> dict[str, Any]:
-    return supposed_figures(_requests(contestant), contestant.seconds, acceptance)
-
-
 def _by_category(
-    contestants: Sequence[Contestant], prompts: Sequence[Problem], batches: Sequence[Sequence[int]]
+    contestants: Sequence[Contestant], drafting: Contestant, prompts: Sequence[Problem], starts: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Figures by category from the measured batches; empty without categories."""
-    found: dict[str, dict[str, Any]] = {}
-    start = 0
-    for lap, batch in enumerate(batches[: len(contestants[0].laps)]):
-        end = start + len(batch)
-        if (name := prompts[start].category) is not None:
-            made = found.setdefault(name, {"prompts": 0, "requests": [], "spent": Counter(), "tokens": Counter()})
-            made["prompts"] += len(batch)
-            made["requests"] += contestants[min(1, len(contestants) - 1)].requests[start:end]
-            for one in contestants:
-                made["spent"][one.name] += one.laps[lap]
-                made["tokens"][one.name] += sum(map(len, one.outputs[start:end]))
-        start = end
-    return {
-        name: {
-            "prompts": made["prompts"],
-            "acceptance_length": RequestStats.total(made["requests"]).acceptance_length,
-            "tokens_per_second": {each: made["tokens"][each] / made["spent"][each] for each in made["spent"]},
+    """Figures by category from the measured groups; empty without categories. starts: each group's first prompt."""
+    laps: dict[str, list[int]] = {}
+    for lap in range(len(drafting.laps)):
+        if (name := prompts[starts[lap]].category) is not None:
+            laps.setdefault(name, []).append(lap)
+
+    def figures(own: Sequence[int]) -> dict[str, Any]:
+        places = [i for lap in own for i in range(starts[lap], starts[lap + 1])]
+        return {
+            "prompts": len(places),
+            "acceptance_length": RequestStats.total(drafting.requests[i] for i in places).acceptance_length,
+            "tokens_per_second": {
+                one.name: sum(len(one.outputs[i]) for i in places) / sum(one.laps[lap] for lap in own)
+                for one in contestants
+            },
         }
-        for name, made in found.items()
-    }
+
+    return {name: figures(own) for name, own in laps.items()}
 
 
 def markdown_table(report: BenchReport) -> str:
@@ -297,10 +282,6 @@ def _drafts_in_words(report: BenchReport) -> str:
         return "no drafts were made: no answer was long enough for one"
     why = f" ({report.drafts_off})" if report.drafts_off else ""
     return f"no drafts were made: none pays here; `--fixed-drafts` measures the drafter{why}"
-
-
-def _why_slower(engine: Engine, stats: RequestStats, plain: Contestant, drafting: Contestant) -> str:
-    return why_slower(drafting.tokens_per_second / plain.tokens_per_second, stats, off=engine.drafts_off)
 
 
 def _processor_share(contestants: Sequence[Contestant]) -> float:

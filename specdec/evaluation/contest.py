@@ -20,13 +20,11 @@ TokenPrompts = list[list[int]]
 
 @dataclass(slots=True)
 class Contestant:
-    """One way of generating. judged: its outputs must equal the first contestant's, token for token. processor_seconds:
-    processor time of all threads of this process during `seconds`. laps: `seconds` by group. requests: statistics of an
-    engine's requests, in the order of outputs; more than outputs if a group was interrupted."""
+    """One way of generating. processor_seconds: processor time of all threads of this process during `seconds`. laps:
+    `seconds` by group. requests: statistics of an engine's requests, those of an interrupted group included."""
 
     name: str
     run: Callable[[TokenPrompts], TokenPrompts]
-    judged: bool = True
     seconds: float = 0.0
     processor_seconds: float = 0.0
     tokens: int = 0
@@ -37,6 +35,11 @@ class Contestant:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def finished_requests(self) -> list[RequestStats]:
+        """Statistics of the requests whose outputs count, in their order."""
+        return self.requests[: len(self.outputs)]
 
 
 def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Contestant:
@@ -74,18 +77,14 @@ def take_turns(
         update(done)
 
 
-def require_parity(contestants: Sequence[Contestant]) -> None:
-    """Raises SpecDecError at the first output of a judged contestant that differs from the first contestant's."""
-    plain = contestants[0].outputs
-    for contestant in contestants[1:]:
-        if not contestant.judged:
-            continue
-        for number, (ours, reference) in enumerate(zip(contestant.outputs, plain, strict=True)):
-            at = first_difference(ours, reference)
-            if at is not None:
-                raise SpecDecError(
-                    f"no figures: prompt {number} differs from plain decoding at token {at} with {contestant.name}"
-                )
+def require_parity(plain: Contestant, other: Contestant) -> None:
+    """Raises SpecDecError at the first output that differs from plain decoding."""
+    for number, (ours, reference) in enumerate(zip(other.outputs, plain.outputs, strict=True)):
+        at = first_difference(ours, reference)
+        if at is not None:
+            raise SpecDecError(
+                f"no figures: prompt {number} differs from plain decoding at token {at} with {other.name}"
+            )
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:

@@ -26,6 +26,7 @@ from specdec.draft_models.registry import WORDS, building, is_drafter_config, re
 from specdec.drafter_loading import AUTO, MTP, continues_text, drafts_by_modules, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.index_spaces import GroupId
+from specdec.kvcache.layout import KVLayout
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
@@ -150,33 +151,41 @@ def plan_drafter(
     """name: of a model; empty: none. own: use the MTP modules in that checkpoint."""
     if not name:
         return PlannedDrafter()
-    checkpoint, max_lag = Checkpoint.from_name(name, options), MAX_UNREAD if spec.adaptive else 0
+    checkpoint = Checkpoint.from_name(name, options)
     described, folder = checkpoint.config, checkpoint.config_file.parent
     if own or drafts_by_modules(described, target, lambda: folder):
         with about(f"drafter {MTP if own else name!r}"):
-            return plan_modules(folder, target, max_lag)
-    if is_assistant_config(described):
-        assistant = on_meta(checkpoint, target.dtype)
-        needs = DraftNeeds.from_drafter(Gemma4MTPDrafter(assistant, target), spec)
-        return PlannedDrafter(needs, _weight_bytes(checkpoint, assistant))
-    if is_drafter_config(described):
+            return plan_modules(folder, target, spec)
+    if is_drafter_config(described) and not is_assistant_config(described):  # a head
         with about(f"drafter {name!r}"):
-            return PlannedDrafter(DraftNeeds(kept_layout(described), max_lag=max_lag), _weight_bytes(checkpoint, None))
-    if not continues_text(described):
+            return PlannedDrafter(own_needs(kept_layout(described), spec), _weight_bytes(checkpoint, None))
+    if not is_drafter_config(described) and not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
-    model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
-    require_stateless(name, model.layout)
-    return PlannedDrafter(DraftNeeds(model.layout, max_lag=max_lag), _weight_bytes(checkpoint, model.model))
+    model = on_meta(checkpoint, target.dtype)
+    return PlannedDrafter(model_needs(name, model, target, spec), _weight_bytes(checkpoint, model))
 
 
-def plan_modules(folder: Path, target: ModelOnMeta, max_lag: int) -> PlannedDrafter:
+def own_needs(layout: KVLayout, spec: SpecConfig, reread: int = 0) -> DraftNeeds:
+    """Needs of a drafter with K/V of its own, which may read tokens rounds after their commit."""
+    return DraftNeeds(layout, reread=reread, max_lag=MAX_UNREAD if spec.adaptive else 0)
+
+
+def model_needs(name: str, model: PreTrainedModel, target: ModelOnMeta, spec: SpecConfig) -> DraftNeeds:
+    """Needs of an assistant or a language model on `meta`."""
+    if is_assistant_config(model.config.to_dict()):
+        return DraftNeeds.from_drafter(Gemma4MTPDrafter(model, target), spec)
+    layout = ModelOnMeta(name, model).layout
+    require_stateless(name, layout)
+    return own_needs(layout, spec)
+
+
+def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
     """MTP modules in a folder, counted by the headers of its files; without files, by the target's config."""
     files, num_layers = tensor_files(folder), len(target.layout.layers)
     modules, weights = module_tensors(files, num_layers), None
     count = len(modules)
     if not files:
-        config = target.config
-        count = next((int(n) for n in (getattr(config, name, None) for name in MODULE_COUNTS) if n), 0)
+        count = next((int(n) for n in (getattr(target.config, name, None) for name in MODULE_COUNTS) if n), 0)
     if not count:
         raise no_modules()
     if modules:
@@ -184,8 +193,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, max_lag: int) -> PlannedDraf
         stored = stored_tensors({str(files[name]) for name in names})
         weights = sum(_kept_bytes(stored[name], target.dtype) for name in names)
     layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
-    needs = DraftNeeds(layout, reread=count - 1, max_lag=max_lag)
-    return PlannedDrafter(needs, weights, default_steps(count))
+    return PlannedDrafter(own_needs(layout, spec, reread=count - 1), weights, default_steps(count))
 
 
 def _kept_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:

@@ -15,28 +15,25 @@ import torch
 from transformers import PreTrainedConfig
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.memory_plan import PlannedDrafter, group_memory
+from specdec.evaluation.memory_plan import PlannedDrafter, group_memory, model_needs, own_needs
 from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import (
     FORMS,
-    META,
     build_model,
     count_modules,
     empty_packed,
     pack_layers,
 )
 from specdec.kvcache.index_spaces import PRIMARY
-from specdec.models.described_model import ModelOnMeta, model_on_meta
+from specdec.models.described_model import META, ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.rounds.unread import MAX_UNREAD
-from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, DraftNeeds, cache_needs, lookahead_nodes, pool_slots
+from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, cache_needs, lookahead_nodes, pool_slots
 
 CARDS = (24, 48, 80, 141)
 """Sizes of GPUs: GB of memory free before loading."""
@@ -161,15 +158,14 @@ def plan_shape_drafter(
     """The drafter that a shape describes; its target is on `meta`."""
     if isinstance(described, MtpSpec):
         layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
-        needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=MAX_UNREAD)
+        needs = own_needs(layout, spec, reread=described.modules - 1)
         return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
-    weights = stored_weights(drafter).bytes
     if isinstance(described, HeadSpec):
-        return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=MAX_UNREAD), weights)
-    if is_assistant_config(described.to_dict()):
-        return PlannedDrafter(DraftNeeds.from_drafter(Gemma4MTPDrafter(drafter, model), spec), weights)
-    return PlannedDrafter(DraftNeeds(ModelOnMeta(described.model_type, drafter).layout, max_lag=MAX_UNREAD), weights)
+        needs = own_needs(described.kv_layout, spec)
+    else:
+        needs = model_needs(described.model_type, drafter, model, spec)
+    return PlannedDrafter(needs, stored_weights(drafter).bytes)
 
 
 def step_time(pair: PublishedPair, gpu: str, floor: int) -> StepTime:

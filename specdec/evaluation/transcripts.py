@@ -25,24 +25,14 @@ Earlier = Callable[[int], tuple[str, set[int]]]
 """(problems of a smaller evaluation) -> the hash of their text, and the problems whose batch would be the same."""
 
 
-class TranscriptFile(FileIO):
-    """Lines are written without a buffer, so closing has nothing left to write."""
-
-    def append(self, text: str) -> None:
-        with naming_file(str(self.name)):
-            left = text.encode()
-            while left:
-                left = left[self.write(left) :]
-
-
 def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = None) -> list[Record]:
     """Finished turns in `folder`, of all processes. Raises ConfigError if the folder was made with other settings."""
     files = sorted(folder.glob("transcripts-*.jsonl"))
     return [record for path in files for record in _usable(path, settings, earlier)]
 
 
-def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> TranscriptFile:
-    """Open this process's file to append after its last whole line; its first line holds the settings."""
+def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier | None = None) -> FileIO:
+    """Open this process's file, without a buffer, for `append_record`; its first line holds the settings."""
     if folder.is_file():
         raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is expected")
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,10 +40,18 @@ def open_transcripts(folder: Path, settings: Record, rank: int, earlier: Earlier
     whole = _whole_lines(path)
     if whole and whole[0].get("problems") != settings.get("problems"):  # extended: outdated records are dropped
         write_file(path, "\n".join(map(json.dumps, [settings, *_usable(path, settings, earlier)])))
-    file = TranscriptFile(path, "ab")
+    file = FileIO(path, "ab")
     if not file.truncate(path.read_bytes().rfind(b"\n") + 1):  # drop a line that a kill cut short
-        file.append(json.dumps(settings) + "\n")
+        append_record(file, settings)
     return file
+
+
+def append_record(file: FileIO, record: Record) -> None:
+    """Write one line at the end of a file of transcripts."""
+    with naming_file(str(file.name)):
+        left = f"{json.dumps(record)}\n".encode()
+        while left:
+            left = left[file.write(left) :]
 
 
 def _usable(path: Path, settings: Record, earlier: Earlier | None) -> list[Record]:
@@ -84,8 +82,8 @@ def _whole_lines(path: Path) -> list[Record]:
     for number, line in enumerate(whole, start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number} is no transcript ({error}); use another folder") from error
+        except ValueError:
+            record = None
         if not isinstance(record, dict) or (lines and "index" not in record):
             raise ConfigError(f"{path}:{number} is no transcript of this version; use another folder")
         lines.append(record)

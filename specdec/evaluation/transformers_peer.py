@@ -1,4 +1,4 @@
-"""transformers' own generate on the same weights, timed as a whole or by step. Its outputs are not judged.
+"""transformers' own generate on the same weights, timed as a whole or by step. Its outputs are not compared.
 
 A step is the time between two checks of its stopping criteria, which it checks once per forward of the target. Assisted
 generation checks twice, so there a hook measures the time between two forwards of the target. Compiled code may ignore
@@ -27,7 +27,7 @@ from specdec.evaluation.contest import Contestant, TokenPrompts
 
 def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
     """The target alone."""
-    return Contestant("transformers, plain", partial(_generate, engine, params), judged=False)
+    return Contestant("transformers, plain", partial(_generate, engine, params))
 
 
 def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
@@ -39,11 +39,11 @@ def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> lis
         return []
     if isinstance(drafter, NativeMtpDrafter) and drafter.source == model.config.name_or_path and _uses_mtp(model):
         run = partial(_generate, engine, params, use_mtp=True)
-        return [Contestant("transformers, use_mtp", run, judged=False)]
+        return [Contestant("transformers, use_mtp", run)]
     if not isinstance(drafter, Gemma4MTPDrafter):
         return []
     run = partial(_generate, engine, params, assistant_model=assistant_of(drafter, num_steps))
-    return [Contestant("transformers, assisted", run, judged=False)]
+    return [Contestant("transformers, assisted", run)]
 
 
 def _uses_mtp(model: Any) -> bool:

@@ -17,7 +17,6 @@ from torch import nn
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
-from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import FusedLinear, Weights, describe_decoder, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_linear import weight_of
@@ -74,7 +73,10 @@ def share_among(
         parts = describe_decoder(decoder, apart=True)
     except Unfusable as error:
         raise unfused_error(name, str(error), len(ranks)) from error
-    prepare_ranks(name, parts, ranks)
+    require_shares(name, parts, len(ranks))
+    needed = MAX_ROWS * most_exchanged(parts, len(ranks))
+    if ranks.room < needed:  # captures hold addresses of earlier reservations
+        ranks.reserve(needed)
     put = PlacedOnce(partial(ranks.put, 0))
     source = place_module(decoder.get_input_embeddings(), put)  # type: ignore[operator]
     split = SplitDecoder(decoder.config, parts, fuse_embedding(source, ops), ops, ranks)
@@ -90,15 +92,7 @@ def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce"
     return SplitHead([there, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
 
 
-def prepare_ranks(name: str, parts: DecoderParts, ranks: Ranks) -> None:
-    """Raise UnsupportedModelError unless the parts can be divided; reserve room for exchanges."""
-    require_shares(name, parts, len(ranks))
-    needed = MAX_ROWS * most_exchanged(parts, len(ranks))
-    if ranks.room < needed:  # captures hold addresses of earlier reservations
-        ranks.reserve(needed)
-
-
-def unfused_error(name: str, reason: str | None, count: int) -> ConfigError:
+def unfused_error(name: str, reason: str, count: int) -> ConfigError:
     return ConfigError(
         f"tensor_parallel={count} splits fused layers, and {name} runs unfused: {reason}; use a family that has them "
         "(on a CPU with fused=True), or tensor_parallel=1"

@@ -102,6 +102,11 @@ class TargetModel(DescribedModel):
         new = None if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
         return new or self
 
+    def on_ranks(self, ranks: Ranks) -> "TargetModel":
+        """Returns this model with its layers divided among ranks; the user's model stays whole where it is. Raises
+        ConfigError or UnsupportedModelError if they cannot be divided."""
+        return TargetModel(self.model, self.given_ops, deterministic=self.deterministic, ranks=ranks)
+
     def _copy_again(self) -> Weights:
         """Copy and probe the user's modules again after they changed. Returns the new weights.
 

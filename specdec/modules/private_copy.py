@@ -26,13 +26,7 @@ from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4Uni
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 ATTENTION_NAME = "specdec"
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 OFFLOADING = ("_hf_hook", "_old_forward", "forward")
 """Attributes that accelerate sets on an offloaded module. They are bound to the original; a copy is never offloaded."""
 

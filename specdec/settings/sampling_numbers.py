@@ -17,7 +17,7 @@ PENALTY_SPAN = (1e-6, 1e6)
 class SamplingNumbers:
     """The output's length, the sampling parameters and the seed; `SamplingParams` explains each."""
 
-    max_new_tokens: int = option(256, "Most tokens to generate.")
+    max_new_tokens: int = option(256, "Maximum number of tokens to generate.")
     temperature: float = option(0.0, "0 is greedy.", number=Number(float, 0))
     top_k: int = option(0, "Keep the k most likely tokens; 0: all.", number=Number(int, 0, 1 << 30, filters=True))
     top_p: float = option(
@@ -35,10 +35,10 @@ class SamplingNumbers:
     )
     repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", number=Number(float, *PENALTY_SPAN))
     presence_penalty: float = option(
-        0.0, "Taken from the logit of every token that the output has.", number=Number(float, -2, 2)
+        0.0, "Subtracted from the logit of every token in the output.", number=Number(float, -2, 2)
     )
     frequency_penalty: float = option(
-        0.0, "Taken from a token's logit each time that the output has it.", number=Number(float, -2, 2)
+        0.0, "Subtracted from a token's logit once per occurrence in the output.", number=Number(float, -2, 2)
     )
 
 

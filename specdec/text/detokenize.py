@@ -106,7 +106,8 @@ class Detokenizer:
             return False
         in_text = any(stop in text for stop in stops)
         if not in_text:
-            if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach) :]):
+            # one before them too: words after a special token may begin with a space that is no text otherwise
+            if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach - 1) :]):
                 return False
             # more tokens than the string has characters, since some decode right only after others
             written = self._decode(output_ids[max(0, len(output_ids) - reach - 8) :], skip_special_tokens=False)
@@ -219,7 +220,8 @@ class Detokenizer:
             head = self._decode(output_ids[:end], skip_special_tokens=False)
         text = self._decode(output_ids[:end])
         if end < len(output_ids) and output_ids[end] not in self._kinds().special:
-            text += written[len(head) : at]
+            new = written[len(head) : at]
+            text += new if self._decode(output_ids[: end + 1]).startswith(text + new) else new.lstrip()
         included = isinstance(stops, StopStrings) and stops.included
         return text + written[found.begin : found.end] if found is not None and included else text
 

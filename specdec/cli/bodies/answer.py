@@ -1,4 +1,4 @@
-"""`specdec generate`: one prompt, its answer as it comes, and what the drafts did."""
+"""`specdec generate`: streams the answer to one prompt, and says what the drafts did."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -63,7 +63,7 @@ def in_brackets(pieces: Iterable[tuple[str, bool]]) -> Text:
 
 
 def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
-    """Print the answer as it comes; after an interruption the printed part stays, on a line of its own."""
+    """Print the answer as it is generated. An interruption ends its last line."""
     out: GenerationOutput | None = None
     try:
         for delta in engine.stream(ids, params):
@@ -92,7 +92,7 @@ def print_summary(out: GenerationOutput, engine: Engine, legend: Text | None) ->
 
 
 def as_record(out: GenerationOutput) -> dict[str, Any]:
-    """The output as plain JSON values, with the figures that its statistics stand for."""
+    """The output as plain JSON values, with figures derived from its statistics."""
     record = asdict(out)
     record["stats"] |= {
         "acceptance_length": out.stats.acceptance_length,

@@ -1,4 +1,4 @@
-"""`specdec bench` and `specdec eval`: a pair, or the phases of a round, measured; as table, JSON and picture."""
+"""`specdec bench` and `specdec eval`: measure a pair or the phases of a round; report as table, JSON and picture."""
 
 import shlex
 import sys
@@ -16,7 +16,6 @@ from specdec.cli.bodies.settings import (
     pair_arguments,
     prepare_output,
     shown_when_interrupted,
-    table_console,
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.config import SamplingParams, SpecConfig
@@ -28,7 +27,7 @@ from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import require_distinct, write_report
-from specdec.evaluation.phases.phase_report import PhaseReport, drawn_phases, table
+from specdec.evaluation.phases.phase_report import drawn_phases, phase_table
 from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.evaluation.tasks import choose
@@ -51,26 +50,22 @@ def bench_rounds(options: BenchOptions) -> None:
         profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
-    with shown_when_interrupted(show_report):
+    with shown_when_interrupted(lambda report: print(phase_table(report))):
         subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
     if write_report(report.as_json(), options.json_file, (asked.plot_file, partial(drawn_phases, report))):
-        show_report(report)
+        print(phase_table(report))
 
 
 def require_outputs(*files: Path | None) -> None:
-    """Before any work: raises ConfigError for outputs with one destination, and where the last cannot be drawn."""
+    """Raise ConfigError, before any work, if two files are one, or if the last, a picture, cannot be drawn."""
     require_distinct(files)
     if files[-1] is not None:
         require_matplotlib()
 
 
-def show_report(report: PhaseReport) -> None:
-    table_console(220).print(table(report))
-
-
 def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
-    """Random weights on the device; prompts of random tokens."""
+    """The subject of `--shape`: random weights, and prompts of random tokens."""
     pair, asked = options.pair, options.timing
     if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
         raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
@@ -88,7 +83,7 @@ def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
 
 
 def pair_subject(options: BenchOptions) -> BenchSubject:
-    """A real pair; a prompt is as much text of the data as its context needs, and a question at its end."""
+    """The subject of `--phases`: a real pair, on prompts of the data joined to the length of each context."""
     pair, asked = options.pair, options.timing
     supposed = asked.suppose_acceptance
     if asked.layers is not None or asked.shrink != 1 or asked.weights is not None:
@@ -114,7 +109,7 @@ def pair_subject(options: BenchOptions) -> BenchSubject:
 
 
 def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
-    """Request i ends with prompt i, after as many earlier prompts as fill the context, or is cut at its beginning."""
+    """Request i ends with prompt i. Earlier prompts fill the context before it, the first one cut."""
 
     def prompts(batch: int, context: int) -> list[list[int]]:
         made = []
@@ -170,11 +165,11 @@ def numbers(name: str, words: str) -> list[float]:
 
 
 BATCH_SIZES = {"gsm8k": 8}
-"""Requests at a time by task; other tasks measure speed, for which one prompt at a time is the usual measure."""
+"""Default batch sizes by task. Other tasks measure speed, usually one prompt at a time."""
 
 
 def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
-    """Source of the prompts, in words, and the prompts: of a named data set the first of each category in turn."""
+    """The prompts, and their source in words. A named data set gives the first prompts of each category in turn."""
     if options.data in DATA_SETS:
         source, problems = load_data(options.data, str(options.data_folder or "hub"))
         chosen = choose(problems, options.limit or len(problems))
@@ -213,7 +208,7 @@ def evaluate_task(options: EvalOptions) -> None:
     prepare_output(options.pair)
     require_outputs(options.json_file, options.markdown_file, options.png_file)
     config = engine_config(options.pair, options.batch_size or BATCH_SIZES.get(options.task, 1))
-    # the files keep the report of a whole evaluation
+    # an interruption prints a table only: the files keep the report of the last whole evaluation
     with shown_when_interrupted(lambda report: print(markdown(report))):
         report = evaluate(
             options.task,

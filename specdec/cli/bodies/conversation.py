@@ -1,7 +1,7 @@
 """`specdec chat`: a conversation in a terminal, or one answer for each line of standard input.
 
-Answers are written to standard output, notes about them to standard error. Of an interrupted answer the part that was
-written stays in the history; a turn that cannot be answered does not stay.
+Answers are written to standard output, notes about them to standard error. An interrupted answer stays in the history
+as far as it was written; a turn that cannot be answered is dropped.
 """
 
 import signal
@@ -47,11 +47,11 @@ def converse(options: ChatOptions) -> None:
 
 
 class Interrupts:
-    """Ctrl-C raises KeyboardInterrupt at most once in each block of `once`: a second one, at any moment, is ignored, so
-    that it cannot cut short the handling of the first.
+    """Ctrl-C raises KeyboardInterrupt at most once in each block of `once`. Further ones are ignored, so that they
+    cannot interrupt the handling of the first.
 
-    between: Ctrl-C raises outside of these blocks too, and ends the program. At a terminal it is ignored there, since
-    the user cannot see whether the program is already between a question and its answer.
+    between: Ctrl-C outside of these blocks ends the program. At a terminal it is ignored there, since the user cannot
+    see whether the program is between a question and its answer.
     """
 
     def __init__(self, between: bool) -> None:
@@ -92,7 +92,7 @@ class Conversation:
     """The turns that still fit into the model's context, after an optional system message."""
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
-        """Raises ConfigError where the chat template cannot write such messages."""
+        """Raises ConfigError if the chat template cannot render such messages."""
         self._engine = engine
         self._before = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Turn] = []
@@ -103,9 +103,9 @@ class Conversation:
         self.turns, self._said = [], 0
 
     def ask(self, text: str, max_new_tokens: int) -> tuple[list[int], list[Turn]]:
-        """The prompt of a next turn, and the turns that are forgotten so that it and its answer fit.
+        """The prompt of the next turn, and the oldest turns, which are dropped until it and its answer fit.
 
-        Raises CapacityError where it does not fit alone.
+        Raises CapacityError if the turn alone does not fit.
         """
         most, dropped = self._engine.max_model_len, []
         room = min(max_new_tokens, most // 2)
@@ -168,7 +168,7 @@ class Session:
                     print()
 
     def _lines(self, interrupts: Interrupts) -> Iterator[str]:
-        """Lines that are typed, or read from a pipe, without white space around them."""
+        """Lines from the terminal or a pipe, stripped."""
         if not sys.stdin.isatty():
             yield from map(str.strip, sys.stdin)
             return
@@ -196,7 +196,7 @@ class Session:
         self.notes.print(self._figures(output, time.perf_counter() - began))
 
     def _answer(self, ids: list[int], params: SamplingParams) -> GenerationOutput:
-        """Printed as it is made. At a terminal Ctrl-C ends it there, however often it is pressed."""
+        """Generate an answer and print it. At a terminal, Ctrl-C ends the answer, and more of them change nothing."""
         handle, colours = self.engine.submit(ids, params), DraftColours(self.engine.tokenizer)
         try:
             for delta in handle:

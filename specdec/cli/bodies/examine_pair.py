@@ -1,4 +1,4 @@
-"""`specdec doctor`: a diagnosis as tables or as JSON, and as the exit status."""
+"""`specdec doctor`: prints a diagnosis as tables or JSON; the exit status says whether a cause was named."""
 
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def acceptance(found: Diagnosis) -> Table:
 
 
 def trials(found: Diagnosis) -> Table:
-    """Every change that was tried."""
+    """Table of the changes that were tried."""
     table = Table("cause", "change", "gain", "greedy", "t", "", title="changes tried", title_justify="left")
     for trial in found.trials:
         figures = f"{trial.gain:+.3f}", f"{trial.greedy:+.3f}", f"{trial.t:.1f}"

@@ -1,4 +1,4 @@
-"""`specdec models`: which names stand for something. Reads no checkpoint and imports no torch."""
+"""`specdec models`: lists bundled models and known pairs. Reads no checkpoint and imports no torch."""
 
 from dataclasses import asdict
 from typing import Any

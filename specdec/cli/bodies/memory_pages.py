@@ -1,5 +1,5 @@
-"""What fits, and what it takes: `specdec models --memory` of any pair, by cache group, and `specdec recipe` of a
-published one, with its command and the time of a step. No weights are read."""
+"""`specdec models --memory`: memory of any pair by cache group. `specdec recipe`: memory of a published pair, its
+command, and the time of a step. No weights are read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -44,7 +44,7 @@ def memory_lines(plan: dict[str, Any]) -> Iterator[str]:
         for kept in group["kept"] or [{"layers": 0, "fields": {}}]:
             fields = ", ".join(f"{name} {heads} x {dim}" for name, (heads, dim) in kept["fields"].items())
             rows.append((group["name"], str(kept["layers"]), fields, *figures))
-            figures = "", "", ""  # those of the group stand once
+            figures = "", "", ""  # a group's figures stand once
     yield text_table(rows)
     yield weights_line(plan["weights"])
     yield from plan["notes"]
@@ -77,7 +77,7 @@ def step_line(step: StepTime) -> str:
 
 
 def weights_line(weights: Mapping[str, int | None], share: str = "") -> str:
-    """Bytes by role; 0: the target's, or none. share: which devices have them."""
+    """Bytes by role; a role with 0 is left out. share: says which devices hold them."""
     sizes = (f"{role} {'unknown' if count is None else size(count)}" for role, count in weights.items() if count != 0)
     return f"weights{share}: {', '.join(sizes)}"
 

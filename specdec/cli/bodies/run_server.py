@@ -54,7 +54,7 @@ def run_server(options: ServeOptions) -> None:
 
 
 def prepare_process(options: ServeOptions) -> None:
-    """Memory, log and traces of a process that serves."""
+    """Set up memory, log and traces of a process that serves."""
     quiet_libraries()
     give_back_when_freed()
     set_up(options.log_format, logging.WARNING)
@@ -77,7 +77,7 @@ def serve_settings(options: ServeOptions) -> ServeSettings:
 
 
 def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEngine, ServeSettings]:
-    """An engine that is served, and the settings with its model's sampling defaults. The caller closes the engine."""
+    """The engine to serve, and the settings with its model's sampling defaults. The caller closes the engine."""
     config = engine_config(options.pair, options.batch_size, **shared_fields(options, EngineConfig))
     file = options.chat_template
     template = None if file is None else read_text_file(file, "the file of --chat-template")
@@ -96,7 +96,7 @@ def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEn
 
 
 def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str, str]]:
-    """API keys without a name, and by name. Raises ConfigError for an empty variable: it would admit every request."""
+    """API keys without a name, and keys by name. Raises ConfigError for an empty variable: it would admit anyone."""
     variable = os.environ.get(KEY_VARIABLE)
     if variable is not None and not variable.strip():
         raise ConfigError(f"the variable {KEY_VARIABLE} is set, but empty; put a key into it, or unset it")
@@ -105,7 +105,7 @@ def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str,
 
 
 def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
-    """Log a warning where requests need no key. It is no error: a server behind a proxy is often meant to be open."""
+    """Log a warning if requests need no key. It is no error, since a server behind a proxy may be open on purpose."""
     if settings.api_keys or settings.named_keys:
         return
     host = bound.getsockname()[0]

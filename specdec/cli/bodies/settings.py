@@ -1,4 +1,4 @@
-"""From options to the runtime's settings; what the bodies share."""
+"""Helpers of all commands: from options to the runtime's settings, consoles, and an engine."""
 
 import logging
 import sys
@@ -20,7 +20,7 @@ from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
 
 CALLED_LIKE = 0.5
-"""Least likeness of two names for the one to be proposed for the other."""
+"""Minimum similarity of two names for one to be suggested for the other."""
 
 
 def quiet_libraries() -> None:
@@ -34,7 +34,7 @@ def quiet_libraries() -> None:
 
 
 def prepare_output(pair: PairOptions) -> None:
-    """`quiet_libraries`, and log specdec's own messages from --log-level on."""
+    """Quieten the libraries, and log specdec's own messages from --log-level on."""
     quiet_libraries()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("specdec").setLevel((pair.log_level or "warning").upper())
@@ -48,7 +48,7 @@ def table_console(width: int) -> Console:
 
 @contextmanager
 def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
-    """After Ctrl-C in the block, show the report of what was finished until then."""
+    """After Ctrl-C in the block, show the report of what was finished."""
     try:
         yield
     except Interrupted as stop:
@@ -58,13 +58,13 @@ def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
 
 
 def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
-    """The options that `settings` has a field of the same name for."""
+    """Options that have the name of a field of `settings`."""
     names = {each.name for each in fields(options)} & {each.name for each in fields(settings)}
     return {name: getattr(options, name) for name in names}
 
 
 def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
-    """settings: others of the engine."""
+    """Settings of an engine for the pair. settings: further fields."""
     return EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
 
 
@@ -78,7 +78,7 @@ def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def naming_recipe(target: str) -> Iterator[None]:
-    """A refusal of a model of the hub, in the block, ends with the recipe of a model that is called like it."""
+    """If the block refuses a model of the hub, the message also names the recipe of a model with a similar name."""
     try:
         yield
     except (CapacityError, UnsupportedModelError) as error:
@@ -94,7 +94,7 @@ def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
 
 
 def drafter_name(pair: PairOptions) -> str | None:
-    """'auto' is the bundled target's own drafter; the engine knows those of other targets."""
+    """The drafter that the engine is given. 'auto' means the bundled target's own; the engine finds that of others."""
     name, comma, lookup = pair.drafter.partition(",")
     if name == "auto" and pair.target == "tiny-gemma4":
         name = "tiny-gemma4-mtp"

@@ -1,14 +1,14 @@
-"""The memory floor of a round: bytes that it must stream, over the read bandwidth of this machine.
+"""The memory floor of a round: the bytes that it must stream, divided by the read bandwidth of this machine.
 
-    weights      every parameter of the target once, packed ones as words and scales; of embedding tables only rows,
-                 unless the head is that table
-    experts      of a mixture only those that are chosen: E (1 - (1 - k / E) ** rows) of E are expected to be
-    kv           keys and values that a request's rows can see, of every layer that attends to them: of a sliding layer
-                 its window
-    states       the state of every recurrent layer of a request, read and written; its records are left out
-    drafts       of MTP modules the weights and the K/V of each of their forwards, and the head once a draft
+    weights      every parameter of the target once, packed ones as words and scales. An embedding table counts by the
+                 rows that are looked up, unless it is also the head
+    experts      only the experts of a mixture that are chosen: E (1 - (1 - k / E) ** rows) of E on average
+    kv           keys and values that a request's rows can see, in every layer that attends to them; in a sliding layer
+                 those of its window
+    states       the state of every recurrent layer of a request, read and written, without its records
+    drafts       weights and K/V of each forward of the MTP modules, and the head once per draft
 
-Activations, what other drafters read and the K/V of the new rows are left out: nothing is faster than the floor.
+Activations, other drafters' reads and the K/V of the new rows are not counted, so no round is faster than its floor.
 """
 
 import time
@@ -34,7 +34,7 @@ READS = 10
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one round streams. rows: of embedding tables. drafts: 0 of a plain step."""
+    """Bytes that one round streams. rows: of embedding tables. drafts: 0 in a plain step."""
 
     weights: int
     experts: int
@@ -49,8 +49,8 @@ class StepBytes:
 
 
 def step_bytes(target: TargetModel | ModelOnMeta, batch: int, nodes: int, context: int) -> StepBytes:
-    """Bytes of a step of `batch` requests of `nodes` rows each, with `context` committed tokens."""
-    head: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
+    """Bytes that a step streams for `batch` requests, each with `nodes` rows and `context` committed tokens."""
+    head: nn.Module = target.model.get_output_embeddings()  # the user's modules: fused ones may hold merged weights
     weights, experts, rows = weight_bytes([target.user_decoder, head], head, target, batch * nodes)
     dtype, attending = target.dtype, [spec for spec in target.layout.layers if not spec.recurrent]
     kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in attending for field in spec.fields)
@@ -60,7 +60,7 @@ def step_bytes(target: TargetModel | ModelOnMeta, batch: int, nodes: int, contex
 def weight_bytes(
     read: Sequence[nn.Module], head: nn.Module, target: TargetModel | ModelOnMeta, rows: int
 ) -> tuple[int, int, int]:
-    """Bytes of these modules that `rows` rows stream: of weights, of experts, and of rows of tables."""
+    """Bytes of these modules that a step of `rows` rows streams: (weights, experts, rows of embedding tables)."""
     weights = experts = tables = 0
     whole = {id(weight) for weight in head.parameters()}
     parts = [part for module in read for part in module.modules()]
@@ -82,8 +82,9 @@ def weight_bytes(
 
 
 def draft_bytes(drafter: Drafter | None, target: TargetModel, batch: int, steps: int, context: int) -> int:
-    """Bytes of `steps` drafts a request by MTP modules; 0 of other drafters. A module runs once over what was
-    committed, whose last row drafts, and once for each further draft that it or a module after it makes."""
+    """Bytes that MTP modules stream for `steps` drafts per request; 0 for other drafters. A module runs once over the
+    newly committed tokens, and the last of these rows drafts; it runs again for each further draft that it or a later
+    module makes."""
     if not isinstance(drafter, NativeMtpDrafter):
         return 0
     total, count = 0, len(drafter.modules)
@@ -100,7 +101,7 @@ def draft_bytes(drafter: Drafter | None, target: TargetModel, batch: int, steps:
 
 
 def expected_experts(target: TargetModel | ModelOnMeta, experts: int, rows: int) -> float:
-    """Distinct ones among those that rows choose, if each chooses evenly."""
+    """Expected number of distinct experts that `rows` rows choose, if each row chooses evenly."""
     for name in ("num_experts_per_tok", "top_k_experts"):
         chosen = getattr(target.config, name, None)
         if chosen:
@@ -109,7 +110,7 @@ def expected_experts(target: TargetModel | ModelOnMeta, experts: int, rows: int)
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second, the best of several ways and tries to read more than any cache holds."""
+    """Bytes per second of the fastest way to read a tensor larger than any cache; each is tried `READS` times."""
     size, on_gpu = MIN_READ_BYTES, device.type == "cuda"
     if on_gpu:
         size = max(size, min(MAX_READ_BYTES, torch.cuda.mem_get_info(device)[0] // 4))

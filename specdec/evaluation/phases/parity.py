@@ -1,9 +1,9 @@
-"""Whether the tokens of a timed run are the model's own: a forward of transformers over the same text has the say.
+"""Checks the tokens of a timed run against a forward of transformers over the same text.
 
-    gap of a token  = (best logit - its logit) / standard deviation of the row
+    gap of a token  = (best logit - its logit) / standard deviation of the row's logits
 
-In the precision of a GPU two right forwards part at the first near-tie, so equal tokens are no measure. A gap is:
-rounding gives a little, and a wrong key or a lost token some four deviations.
+Two correct forwards in 16 bits differ from the first near-tie on, so comparing tokens would fail them. Gaps tell errors
+from rounding: rounding gives small gaps, a wrong key or a lost token gaps of about four deviations.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,12 @@ from specdec.modules.private_copy import private_copy
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 LOW_PRECISION_TOLERANCE = 1.0
 MAX_SCORES = 1 << 28
-"""Attention scores of a layer that are made at a time."""
+"""Upper bound on the attention scores that one layer computes at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Comparison of an output with the reference.
-
-    tokens: number checked. exact: those that are the reference's best. worst: the largest gap.
-    """
+    """Result of the check. tokens: number checked. exact: how many are the reference's best. worst: the largest gap."""
 
     passed: bool
     tokens: int
@@ -41,7 +38,7 @@ class Parity:
 
 
 def check_parity(model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Parity:
-    """Checks greedy outputs against the best tokens of `model`, one prompt after the other."""
+    """Check greedy outputs against the best tokens of `model`, one prompt after another."""
     tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
     gaps = torch.cat([output_gaps(model, p, o) for p, o in zip(prompts, outputs, strict=True)])
     worst = float(gaps.nan_to_num(torch.inf).max())
@@ -50,7 +47,7 @@ def check_parity(model: PreTrainedModel, prompts: Sequence[Sequence[int]], outpu
 
 @torch.inference_mode()
 def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-    """[len(output)] on the CPU: how far each token is from the best one of its place, in deviations."""
+    """The gap of each token of an output: [len(output)], on the CPU."""
     reference: Any = private_copy(model, "eager")
     ids = torch.tensor([*prompt, *output], device=model.device)
     chunk = max(16, MAX_SCORES // (len(ids) * max_heads(reference.config.get_text_config())))
@@ -65,7 +62,7 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
 
 
 def max_heads(config: Any) -> int:
-    """Query heads of the layer that has most of them."""
+    """Query heads of the layer that has the most."""
     by_layer = getattr(config, "per_layer_config", None)
     layers = range(config.num_hidden_layers)
     return max(by_layer[i].num_attention_heads for i in layers) if by_layer else int(config.num_attention_heads)

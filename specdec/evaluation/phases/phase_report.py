@@ -1,8 +1,7 @@
 """Results of a phase benchmark: plain values, a table of them, and a plot.
 
-A cell is one way of decoding at one batch and context. Its times are there only when its parity check passed; where
-they are missing, `note` says why. `tokens_per_second` is by acceptance length: that of a trained pair is measured,
-those of random weights are what the reader supposes.
+A cell is one way of decoding at one batch and context. It has times only if its parity check passed; otherwise `note`
+says why not. `tokens_per_second` is by acceptance length: measured for a trained pair, supposed for random weights.
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from specdec.config import SpecConfig
-from specdec.evaluation.gsm8k_report import png_of
+from specdec.evaluation.gsm8k_report import png_of, table_lines
 from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 
@@ -24,7 +21,7 @@ NO_KERNEL = "no kernel"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and outer tenths of some times, in milliseconds."""
+    """Median, 10th and 90th percentile of some times, in milliseconds."""
 
     median: float
     p10: float
@@ -39,11 +36,11 @@ class Spread:
 class Cell:
     """Figures of one way of decoding at one batch size and context.
 
-    ms: milliseconds of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
-    uncaptured: of the timed rounds, those whose kernels were launched one by one. floor_ms: memory floor of one round.
-    idle_ms: time of a round in which no kernel ran. break_even: acceptance length from which a round is faster than
-    plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an engine whose rounds
-    are captured, compilation included.
+    ms: times of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
+    uncaptured: timed rounds whose kernels were launched one by one. floor_ms: memory floor of one round. idle_ms: time
+    of a round in which no kernel ran. break_even: acceptance length from which a round is faster than plain decoding.
+    acceptance_length: of the timed rounds. ready_s: seconds from loaded weights to an engine with captured rounds,
+    compilation included.
     """
 
     run: str
@@ -76,8 +73,8 @@ class Cell:
 class PhaseReport:
     """All cells of a run, and what was measured.
 
-    subject: the pair, or the shape and its changes. assumed: acceptance lengths are suppositions. weights: how those of
-    target and drafter are stored.
+    subject: the pair or the shape. shrunk: how the shape was made smaller. assumed: acceptance lengths are supposed,
+    not measured. weights: how target and drafter store theirs.
     """
 
     subject: str
@@ -97,20 +94,13 @@ class PhaseReport:
         return record
 
 
-def table(report: PhaseReport) -> Table:
-    """A row a cell."""
+def phase_table(report: PhaseReport) -> str:
+    """The title, and a Markdown table with one row per cell."""
     lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
     rows = [_row(cell, lengths) for cell in report.cells]
-    *heads, last = rows[0]
     if not any(row[NO_KERNEL] for row in rows):
-        heads.remove(NO_KERNEL)
-    made = Table(box=box.MARKDOWN, title=bench_title(report), title_justify="left", title_style="")
-    for head in heads:
-        made.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
-    made.add_column(last, overflow="fold")
-    for row in rows:
-        made.add_row(*(row[head] for head in (*heads, last)))
-    return made
+        rows = [{head: text for head, text in row.items() if head != NO_KERNEL} for row in rows]
+    return "\n".join([bench_title(report), "", *table_lines(rows)])
 
 
 def bench_title(report: PhaseReport) -> str:
@@ -124,7 +114,7 @@ def bench_title(report: PhaseReport) -> str:
 
 
 def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
-    """Cells of a row by heading; empty where the cell has no such figure."""
+    """Texts of a row by heading; empty if the cell has no such figure."""
     times = cell.ms.get("round")
     stages = {stage: cell.ms[stage].median if stage in cell.ms else None for stage in STAGES}
     figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages, NO_KERNEL: cell.idle_ms}
@@ -148,7 +138,7 @@ COLOURS = ("tab:grey", "tab:green", "tab:blue", "tab:orange", "tab:red", "tab:pu
 
 
 def drawn_phases(report: PhaseReport) -> bytes:
-    """Two panels as a PNG: over batch at the shortest context, over context at the smallest batch."""
+    """Two panels as a PNG: times over batch at the shortest context, and over context at the smallest batch."""
     from matplotlib.figure import Figure
 
     shown = [cell for cell in report.cells if cell.shown]
@@ -161,7 +151,7 @@ def drawn_phases(report: PhaseReport) -> bytes:
 
 
 def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
-    """A line for each run, dotted for peers; its floor, dashed, in the same colour."""
+    """Draw a line for each run, dotted for peers, and its floor, dashed, in the same colour."""
     for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
         points = sorted((getattr(cell, over), cell.ms["round"], cell.floor_ms) for cell in cells if cell.run == run)
         places, colour = [x for x, _, _ in points], COLOURS[number % len(COLOURS)]

@@ -1,7 +1,7 @@
-"""The phase benchmark: every way of decoding at every batch and context, timed, checked, compared with its floor.
+"""The phase benchmark: every way of decoding at every batch and context is timed, checked and compared with its floor.
 
-Engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the weights.
-An interruption leaves whole cells.
+Each cell makes an engine and closes it, so that in addition to the weights only its K/V are in memory. An interruption
+leaves whole cells.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,15 +29,15 @@ from specdec.progress import Interrupted, progress_bar
 PLAIN = "plain"
 
 MakePrompts = Callable[[int, int], list[list[int]]]
-"""(batch, context) -> that many prompts of that length."""
+"""(batch, context) -> `batch` prompts of `context` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSubject:
-    """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights.
+    """What is measured. drafts: draft shapes by name; None is plain decoding. assumed: acceptance lengths to suppose.
 
-    prepared: seconds of preparing target and drafter once their weights were loaded: fusing, probing, compiling.
-    tensor_parallel: devices that engines split the target over.
+    prepared: seconds that preparing target and drafter took after their weights were loaded (fusing, probing,
+    compiling). tensor_parallel: devices that share the target.
     """
 
     name: str
@@ -54,7 +54,7 @@ class BenchSubject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which cells, and how long each."""
+    """The cells to measure, and the rounds of each."""
 
     batches: Sequence[int]
     contexts: Sequence[int]
@@ -64,7 +64,7 @@ class Plan:
     command: str = ""
 
     def require(self, subject: BenchSubject) -> None:
-        """Raises ConfigError where a cell cannot be: before anything runs."""
+        """Raise ConfigError for a cell that cannot be measured, before anything runs."""
         most = subject.target.context_length.max_len
         deepest = max(spec.num_steps if spec else 0 for spec in subject.drafts.values())
         for context in self.contexts:
@@ -77,7 +77,7 @@ class Plan:
 
 
 def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
-    """Ctrl-C raises Interrupted with the report of the cells that were finished."""
+    """Measure all cells. Ctrl-C raises Interrupted with the report of the finished ones."""
     plan.require(subject)
     target = subject.target
     read = read_bandwidth(target.device)
@@ -86,7 +86,7 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
     def report() -> PhaseReport:
         models: dict[str, nn.Module] = {"target": target.model}
         module = getattr(subject.drafter, "assistant", None) or getattr(subject.drafter, "head", None)
-        if isinstance(module, nn.Module):  # an n-gram has none
+        if isinstance(module, nn.Module):  # a lookup has none
             models["drafter"] = module
         stored = stored_weights(*models.values())
         layers = "fused" if target.unfused is None else f"not fused, since {target.unfused}"
@@ -121,19 +121,19 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
 def _empty_cell(
     subject: BenchSubject, read: float, run: str, rows: int, batch: int, context: int, steps: int = 0
 ) -> Cell:
-    """A cell that has only its floor. rows: rows of each request that one of its steps verifies. steps: drafts."""
+    """A cell that has only its floor. rows: verified rows per request and step. steps: drafts per round."""
     drafts = draft_bytes(subject.drafter, subject.target, batch, steps, context) if steps else 0
     floor = replace(step_bytes(subject.target, batch, rows, context), drafts=drafts)
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 
 
 def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int, context: int) -> Cell:
-    """One engine's rounds; what goes wrong with the memory of one cell is its note."""
+    """The rounds of one engine. If memory does not suffice, the cell has a note instead of figures."""
     spec = subject.drafts[name]
     nodes, depth = (1, 0) if spec is None else (spec.num_nodes, spec.num_steps)
     cell = replace(_empty_cell(subject, read, name, nodes, batch, context, depth), spec=spec)
     prompts = subject.prompts(batch, context)
-    chosen = sorted({0, batch - 1})  # the tokens of the first and the last request are judged
+    chosen = sorted({0, batch - 1})  # the first and the last request are checked
     failed = ""
     try:
         driven, ready = _driven(subject, plan, spec, prompts, context + most_new_tokens(plan.rounds, depth))
@@ -152,7 +152,7 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
 def _driven(
     subject: BenchSubject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int
 ) -> tuple[Driven, float]:
-    """The rounds, and the seconds that the engine took to be made."""
+    """The rounds, and the seconds that making the engine took."""
     config = EngineConfig(
         max_batch_size=len(prompts),
         max_model_len=max_len,
@@ -170,7 +170,7 @@ def _driven(
 
 
 def _require_room(engine: Engine, batch: int, max_len: int) -> None:
-    """Raises CapacityError where not all of the batch fit at a time: some would wait, and rounds be smaller."""
+    """Raise CapacityError if the batch does not fit at once: requests would wait, and rounds would be smaller."""
     there = engine.stats().full_slots.capacity
     if there < batch * max_len:
         each = engine.target.layout.slot_bytes(KEEP_ALL, engine.target.dtype)
@@ -210,7 +210,7 @@ def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, cont
         try:
             seconds = peer.run(prompts, plan.rounds)
             note = "" if seconds else "no figure: it ended before its first step was over"
-        except Exception as error:  # of many kinds: what a peer cannot do is no fault of ours, and ends no benchmark
+        except Exception as error:  # a peer may fail in many ways, and the benchmark goes on
             seconds, note = [], f"no figure: {type(error).__name__}: {first_line(error)}"
         ms = {"round": Spread.of(seconds)} if seconds else {}
         yield replace(cell, rounds=len(seconds), ms=ms, note=note)
@@ -218,11 +218,11 @@ def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, cont
 
 
 def _with_break_even(cells: Sequence[Cell]) -> list[Cell]:
-    """A round that takes x times a plain step is ahead of it when more than x tokens come out."""
+    """The cells with `break_even`: a round that takes x times a plain step pays if it gives more than x tokens."""
     plain = {(cell.batch, cell.context): cell.ms["round"].median for cell in cells if cell.run == PLAIN and cell.shown}
-    done = []
-    for cell in cells:
-        base = plain.get((cell.batch, cell.context))
-        even = cell.ms["round"].median / base if base and cell.shown and cell.spec is not None else None
-        done.append(replace(cell, break_even=even))
-    return done
+    return [
+        replace(cell, break_even=cell.ms["round"].median / plain[cell.batch, cell.context])
+        if cell.shown and cell.spec is not None and (cell.batch, cell.context) in plain
+        else cell
+        for cell in cells
+    ]

@@ -1,11 +1,11 @@
-"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first.
+"""Random weights for a shape, made on the device that uses them: there is no checkpoint, and no copy on the CPU.
 
-Scales are such that activations stay near 1 through all layers: products keep the variance, norms and attention scores
-are about 1. An embedding outweighs what all layers add to it, as in trained models, so that a rounding that makes one
-router choose another expert does not change the routers of all layers after it.
+Their scales keep activations near 1 through all layers: products keep the variance, and norms and attention scores are
+about 1. As in trained models, an embedding outweighs what all layers add to it. So if rounding makes one router choose
+another expert, the routers of later layers still choose the same ones.
 
-Packed ones are made in the layers of a model that is on `meta`, which is never in memory unpacked. What published
-checkpoints leave in 16 bits stays so; in MXFP4 only experts are packed, as in GPT-OSS.
+Packed weights replace the layers of a model on `meta`, so that the unpacked model is never in memory. Weights that
+published checkpoints leave in 16 bits stay in 16 bits; in MXFP4 only experts are packed, as in GPT-OSS.
 """
 
 import random
@@ -42,7 +42,7 @@ from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
 from specdec.loading import pick_device, pick_dtype
-from specdec.models.described_model import ModelOnMeta
+from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import StoredWeights, stored_weights
@@ -51,19 +51,19 @@ from specdec.progress import working
 from specdec.runtime.sizing import MEMORY_SHARE
 
 COLUMNS = 32
-"""K of every packed weight is a multiple: what a word's order and the smallest group need."""
+"""K of every packed weight is a multiple of this: the order of a word and the smallest group need it."""
 
 KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x44004400)}
-"""Masks of random words, by code: bits that are set, then bits that are kept. int4: odd numbers, since 0 to 15 less 8
-have a mean of -0.5. e4m3: no highest bit of the exponent, so that no number is infinite or NaN."""
+"""(bits that are set, bits that are kept) in random words, by code. int4: odd numbers, since 0 to 15 minus 8 would have
+a mean of -0.5. e4m3: without the highest bit of the exponent, so that no number is infinite or NaN."""
 
 SPREAD = 0.5
-"""Scales are 1 - this to 1 + this times their middle."""
+"""Scales lie between 1 - SPREAD and 1 + SPREAD times their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How `specdec bench --weights` packs the layers. group: columns with one scale at most, None: one scale a row."""
+    """How `specdec bench --weights` packs the layers. group: most columns per scale; None: one scale per row."""
 
     name: str
     code: str
@@ -71,7 +71,7 @@ class WeightForm:
     experts_only: bool = False
 
     def group_of(self, columns: int) -> int:
-        """The largest group up to `group` that divides K; raises ConfigError where K cannot be packed."""
+        """The largest group up to `group` that divides K. Raises ConfigError if K cannot be packed."""
         if columns % COLUMNS:
             raise ConfigError(f"weights={self.name!r}: {columns} columns are no multiple of {COLUMNS}")
         return columns if self.group is None else gcd(self.group, columns)
@@ -93,7 +93,7 @@ MakePacked = Callable[[torch.Size], PackedWeight]
 
 
 def find_form(name: str) -> WeightForm | None:
-    """None: not packed, in bfloat16. Raises ConfigError with the list where there is none of that name."""
+    """The form of that name; None: bfloat16, not packed. Raises ConfigError with the list of names."""
     require_one_of("weights", name, (UNPACKED, *FORMS))
     return FORMS.get(name)
 
@@ -107,7 +107,7 @@ def empty_packed(form: WeightForm, device: torch.device, shape: torch.Size) -> P
 
 
 def random_packed(form: WeightForm, generator: torch.Generator, shape: torch.Size) -> PackedWeight:
-    """Made on the generator's device, in place: nothing else is allocated there."""
+    """A random packed weight, filled in place on the generator's device: nothing else is allocated there."""
     weight = empty_packed(form, generator.device, shape)
     set_bits, kept_bits = KEPT_BITS[form.code]
     weight.words.random_(-(2**31), 2**31, generator=generator).bitwise_or_(set_bits).bitwise_and_(kept_bits)
@@ -122,7 +122,7 @@ def random_packed(form: WeightForm, generator: torch.Generator, shape: torch.Siz
 
 
 def root_mean_square(code: str) -> float:
-    """Root mean square of the numbers that random words hold, before their scales."""
+    """Root mean square of the numbers in random words, without scales."""
     bits, (set_bits, kept_bits) = BITS[code], KEPT_BITS[code]
     every = (torch.arange(256) % (1 << bits)).to(torch.uint8)[None]
     words = pack_words(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)
@@ -131,7 +131,7 @@ def root_mean_square(code: str) -> float:
 
 
 def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> None:
-    """Put packed modules in the place of linears and experts of the layers. Raises ConfigError where there are none."""
+    """Replace linears and experts of the layers by packed modules. Raises ConfigError if there are none to replace."""
     layers: Any = model.get_decoder().layers
     packed = 0
     for parent in [module for layer in layers for module in layer.modules()]:
@@ -145,7 +145,7 @@ def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> N
 
 
 def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: MakePacked) -> nn.Module | None:
-    """The packed module in the place of `child`; None: it stays."""
+    """The packed module that replaces `child`; None: it stays."""
     experts = experts_of(child)
     if experts is not None:
         weights: Any = {name: make(getattr(experts, name).shape) for name in ("gate_up", "down")}
@@ -157,7 +157,7 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: 
 
 @torch.no_grad()
 def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate what is still on `meta`: parameters with any values, buffers such as rotary frequencies with theirs."""
+    """Allocate all tensors that are still on `meta`. Parameters get any values, buffers (rotary frequencies) theirs."""
     made: dict[torch.Tensor, torch.Tensor] = {}  # a tied weight stays one
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -171,14 +171,13 @@ def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
     model.initialize_weights()
 
 
-META = torch.device("meta")
 ROUTER_SCORES = 4.0
 """Factor of a router's random weights."""
 ROUTER_CORRECTION = 1e-3
-"""Spread of what a router adds to scores to choose by: less than the scores of experts differ, so that rows of
-different tokens choose different ones, which a floor expects."""
+"""Spread of a router's correction biases: smaller than the differences of scores, so that different tokens choose
+different experts, as the memory floor expects."""
 MIXTURE_GAIN = 0.5
-"""Factor of the norm after the experts of a layer that has a dense MLP, too."""
+"""Factor of the norm after the experts in layers that also have a dense MLP."""
 
 
 class PairWeights(NamedTuple):
@@ -191,7 +190,7 @@ class PairWeights(NamedTuple):
 def count_weights(
     shape: ModelShape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
 ) -> PairWeights:
-    """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
+    """Count weights on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
     config = shape.target(shrink)
     target, described = build_model(config, META, dtype), shape.drafter(config.get_text_config(), shrink)
     if isinstance(described, MtpSpec):
@@ -204,7 +203,7 @@ def count_weights(
 
 
 def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
-    """Weights of a target's MTP modules, without the target's embedding and head, which are no second ones."""
+    """Weights of a target's MTP modules, without the embedding and head that they share with the target."""
     block, shapes = described_module(spec, target)
     numbers = stored_weights(block).numbers + sum(shape.numel() for shape in shapes.values())
     return StoredWeights(spec.modules * numbers, spec.modules * numbers * target.dtype.itemsize, "")
@@ -213,7 +212,7 @@ def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
 def require_room(
     shape: ModelShape, shrink: Shrink, device: torch.device, dtype: torch.dtype, form: WeightForm | None = None
 ) -> None:
-    """Raises CapacityError with the numbers where the weights leave no room on the device."""
+    """Raise CapacityError with the numbers if the weights leave no room on the device."""
     target, drafter = count_weights(shape, shrink, dtype, form)
     needed, there = target.bytes + drafter.bytes, free_bytes(device)
     if needed > there * MEMORY_SHARE.get(device.type, 0.5):
@@ -269,8 +268,8 @@ def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetM
 
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) -> None:
-    """Fill every parameter in place, on its device. decoder: the text model that has norms like these; None: it is in
-    the module."""
+    """Fill every parameter in place, on its device. decoder: the text model whose kind of norms the module has; None:
+    the module's own."""
     layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
     names = [family_name(part) for part in (decoder or module).modules()]
     gain = 0.0 if any(name in FAMILIES and FAMILIES[name].gain.plus_one for name in names) else 1.0
@@ -290,7 +289,7 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
         elif name == "A_log":
             mean = -2.0  # states that remember some ten tokens
         elif type(part).__name__.endswith("RMSNormGated"):
-            mean = 1.0  # whatever the other norms of the family are stored as
+            mean = 1.0  # even if the family's other norms store their gain minus 1
         weight.normal_(mean, std, generator=torch.Generator(weight.device).manual_seed(seed + number))
     parts: list[Any] = list(module.modules())
     for part in parts:
@@ -346,8 +345,8 @@ def random_subject(
     assumed: Sequence[float] = (),
     seed: int = 0,
 ) -> BenchSubject:
-    """weights: a name of `FORMS`, "bf16", or None: all in the dtype. layers, divisor: of `Shrink`. config: the device,
-    the dtype, and whether layers are fused. Prompts are random tokens.
+    """Random weights and prompts of random tokens, to be measured. weights: a name of `FORMS`, "bf16", or None: all in
+    the dtype. layers, divisor: of `Shrink`. config: the device, the dtype, and whether layers are fused.
     """
     form = None if weights is None else find_form(weights)
     shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMNS)

@@ -1,7 +1,7 @@
-"""Rounds of an engine, one after the other through its own streams, with the times of each.
+"""Drives an engine's rounds through its own streams, and times each.
 
-`WatchedSteps` takes the place of the engine's own and writes down when each round ended, how long the host waited for
-it, and the stages that the device stamped. What is launched, and how, it does not change.
+`WatchedSteps` replaces the engine's own steps. It launches the same rounds, and records when each ended, how long the
+host waited for it, and the stage times that the device stamped.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.steps import Steps
 
 WARM_UP = 6
-"""Rounds before the first that counts: kernels compile, a round is captured."""
+"""Rounds before the first that counts: kernels are compiled, and a round is captured."""
 PROFILED = 8
+"""Rounds under the profiler."""
 UNSETTLED = 4
-"""More rounds than are ever under way."""
+"""More rounds than are ever in flight."""
 
 
 class RoundTime(NamedTuple):
-    """Seconds of one round. wall: from the end of the round before to its own end.
-
-    host: of the wall, what the host did not spend waiting for the device; on a CPU, what was not spent in a stage.
+    """Seconds of one round. wall: from the end of the previous round to its own end. host: the part of `wall` in which
+    the host did not wait for the device; on a CPU, the part outside the stages. emitted: tokens of all requests.
     """
 
     wall: float
@@ -46,10 +46,10 @@ class RoundTime(NamedTuple):
 
 
 class Driven(NamedTuple):
-    """Times and tokens of some rounds. outputs: tokens of each request, those of warm-up included.
+    """Times and tokens of some rounds. outputs: tokens of each request, including those of the warm-up.
 
-    uncaptured: of these rounds, those whose kernels were launched one by one. idle: seconds a round in which no kernel
-    of its own runs; None where that was not measured.
+    uncaptured: rounds whose kernels were launched one by one. idle: seconds per round in which none of its kernels
+    runs; None if not measured.
     """
 
     rounds: list[RoundTime]
@@ -59,7 +59,7 @@ class Driven(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """A round whose result has arrived: when, and after how many seconds of waiting for it."""
+    """A round whose result has arrived. at: when. waiting: seconds that the host waited for it."""
 
     at: float
     waiting: float
@@ -79,7 +79,7 @@ class _WatchedRound(LaunchedStep):
 
 
 class WatchedSteps(Steps):
-    """The steps it is made from, and a note of every round that it launches: in `passed`, once it is over."""
+    """An engine's steps that append every round to `passed` when its result arrives."""
 
     def __init__(self, steps: Steps) -> None:
         self.__dict__.update(vars(steps))
@@ -93,22 +93,22 @@ class WatchedSteps(Steps):
 
 
 def most_new_tokens(rounds: int, depth: int) -> int:
-    """Output tokens of a request that is driven through `drive`, if every draft of `depth` levels is accepted."""
+    """Output tokens of a request in `drive` if every draft of `depth` levels is accepted."""
     return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
 
 
 def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> Driven:
-    """Prefill the prompts, then time `rounds` rounds of all of them together, greedy, end tokens ignored."""
+    """Prefill the prompts, then time `rounds` rounds of all of them together. Greedy; end tokens are ignored."""
     watched = engine.steps = WatchedSteps(engine.steps)
     params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
     streams = [engine.stream(list(prompt), params) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
     idle = None
     try:
-        with engine.prompts_only():  # so that every timed round is one of all requests
+        with engine.prompts_only():  # every timed round has all requests
             for stream, output in zip(streams, outputs, strict=True):
                 output += next(stream).token_ids
-        leader = streams[0]  # the others' requests are in the same rounds; what they gained is taken at the end
+        leader = streams[0]  # the other requests are in the same rounds; their tokens are read at the end
         while len(watched.passed) < WARM_UP:
             outputs[0] += _next(leader).token_ids
         uncaptured = -engine.stats().captures.uncaptured_rounds
@@ -121,7 +121,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
             output += next(stream).token_ids
     finally:
         for stream in streams:
-            with suppress(RuntimeError):  # of a generator that is running: an interruption within it
+            with suppress(RuntimeError):  # the generator is running: the interruption came within it
                 stream.close()  # type: ignore[attr-defined]
     timed = pairwise(watched.passed[WARM_UP : WARM_UP + 1 + rounds])
     times = [round_time(before.at, one, engine.target.device.type == "cpu") for before, one in timed]
@@ -131,7 +131,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
 
 
 def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
-    """Times of a round, when the one before it ended at `before`."""
+    """Times of a round. before: when the previous round ended."""
     seconds, wall = one.result.seconds, one.at - before
     busy = sum(seconds.values()) if on_cpu else one.waiting
     return RoundTime(wall=wall, host=max(0.0, wall - busy), emitted=int(one.result.length.sum()), **seconds)
@@ -144,10 +144,10 @@ def _next(stream: Any) -> StreamDelta:
 
 
 def _gaps_within_rounds(passed: Sequence[_Passed], leader: Any, output: list[int]) -> float:
-    """Seconds a round without a kernel, between its first and its last stamp, over some rounds under the profiler.
+    """Seconds per round without a kernel between its first and last stamp, over some rounds under the profiler.
 
-    Not between rounds, where the profiler itself keeps the host from launching: what lies there is the wall time of
-    rounds without it, less their stages.
+    Gaps between rounds are not taken from here, since the profiler itself delays launches: `drive` adds the wall time
+    of rounds without the profiler, minus their stages.
     """
     torch.cuda.synchronize()
     last = len(passed) + PROFILED
@@ -161,7 +161,7 @@ def _gaps_within_rounds(passed: Sequence[_Passed], leader: Any, output: list[int
 
 
 def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) -> float:
-    """Mean time that no span covers from the first to the last of each `stamps` spans that are the clock's."""
+    """Mean uncovered time of a round, which reaches from the first to the last of `stamps` spans of the clock."""
     taken = sorted((begin, end) for name, begin, end in spans if STAMP in name)
     rounds = [(taken[i][0], taken[i + stamps - 1][1]) for i in range(0, len(taken) - stamps + 1, stamps)]
     idle = (idle_within([(b, e) for _, b, e in spans if first <= b and e <= last]) for first, last in rounds)
@@ -169,7 +169,7 @@ def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) 
 
 
 def idle_within(spans: Sequence[tuple[float, float]]) -> float:
-    """From the first beginning to the last end, the time that no span covers."""
+    """Time that no span covers between the first beginning and the last end."""
     idle = 0.0
     reached = min((begin for begin, _ in spans), default=0.0)
     for begin, end in sorted(spans):
