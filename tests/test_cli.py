@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from subprocess import PIPE
 
@@ -261,6 +263,28 @@ def test_json_goes_to_a_file_beside_the_text_or_alone_to_standard_output(command
 
 
 # interrupted, piped, and misused
+
+
+@pytest.mark.deep
+def test_ctrl_c_ends_with_130_and_keeps_what_is_finished(tmp_path):
+    """Against the process itself: a signal while it works, the report of before, and the same command again."""
+    report, folder = tmp_path / "report.json", tmp_path / "kept"
+    report.write_text("before")
+    # 200 long answers: on a machine however busy they are not done before four are seen
+    args = ["eval", "gsm8k", "--limit", "200", "--batch-size", "1", "--max-new-tokens", "96"]
+    command = ["-m", "specdec.cli", *args, "--transcripts", str(folder), "--json", str(report)]
+    process = start(command, stdout=PIPE, stderr=PIPE)
+    path = folder / "transcripts-0.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert re.fullmatch(
+        r"specdec: interrupted; \d+ of 200 problems are finished, kept in .*: the same command goes on\n", err
+    )
+    assert out.startswith("| run | strict accuracy")  # of what was finished
+    assert report.read_text() == "before"
 
 
 @pytest.mark.slow
