@@ -60,7 +60,7 @@ format: $(VENV)/.test  ## rewrite the files as `lint` wants them
 types: $(VENV)/.test  ## mypy --strict on what is shipped, not on the checkout
 	rm -rf build
 	$(BIN)/python -W ignore -c "import setuptools; setuptools.setup()" -q build_py --build-lib build/types
-	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache specdec
+	cd build/types && ../../$(BIN)/mypy -n $(JOBS) --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache specdec
 
 api: $(VENV)/.run  ## write docs/api.md, and the lists in other pages, from the code
 	$(BIN)/python tools/api_reference.py

@@ -1,6 +1,7 @@
 """Fixtures shared by the tests. Nothing here reaches the network; one CPU thread per test process."""
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -76,6 +77,14 @@ def clients_of_one_context() -> None:
     from httpx._transports import default
 
     default.create_ssl_context = functools.cache(default.create_ssl_context)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The collector need not look again and again at torch, transformers and all tests: a million objects that stay."""
+    if "torch" in sys.modules:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000)
 
 
 def pytest_unconfigure() -> None:

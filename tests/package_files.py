@@ -4,7 +4,9 @@ A checkout may lie in a folder named `specdec` that holds an environment, so "sp
 the file is the package's.
 """
 
+import ast
 import functools
+import gc
 from pathlib import Path
 
 import specdec
@@ -27,3 +29,16 @@ def name_in_package(file: str) -> str | None:
         if path.is_relative_to(folder):
             return f"{name}/{path.relative_to(folder).as_posix()}"
     return None
+
+
+@functools.cache
+def parse_file(text: str) -> ast.Module:
+    """The tree of a file, which tests of many kinds read. It is of so many objects that the collector, were it on,
+    would look at them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if enabled:
+            gc.enable()

@@ -450,6 +450,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.usefixtures("shallow_pair", "bundled_once")
 @pytest.mark.parametrize(("target", "drafter", "arguments", "error", "parts"), CALLS, ids=str)
 def test_what_no_engine_can_be_made_of(target, drafter, arguments, error, parts, make_target):
     def made(given):

@@ -416,6 +416,7 @@ def test_updates_of_inference_tensors_are_noticed(made_so, make_target, make_eng
         assert answer(engine) == truth(model) != before
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_a_checkpoint_loaded_in_inference_mode_has_ordinary_weights():
     """The engine loads it, so it decides."""
     with torch.inference_mode():

@@ -31,7 +31,7 @@ FIGURES = (
     r"acceptance length ([\d.]+)(?: in the .* that drafted)?"
 )
 LEGEND = ", from accepted drafts"
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
 class Terminal:
@@ -159,7 +159,7 @@ def test_a_conversation_in_a_terminal(engine):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_not_the_program():
+def test_ctrl_c_ends_the_answer_and_not_the_program(whole_pair):
     # noise that goes on for thousands of tokens
     with Terminal("--temperature", "5", "--seed", "1", "--max-new-tokens", "4000") as terminal:
         terminal.until("> ")
@@ -293,7 +293,7 @@ def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns(small):
 def test_what_is_forgotten_or_not_answered_is_said_and_the_session_goes_on(small, monkeypatch, capsys):
     lines = [TOM, ANN, "eggs " * 200, "\ud800", TOM]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-    Session(small, Conversation(small), SamplingParams(max_new_tokens=60)).run("")
+    Session(small, Conversation(small), SamplingParams(max_new_tokens=100)).run("")
     printed = capsys.readouterr()
     assert printed.out.count("####") >= 2
     said = " ".join(printed.err.split())

@@ -19,6 +19,8 @@ from specdec.serving import server as serving
 
 from served_engine import served, until
 
+pytestmark = pytest.mark.usefixtures("shallow_pair")
+
 ANSWER = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 12}
 ENDLESS = ANSWER | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 

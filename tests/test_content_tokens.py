@@ -12,7 +12,7 @@ from specdec.text.prompts import chat_ids, chat_or_text_ids
 
 from served_engine import served
 
-pytestmark = pytest.mark.usefixtures("bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 CHATML = """{%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}

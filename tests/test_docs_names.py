@@ -26,6 +26,8 @@ import transformers
 from specdec.cli.app import COMMANDS, load_command
 from specdec.evaluation.model_shapes import SHAPES
 
+from package_files import parse_file
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/results/",)  # of what was: they name what has gone since
 ALL_PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -66,7 +68,7 @@ def modules() -> list[ModuleType]:
 @cache
 def literals() -> str:
     """Every string that a program holds, one after the other, white space as one blank."""
-    trees = (ast.parse(text) for path, text in sources().items() if not path.startswith("tests/"))
+    trees = (parse_file(text) for path, text in sources().items() if not path.startswith("tests/"))
     texts = (
         n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
     )

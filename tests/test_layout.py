@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import gc
 import re
 import subprocess
 import sys
@@ -14,24 +13,14 @@ from pathlib import Path
 import pytest
 from script_module import module_of
 
-
-@functools.cache
-def parsed(text: str) -> ast.Module:
-    """A dozen tests read the same files. A tree is of so many objects that the collector would look at them often."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return ast.parse(text)
-    finally:
-        if enabled:
-            gc.enable()
+from package_files import parse_file
 
 
 @functools.cache
 def named_nodes(text: str) -> list[ast.expr | ast.stmt]:
     """All that imports, calls, or is an attribute of something."""
     kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute)
-    return [node for node in ast.walk(parsed(text)) if isinstance(node, kinds)]
+    return [node for node in ast.walk(parse_file(text)) if isinstance(node, kinds)]
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,7 +167,7 @@ def last_name(node: ast.expr) -> str:
 def import_errors(sources: dict[str, str]) -> list[str]:
     errors, modules = [], set(sources)
     for module, text in sources.items():
-        at_the_top = top_level(module, parsed(text))
+        at_the_top = top_level(module, parse_file(text))
         for node in named_nodes(text):
             where = f"{module}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -210,7 +199,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 
 def dropped_comparisons(text: str) -> list[int]:
     """Lines on which the result of a tensor comparison is thrown away."""
-    calls = (n.value for n in ast.walk(parsed(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
+    calls = (n.value for n in ast.walk(parse_file(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
     return [call.lineno for call in calls if last_name(call.func) in COMPARISONS]
 
 
@@ -235,7 +224,7 @@ def test_no_file_name_stands_twice():
 
 def test_no_public_name_stands_twice():
     """A class, an alias or a function has a name of its own, so that a search for it ends in one file."""
-    counts = Counter(name for text in product_sources().values() for name in public_names(parsed(text)))
+    counts = Counter(name for text in product_sources().values() for name in public_names(parse_file(text)))
     assert {name for name, count in counts.items() if count > 1} == {"main"}
 
 
@@ -268,7 +257,7 @@ def test_every_package_is_listed_and_mapped():
 
 @pytest.mark.parametrize("package", MAPPED)
 def test_mapped_package_refuses_its_bare_name(package: str):
-    body = parsed((ROOT / package.rpartition(".")[2] / "__init__.py").read_text("utf-8")).body
+    body = parse_file((ROOT / package.rpartition(".")[2] / "__init__.py").read_text("utf-8")).body
     tests = [ast.unparse(node.test) for node in body if isinstance(node, ast.Assert)]
     assert f"__name__ == '{package}'" in tests
 

@@ -61,16 +61,11 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     tokens[:, 0] = history[torch.arange(count), length - 1]
     tree = DraftTree.from_parents(tokens, torch.tensor([[-1, 0, 0, 2]] * count))
     logits = torch.randn(count, 4 if with_tree else 1, vocab, generator=generator) * 3
-    table = SamplingTable(count + 2, DEVICE)
-    rows = torch.arange(count)
-    for row, one in zip(rows.tolist(), params, strict=True):
-        table.load(np.array([row]), [(one, 7)])
-    uses = SamplerUses.from_params(params)
-    table.load_biases(rows.numpy(), params, uses)
+    sampler = sampler_of(params, [7] * count, DEVICE, kind)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
     past = EditInputs(length.to(DEVICE), tree_there if with_tree else None, history.to(DEVICE), prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
-    drawn = kind(*table.row_params(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
+    drawn = sampler.draw(logits.to(DEVICE), positions, past, softcap).cpu()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     for b, one in enumerate(params):
@@ -94,21 +89,19 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     allowed = torch.from_numpy(np.packbits(bits, axis=2, bitorder="little").view(np.int32)).to(DEVICE)
     logits = torch.randn(1, 4, vocab, generator=torch.Generator().manual_seed(1)) * 4
     logits[0, 2, 8] = -torch.inf
-    params = [SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")]
-    table, uses = SamplingTable(2, DEVICE), SamplerUses.from_params(params)
-    table.load(np.array([0]), [(params[0], 3)])
-    rows = torch.tensor([0], device=DEVICE)
+    params = SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")
+    sampler = sampler_of([params], [3], DEVICE, kind)
     history = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
     past = EditInputs(torch.tensor([2], device=DEVICE), None, history, None, allowed)
     positions = torch.arange(4, device=DEVICE)[None]
-    assert uses.edits
-    drawn = kind(*table.row_params(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
+    assert sampler.uses.edits
+    drawn = sampler.draw(logits.to(DEVICE), positions, past)[0].tolist()
     assert all(token in tokens for token, tokens in zip(drawn, may_follow, strict=True))
-    free = kind(*table.row_params(rows, uses)).sample(logits.to(DEVICE), positions)[0].tolist()
+    free = sampler.sample(logits.to(DEVICE), positions)[0].tolist()
     assert drawn[3] == free[3]
     two = torch.full_like(logits[:, 1:2], -torch.inf)
     two[0, 0, [3, 69]] = logits[0, 1, [3, 69]]
-    assert drawn[1] == kind(*table.row_params(rows, uses)).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
+    assert drawn[1] == sampler.sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
 
 
 def test_drafts_behind_the_root_are_masked_and_others_are_not():

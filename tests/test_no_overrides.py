@@ -9,6 +9,8 @@ import pytest
 
 import specdec
 
+from package_files import parse_file
+
 ROOT = Path(specdec.__file__).parent
 SOCKETS = ("asyncio", "h11", "http", "httptools", "socket", "socketserver", "ssl", "uvicorn", "uvloop")
 """Libraries with protocols, servers and sockets."""
@@ -16,7 +18,7 @@ SOCKETS = ("asyncio", "h11", "http", "httptools", "socket", "socketserver", "ssl
 
 def found(source: str) -> Iterator[str]:
     """Classes of these libraries that are derived from, and attributes of any library that are assigned to."""
-    tree = ast.parse(source)
+    tree = parse_file(source)
     names: dict[str, str] = {}  # as the file calls it -> what it is
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

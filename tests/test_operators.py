@@ -347,6 +347,7 @@ sys.exit(1 if died else 0)
         ("hangs", 0, "[503, 503, 503, 503]"),
     ],
 )
+@pytest.mark.usefixtures("shallow_pair")
 def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_is_not_live(how, code, said):
     done = run(["-c", DIES, how])
     assert done.returncode == code and said in done.stdout, (done.stdout, done.stderr[-2000:])

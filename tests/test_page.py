@@ -15,6 +15,7 @@ from server_process import running_server
 
 from specdec import Engine, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("shallow_pair")
 QUESTION = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 CHUNKS = "**/v1/chat/completions"
 SECONDS = 60_000  # in milliseconds, for a machine however busy

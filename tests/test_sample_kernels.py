@@ -5,7 +5,6 @@ Small cuts make a vocabulary of some hundred tokens span many tiles, and lists o
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from samplers import sampler_of
@@ -18,7 +17,7 @@ from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tok
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import SeenTokens
-from specdec.sampling.sampling_table import ParamVectors, SamplerUses, SamplingTable
+from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -204,7 +203,7 @@ def test_a_softcap_of_16_bits_keeps_the_order_of_logits(dtype):
 
 def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     torch.manual_seed(5)
-    params = [SamplingParams(**settings) for settings in SETTINGS[:: examples(5, 3)]]
+    params = [SamplingParams(**settings) for settings in SETTINGS[:: examples(10, 3)]]
     logits = torch.randn(len(params), 2, 300, device=DEVICE)
     positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
     fast, _ = batch_of(params)
@@ -248,7 +247,7 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
 @pytest.mark.slow
 def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
     torch.manual_seed(2)
-    params = [SamplingParams(**settings) for settings in SETTINGS[1::4]]
+    params = [SamplingParams(**settings) for settings in SETTINGS[1 :: examples(8, 4)]]
     logits = logits_of("ties", len(params), 1, 200)
     positions = torch.arange(len(params), device=DEVICE)[:, None]
     fast, _ = batch_of(params)
@@ -293,11 +292,7 @@ def test_what_an_engine_samples_with(with_tree):
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []
     for kind in (ReferenceSampler, KernelSampler):
-        table = SamplingTable(5, DEVICE)
-        table.load(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
-        batch = kind(
-            *table.row_params(torch.tensor([1, 4, 0], device=DEVICE), SamplerUses.from_params(params))
-        ).with_noise(positions[:, 0], 5, 70)
+        batch = sampler_of(params, [41, 44, 40], DEVICE, kind).with_noise(positions[:, 0], 5, 70)
         drawn.append(batch.draw(logits, positions, past))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)

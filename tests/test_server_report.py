@@ -28,6 +28,7 @@ def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_sa
     assert traffic_line(before, before, 10.0) is None
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_the_start_says_what_is_served_and_traffic_is_reported():
     with running_server("--stats-seconds", "1", "--served-model-name", "a", "--served-model-name", "b") as server:
         fields = {"prompt": "a", "max_tokens": 8}

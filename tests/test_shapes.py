@@ -324,7 +324,7 @@ def test_of_a_mixture_the_expected_experts_are_read():
 @pytest.mark.parametrize("name", ["ernie-21b-a3b", "mellum2-12b-a2.5b"])
 def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name):
     """ERNIE's correction outweighed its scores, so that eight rows read half of what their floor counted."""
-    model = make_target(SHAPES[name], Shrink(layers=2, divisor=4), CPU, torch.float32, 0)
+    model = make_target(SHAPES[name], Shrink(layers=2, divisor=8), CPU, torch.float32, 0)
     router = next(part for part in map(router_of, model.modules()) if part is not None)
     x = torch.randn(50 * 8, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
     chosen = reference_route(x, router).experts.view(50, -1)

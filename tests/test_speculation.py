@@ -86,30 +86,20 @@ def test_no_more_is_accepted_than_was_asked_for(depth, engine_for, scripted, mak
     assert shallow.stats.accepted_per_position == [1] * depth and shallow.stats.rounds == 12 / (depth + 1)
 
 
-class Shapes:
-    """Writes down which rounds are run."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.seen = []
-        run = DecodeRound.run
-
-        def spying(decode):
-            self.seen.append((decode.shape.num_steps, decode.shape.topk, decode.shape.num_nodes))
-            return run(decode)
-
-        monkeypatch.setattr(DecodeRound, "run", spying)
-
-
 def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt, monkeypatch):
-    engine = engine_for("mtp")
-    shapes = Shapes(monkeypatch)
+    engine, run, seen = engine_for("mtp"), DecodeRound.run, []
+
+    def spying(decode):
+        seen.append((decode.shape.num_steps, decode.shape.topk, decode.shape.num_nodes))
+        return run(decode)
 
     def rounds_of(*kinds):
-        shapes.seen.clear()
-        engine.generate([random_prompt(9)] * len(kinds), [asking(kind, max_new_tokens=24) for kind in kinds])
-        return max(shapes.seen, key=lambda shape: shape[2])
+        seen.clear()
+        engine.generate([random_prompt(9)] * len(kinds), [asking(kind, max_new_tokens=10) for kind in kinds])
+        return max(seen, key=lambda shape: shape[2])
 
-    assert rounds_of(False, False) == (0, 1, 1) and set(shapes.seen) == {(0, 1, 1)}
+    monkeypatch.setattr(DecodeRound, "run", spying)
+    assert rounds_of(False, False) == (0, 1, 1) and set(seen) == {(0, 1, 1)}
     assert rounds_of(False, SpecConfig(1)) == (1, 1, 2)
     assert rounds_of(SpecConfig(2, 1), SpecConfig(1, 2)) == (2, 2, 3)
     assert rounds_of(None, SpecConfig(1)) == (3, 2, 6)
@@ -118,7 +108,7 @@ def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt
 def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
     """The engine's own, and none."""
     engine = engine_for("mtp", captured=True, max_batch_size=2)
-    for pair in itertools.product((None, False, SpecConfig(1), SpecConfig(2, 2)), repeat=2):
+    for pair in itertools.combinations_with_replacement((None, False, SpecConfig(2, 2)), 2):
         engine.generate([random_prompt(9)] * 2, [asking(kind, max_new_tokens=6) for kind in pair])
     shapes = engine.steps.graphs._captured
     assert {(s.num_steps, s.topk, s.num_nodes) for s in shapes} == {(3, 2, 6), (0, 1, 1)}
@@ -206,11 +196,11 @@ def test_without_a_drafter_there_is_nothing_to_ask_for(engine_for):
 def test_samples_are_those_of_the_seeds_behind(engine_for, random_prompt):
     """Flat, prompt by prompt: three of the first, one of the second, two of the third."""
     prompts, counts, seeds = [random_prompt(n) for n in (5, 9, 20)], (3, 1, 2), (7, 1, 100)
-    params = [asking(None, temperature=1.0, seed=s, n=n) for s, n in zip(seeds, counts, strict=True)]
+    params = [asking(None, max_new_tokens=8, temperature=1.0, seed=s, n=n) for s, n in zip(seeds, counts, strict=True)]
     engine = engine_for("ngram")
     outs = engine.generate(prompts, params)
     alone = [
-        engine.generate(prompt, asking(None, temperature=1.0, seed=seed + i))[0]
+        engine.generate(prompt, asking(None, max_new_tokens=8, temperature=1.0, seed=seed + i))[0]
         for prompt, seed, count in zip(prompts, seeds, counts, strict=True)
         for i in range(count)
     ]

@@ -117,7 +117,7 @@ def test_packed_weights_on_ranks_have_the_bits_of_one_device(
 ):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
     sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32} if "qwen3_" in family else {}
-    if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row
+    if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row, and below for fewer rows
         sizes |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
     if family in ("deepseek_v3", "glm4_moe_lite"):
         sizes |= {
@@ -127,11 +127,12 @@ def test_packed_weights_on_ranks_have_the_bits_of_one_device(
             "mlp_layer_types": ["dense", "sparse"],
         }
     folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)
-    alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
+    asked = three_prompts[::2] if family == "gpt_oss" and not is_deep() else three_prompts
+    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
     engine = loaded(folder, 2, "ngram")
     weights = [share.layers[0].qkv for share in engine.target.decoder.parts]
     assert all(isinstance(weight, PackedWeight) for weight in weights) or family == "gpt_oss"
-    assert answers(engine, three_prompts) == alone
+    assert answers(engine, asked) == alone
 
 
 @pytest.mark.parametrize(

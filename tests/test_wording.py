@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from specdec.serving.http.faults import invalid_body
 from specdec.serving.openai.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 
+from package_files import parse_file
+
 MESSAGES = [{"role": "user", "content": "x"}]
 CASES = {
     "text": ({"temperature": "hot"}, "temperature='hot': a number is expected"),
@@ -62,7 +64,7 @@ def begun_wrongly(text: str) -> list[str]:
     """Docstrings of modules, classes, functions and attributes, and any other string that is a statement."""
     if not re.search(rf"[\"']{NO_BEGINNING}", text):
         return []  # most files: parsing them takes a second
-    statements = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    statements = (node.value for node in ast.walk(parse_file(text)) if isinstance(node, ast.Expr))
     strings = (node.value for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [string for string in strings if re.match(NO_BEGINNING, string)]
 
@@ -70,7 +72,7 @@ def begun_wrongly(text: str) -> list[str]:
 def classes_begun_with_a_field(text: str) -> list[str]:
     if not re.search(rf':\n\s+"""{FIELD}', text):
         return []  # most files, again
-    classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    classes = (node for node in ast.walk(parse_file(text)) if isinstance(node, ast.ClassDef))
     return [node.name for node in classes if re.match(FIELD, ast.get_docstring(node) or "")]
 
 
