@@ -1,7 +1,6 @@
 """Settings that used to be ignored or had no effect: each is now obeyed, or refused by name."""
 
 import errno
-import json
 import threading
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ import transformers
 from specdec import Engine, EngineConfig, SamplingParams, loading
 from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
-from specdec.evaluation.transcripts import open_transcripts
+from specdec.evaluation.transcripts import append_record, open_transcripts
 from specdec.models.bundled import resolve_name
 
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
@@ -224,7 +223,7 @@ def test_transcripts_on_a_full_disk_name_their_file(tmp_path):
     with open_transcripts(tmp_path, {}, 0) as file:
         file.write = full
         with pytest.raises(OSError, match=r"cannot be written: No space left on device: '.*transcripts-0\.jsonl'"):
-            file.append(json.dumps({"index": 0}))
+            append_record(file, {"index": 0})
 
 
 def test_a_pipe_that_is_closed_is_no_full_disk(tmp_path):

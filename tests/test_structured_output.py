@@ -357,6 +357,15 @@ def test_a_stop_ends_a_text_within_its_grammar(kind, stops, text, engine_of, pro
     assert out.text == text and out.finish_reason == "stop"
 
 
+@pytest.mark.deep
+def test_deterministic_engines_follow_too(engine_of, prompts, params):
+    plain, tree = (
+        engine_of(kind, deterministic=True, max_batch_size=3).generate(prompts[1:4], params[1:4])
+        for kind in (None, "tree")
+    )
+    assert [out.token_ids for out in plain] == [out.token_ids for out in tree]
+
+
 # captured rounds
 
 
