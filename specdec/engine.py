@@ -158,7 +158,7 @@ class Engine:
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, choice, graphs, chunks)
         self._watch = ConventionWatch(target, drafter)
-        self._faults = StepFaults(self.scheduler)
+        self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.request_builder.end_tokens
         self.inbox = Inbox(self.steps, self._attempt_turn)

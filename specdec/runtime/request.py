@@ -194,7 +194,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
-    failed_at: int = field(default=-1, init=False)  # number of its committed tokens when a step last raised an error
+    failed_at: int = field(default=-1, init=False)  # what it had reached when a step last raised: see `StepFaults`
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # key of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request whose prefix it waits for

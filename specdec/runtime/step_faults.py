@@ -4,6 +4,14 @@
     another error, first time  no request ends: all restart from their tokens
     again without progress     the newest request that was in both failed steps ends
 
+A request has made progress if the step that raises is a later one for it than the step that raised last. Captured
+rounds are launched before the one before has settled, so a launched round counts as a token:
+
+    raised at the launch of     committed    unsettled rounds    reached
+    round 1                     17           0                   17
+    round 1 again               17           0                   17         no progress, even if its first token settled
+    round 2                     17           1                   18         progress
+
 From then on requests get rows one at a time: the next is admitted when all running requests are further than at the
 error. If the newest request was not the cause, the step raises again when the cause is admitted, and then that request
 ends. Nothing is computed twice for the others.
@@ -16,6 +24,7 @@ import logging
 from collections.abc import Iterable
 
 from specdec.errors import RequestFailedError, RoundFailedError, SpecDecError, error_summary, row_named_by
+from specdec.runtime.launches import Launches
 from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
 
@@ -25,8 +34,9 @@ logger = logging.getLogger(__name__)
 class StepFaults:
     """Ends requests of one engine after errors in its steps."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, launches: Launches) -> None:
         self._scheduler = scheduler
+        self._launches = launches
 
     def end_named(self, error: Exception) -> Request | None:
         """End the request whose row the error names, and return it; None: the error names no row."""
@@ -45,25 +55,26 @@ class StepFaults:
     def end_newest(self, error: Exception, live: Iterable[Request]) -> Request | None:
         """Note an error that names no row. At the second one without progress, end the newest request and return it."""
         in_step = [request for request in self._scheduler.running or live if not request.finished]
-        again = [request for request in in_step if self._reached(request) <= request.failed_at]
-        for request in in_step:
-            request.failed_at = self._reached(request)
+        due = self._launches.rounds_due()
+        reached = [self._committed(request) + int(due[request.row]) * (request.row >= 0) for request in in_step]
+        again = [request for request, length in zip(in_step, reached, strict=True) if length <= request.failed_at]
+        for request, length in zip(in_step, reached, strict=True):
+            request.failed_at = length
         if not again:
             return None
         newest = max(again, key=lambda request: request.number)
         logger.warning("request %d ends here: its round failed, and failed again", newest.number, exc_info=error)
         newest.end("error", RoundFailedError(f"the round failed, and failed again: {error_summary(error)}"))
-        if not self._scheduler.admits_slowly:
-            self._scheduler.max_running = 1
+        self._scheduler.max_running = 1
         return newest
 
     def step_ended(self) -> None:
-        """After a step without an error, allow one more row if all running requests are further than at their last
-        error."""
+        """After a step without an error, allow one more row if all running requests have settled more than they had
+        reached at their last error."""
         scheduler = self._scheduler
-        if scheduler.admits_slowly and all(self._reached(each) > each.failed_at for each in scheduler.running):
+        if scheduler.admits_slowly and all(self._committed(each) > each.failed_at for each in scheduler.running):
             scheduler.max_running += 1
 
-    def _reached(self, request: Request) -> int:
+    def _committed(self, request: Request) -> int:
         """Committed tokens of the request, prompt included."""
         return 0 if request.row < 0 else int(self._scheduler.table.committed_len.host[request.row])
