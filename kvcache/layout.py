@@ -203,8 +203,8 @@ def layout_from_config(config: Any) -> KVLayout:
 
     Honours `layer_types`, `sliding_window` (a model without `layer_types` but with a window slides on every layer, as
     Mistral does), per-layer head sizes and windows (`per_layer_config`), and `num_kv_shared_layers`. Raises
-    UnsupportedModelError for layer types other than full and sliding attention, and for a model whose text attention is
-    not causal.
+    UnsupportedModelError for layer types that are neither attention, full or sliding, nor recurrent, nor without
+    state, and for a model whose text attention is not causal.
     """
     num_layers, name = int(config.num_hidden_layers), config.model_type
     bidirectional = getattr(config, "use_bidirectional_attention", None)

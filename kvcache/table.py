@@ -36,7 +36,7 @@ AHEAD = 16
 rounds change no slot and no map."""
 
 AMPLE = 4
-"""Ample room: AHEAD slots for every row, that many times, are free in every pool."""
+"""Room is ample if every pool has AMPLE times AHEAD free slots for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,13 @@ class RequestTable:
     """Rows of primary slots. A row has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
     padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
 
-    reread: tokens at the end of adopted pages that the request reads again, as if they were not committed. shared_len:
-    position of each row's first own K/V, on host and device. K/V computed again before it are not stored. extra_keys:
-    committed keys that every windowed group keeps beyond its window, for a drafter that reads them. max_lag: for each
-    group, the most committed tokens that a reader may not have read yet; None: 0 for all. retain: [groups] committed
-    keys that a forward may read before its first token (in the primary group: all), on host and device. Eviction keeps
-    this many before the oldest unread token. evicted_len: [groups, rows] number of first tokens whose peers are freed.
+    reread: how many of the last tokens of adopted pages are computed again, since the drafter needs their states.
+    shared_len: position of each row's first own K/V, on host and device. K/V computed again before it are not stored.
+    extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
+    max_lag: for each group, the most committed tokens that a reader may not have read yet; None: 0 for all. retain:
+    [groups] committed keys that a forward may read before its first token (in the primary group: all), on host and
+    device. Eviction keeps this many before the oldest unread token. evicted_len: [groups, rows] number of first tokens
+    whose peers are freed.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def usual(cases: Iterable[Any], wanted: Callable[..., bool]) -> list[Any]:
 
 
 def each_value(cases: Iterable[Any]) -> list[Any]:
-    """The cases; deep are all but the few among which every value of every parameter comes, as evenly as may be."""
+    """The cases: a few that together have every value of every parameter, the others marked deep."""
     cases = list(cases)
     every = [list(enumerate(map(repr, _values(case)))) for case in cases]
     met: Counter[tuple[int, str]] = Counter()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import GroupLoc, HybridAllocator, KVLayout, cache_groups
+from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
@@ -205,3 +205,28 @@ def test_a_drafter_that_reads_rounded_keys_is_accepted_as_often(drafter: str) ->
             outs = engine.generate([engine.chat_prompt(question) for question in questions], params)
         rounds.append(sum(out.stats.rounds for out in outs))
     assert abs(rounds[1] / rounds[0] - 1) <= 0.02
+
+
+# another kind of layer, with a second K of half the width: allocated, moved, watched and counted as all are
+
+
+def two_key_layer(layer: int, heads: int, dim: int, window: int) -> LayerSpec:
+    fields = CacheField("k", heads, dim), CacheField("v", heads, dim), CacheField("coarse k", heads, dim // 2)
+    return LayerSpec(layer, layer, "two keys", fields, Retention(window))
+
+
+def test_a_layer_may_keep_a_field_of_its_own() -> None:
+    layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.from_windows([None] * 2, 1, 4).layers[1:]))
+    groups = cache_groups([layout])
+    allocator = HybridAllocator(groups, [12, 6], page_size=2, device=CPU)
+    store = KVStore(layout, allocator, torch.float32, CPU, rank=0)
+    kept = store.layers[0]
+    assert [tuple(pool.shape[1:]) for pool in kept.fields] == [(2, 8), (2, 8), (2, 4)]
+    assert layout.slot_bytes(Retention(4), torch.float32) == 2 * (8 + 8 + 4) * 4
+    slots = allocator.translate(kept.group, allocator.alloc(2))
+    rows = [torch.randn(len(slots), *pool.shape[1:]) for pool in kept.fields]
+    for pool, new in zip(kept.fields, rows, strict=True):
+        pool.index_copy_(0, slots, new)
+    reference_move_kv(store.tensors(kept.group), slots[:2], slots[2:])
+    for pool, new in zip(kept.fields, rows, strict=True):
+        assert torch.equal(pool[slots[2:]], new[:2])

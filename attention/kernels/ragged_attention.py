@@ -147,7 +147,7 @@ def ragged_attention(
 
 
 def search_width(num_runs: int) -> int:
-    """Width of the kernel's search over runs (padding included), fp8 to few sizes, since each size is compiled."""
+    """Width of the kernel's search over runs, padding included: 64, 256, 1,024 and so on, since each is compiled."""
     width = 64
     while width <= num_runs:
         width *= 4

@@ -9,8 +9,8 @@ r"""Gated DeltaNet between the first and last product of its layer: three launch
     y = norm(o) act(z)                        `gate_norm`, one norm per head
 
 Qwen3-Next stores the rows of W_in by key head (`groups`): q, k, v, z of each head, then b, a of each. Everything is
-rounded where transformers rounds it. Convolution and recurrence let no later kernel start before they end, so the
-launch after each of them is plain.
+rounded where transformers rounds it. The kernels of the convolution and the recurrence trigger no dependent launch, so
+the launch after each of them is plain.
 """
 
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ class DeltaMixer(NamedTuple):
             conv_bias=own(self.conv_bias, [heads.keys, heads.keys, heads.values]),
             decay=own(self.decay, [heads.num_v]),
             step_bias=own(self.step_bias, [heads.num_v]),
-            gates=own(self.gates, heads.gate_sections),  # of so few rows that the share's cut is the whole's
+            gates=own(self.gates, heads.gate_sections),  # so few rows that a rank cuts K as one device does
         )
 
 

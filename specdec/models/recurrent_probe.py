@@ -1,6 +1,6 @@
 """Recurrent layers outside an engine: in a probe, and over one whole text.
 
-A probe records each layer's calls and computes them row by row, along the rows of the same text. Its texts fit the
+A probe records each layer's calls, and computes each row from the earlier rows of the same text. Its texts fit the
 block of the first FOLD positions, so there is no earlier state. A whole text may have any length: its rows are in
 order, and its state is folded from block to block.
 """

@@ -73,7 +73,7 @@ class Launches:
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launches; if rounds are captured, all but the newest. Returns the requests that ended.
 
-        busy: the device has a round to run meanwhile, or this step or the next launches prompt chunks. If not busy and
+        busy: the device has other work, a round or the prompt chunks of this step or the next. If not busy and
         a launch brings a token, everything is settled: otherwise the device would idle while the token waits for the
         next step.
         """

@@ -211,8 +211,8 @@ class Steps:
         remaining: Sequence[int],
         fixed: DraftShape,
     ) -> RoundShape:
-        """This shape with the draft that `choice` selects. Large captured rounds have only one draft. fixed: the
-        smallest draft that covers those that requests fix."""
+        """This shape with the draft that `choice` selects. Large captured rounds have only one draft. fixed: its
+        lower bound, which covers the drafts that requests fix."""
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape

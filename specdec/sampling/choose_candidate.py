@@ -79,8 +79,8 @@ def _score_list(
 def _mass_better(
     source: tl.tuple, key: tl.tensor, LISTED: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The mass of all entries with smaller keys; and by column of the tiles, their largest key and the smallest other
-    key."""
+    """The mass of all entries with keys below `key`. And for each column of the tiles: the largest key below it, and
+    the smallest that is not."""
     b_mass = tl.zeros([TILE], tl.int64)
     b_below, b_above = tl.full([TILE], -1, tl.int32), tl.full([TILE], LARGEST, tl.int32)
     for i_tile in range(tl.cdiv(source[0], TILE)):
@@ -127,8 +127,8 @@ def _nucleus(
     LISTED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(key, id) of the nucleus of the entries with keys up to last_key, which weigh `whole`: it has all smaller keys,
-    and the ids up to `id` at this key."""
+    """Border (key, id) of the top-p nucleus: it keeps all smaller keys and, at this key, the ids up to `id`. whole:
+    mass of the entries with keys up to last_key."""
     lo, hi = 0, last_key + 1  # entries better than lo weigh less than top_p; those better than hi weigh more
     while hi - lo > 1:
         key = lo + (hi - lo) // 2

@@ -72,8 +72,8 @@ model's choice takes on average 0.3 %, and at most 4 %, longer than the fastest 
 FINE: dict[Tiles, tuple[Tiles, ...]] = {
     Tiles(64, 256, 64, 4, 3, 64): (Tiles(64, 64, 128, 4, 3, 64), Tiles(64, 128, 64, 4, 3, 64)),
 }
-"""Tiles of fewer rows of x that a launch may have besides, of as many rows of the weight, warps and stages. Next to
-tiles of 64 x 128 they gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
+"""Smaller tiles that a launch may mix with the key's: they differ in rows of x alone. Next to tiles of 64 x 128 they
+gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
 """Tiles that leave registers for a second sum, to which a program adds the sum of each range. For 8 bits `gemm_small`
@@ -110,10 +110,10 @@ TURN = 0.8
 """Microseconds to start and end the programs that a multiprocessor runs at once."""
 
 PROGRAM = 0.4
-"""Microseconds more for each of them."""
+"""Additional microseconds for each program of such a wave (see TURN)."""
 
 TWO_TILES_TAKE = 1.03
-"""Times the model's for a launch of two tiles: it must be clearly faster to be chosen."""
+"""Factor on the predicted time of a launch with two tile sizes, so that it is chosen only if clearly faster."""
 
 PART = 0.7
 """Fixed microseconds for each part that the next kernel adds."""
@@ -125,10 +125,11 @@ DEEP_RANGE = 2560
 """If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
 
 SHORT_RANGE = 1280
-"""Up to this many columns per range it reads a high int4 weight with small groups in tiles of 128 columns, not 256."""
+"""Up to this many columns per range `gemm_small` reads a high int4 weight with small groups in tiles of 128
+columns, not 256."""
 
 REGISTERS = 128
-"""Its limit of registers per thread, if that makes room for one more program on a multiprocessor."""
+"""Register limit per thread of `gemm_small`, set if it lets one more program run on a multiprocessor."""
 
 
 def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: torch.dtype) -> Tiles:
@@ -179,7 +180,8 @@ class PackedShape(NamedTuple):
 class PackedLaunch(NamedTuple):
     """One launch. summed: one program adds all ranges of K; otherwise each range has a program.
 
-    fine: tiles for rows of x after the last whole tile, and for all rows next to tiles of the weight after `high`.
+    fine: the smaller tiles, for the rows of x after the last whole tile, and for every row in tiles of the weight from
+    `high` on.
     """
 
     tiles: Tiles

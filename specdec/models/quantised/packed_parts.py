@@ -1,4 +1,4 @@
-"""Packed weights of modules that a model's class does not have, such as MTP modules, by the quantiser that loads it."""
+"""Loads packed weights into modules that a model's class lacks, such as MTP modules, with that model's quantiser."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class _ReadTensor(StoredTensor):
 
 @dataclass(frozen=True, slots=True)
 class _Renamed(Quantization):
-    """Promises of modules by other names. stems: the names in the checkpoint, by these."""
+    """A `Quantization` that looks modules up by their names in the checkpoint. stems: model's name -> that."""
 
     stems: Mapping[str, str] = field(default_factory=dict)
 

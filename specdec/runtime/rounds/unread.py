@@ -1,10 +1,10 @@
 """Lets a drafter that keeps K/V skip rounds without its drafts, and read their tokens later, many at once.
 
-    a round without its drafts   keeps the target's state at each committed token: states[row, position % KEPT]
+    a round without its drafts   keeps the target's state at each committed token: states[row, position % MAX_UNREAD]
     catching up                  the drafter observes the unread tokens of all rows in one forward, like a prompt chunk
 
-All rows of a round catch up together: before the drafter drafts, before a row could have more than KEPT unread tokens,
-and once when a row reaches the drafter's last position.
+All rows of a round catch up together: before the drafter drafts, before a row could have more than MAX_UNREAD unread
+tokens, and once when a row reaches the drafter's last position.
 """
 
 import numpy as np

@@ -18,7 +18,7 @@ from specdec.text.detokenize import DraftColours
 
 
 class Reply:
-    """One choice. max_calls: further calls, and everything after them, are left out. scored: are tokens requested?"""
+    """One choice. max_calls: further calls, and everything after them, are left out. scored: do events carry tokens?"""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Reply:
     ) -> None:
         self.thought_tokens = 0
         """Number of thought tokens read so far, without markers."""
-        self._calls = False  # is the last call complete?
+        self._last_call_complete = False
         self._scores: list[TokenLogprob] = []
         self._colours = DraftColours(tokenizer, stops) if show_drafts else None
         self._max_calls = max_calls
@@ -51,7 +51,7 @@ class Reply:
         said = self._kept(self._reader.read(delta))
         for event, tokens in said:
             if isinstance(event, CallEnd):
-                self._calls = event.whole
+                self._last_call_complete = event.whole
             elif isinstance(event, Text) and event.kind == "thought":
                 self.thought_tokens += len(tokens)
         return said
@@ -74,7 +74,7 @@ class Reply:
         """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
         if output.finish_reason == "abort":
             raise StoppingError("this answer was ended before its end; the server is stopping")
-        return "tool_calls" if output.finish_reason == "stop" and self._calls else output.finish_reason
+        return "tool_calls" if output.finish_reason == "stop" and self._last_call_complete else output.finish_reason
 
     def _kept(self, said: list[Said]) -> list[Said]:
         """The events before the first call beyond `max_calls`."""
