@@ -110,6 +110,54 @@ def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = N
 PARAMS = SamplingParams(max_new_tokens=9)
 
 
+def published_paths(reference: Reference, text: list[int], spec: dict[str, int]) -> set[tuple[int, ...]]:
+    """The nodes of a draft of the published forward, by the tokens from the root: of `topk` children of each of `topk`
+    nodes a level, those of the best products of probabilities."""
+    topk, beam, found = spec.get("topk", 1), [(0.0, ())], list[tuple[float, tuple[int, ...]]]()
+    for _ in range(spec["num_steps"]):
+        grown = []
+        for score, path in beam:
+            best = reference.logits(text, path).log_softmax(-1).topk(topk)
+            grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        beam = sorted(grown, reverse=True)[:topk]
+        found += grown
+    count = spec.get("num_draft_tokens", 1 + len(found)) - 1
+    return {path for _, path in sorted(found, reverse=True)[:count]}
+
+
+def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], spec: dict[str, int]) -> int:
+    """Rounds after the first token, each with a draft of the published forward, no deeper than what is left to ask."""
+    text, at, rounds = [*prompt, *output], len(prompt) + 1, 0
+    while at < len(text):
+        levels = min(spec["num_steps"], len(text) - at - 1)
+        paths, accepted = published_paths(reference, text[:at], {**spec, "num_steps": levels}), 0
+        while tuple(text[at : at + accepted + 1]) in paths and at + accepted < len(text):
+            accepted += 1
+        at, rounds = at + accepted + 1, rounds + 1
+    return rounds
+
+
+SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
+
+
+@deep_cases("mimo_v2-form-spec7", "step-form-spec1")
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [*((name, TREE) for name in SIMULATED), ("mimo_v2-form", CHAIN), *(deep(name, CHAIN) for name in SIMULATED[:2])],
+)
+def test_rounds_are_as_many_as_a_simulation_has(name: str, spec: dict[str, int], published: Any) -> None:
+    """ERNIE's module has no final norm, MiMo-7B's reads the hidden half first, GLM's holds an embedding and a head: its
+    own, or copies of the target's."""
+    made = published(name)
+    engine = engine_of(made, spec=spec)
+    if name.startswith("glm4_moe"):
+        [module] = engine.drafter.modules
+        assert ((module.embed, module.head) == (None, None)) == (name != "glm4_moe")
+    for prompt in texts(5, (7, 1)):
+        out = engine.generate(prompt, PARAMS)[0]
+        assert out.stats.rounds == simulated_rounds(Reference(made), prompt, out.token_ids, spec)
+
+
 @deep_cases("step-form-True", "mimo_v2-form-True")
 @pytest.mark.parametrize("tree", [deep(False), True])
 @pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in SAME_DRAFTS])
@@ -538,3 +586,30 @@ def test_commands_draft_as_deep_as_the_modules_say(topk: int, published: Any) ->
     pair = PairOptions(target=str(published("glm4_moe-3").folder), draft_topk=topk)
     with load_engine(pair, EngineConfig(max_model_len=64)) as engine:
         assert (engine.drafter.name, engine.spec.num_steps, engine.spec.topk) == ("mtp", 3, topk)
+
+
+@pytest.mark.deep
+def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> None:
+    """Family, draft, pages, chunks, rows, pool and sampling at random. A sample of `make test` is among the drafters
+    of test_any_drafter."""
+    rng = random.Random(11)
+    names = [name for name in SHAPES if name not in SAME_DRAFTS]
+    for case in range(300):
+        made = published(names[case % len(names)])
+        most = 3 if made.shape.form != "R" else 5
+        topk = rng.choice((1, 1, 2, 3))
+        spec = {"num_steps": rng.randint(1, most), "topk": topk}
+        settings = {
+            "page_size": rng.choice((1, 2, 4)),
+            "prefill_chunk": rng.choice((1, 3, 16)),
+            "max_batch_size": rng.randint(1, 4),
+            "deterministic": rng.random() < 0.2,
+            **rng.choice(({}, {"full_slots": 96})),
+        }
+        shared = texts(case, (10,))[0]
+        prompts = [shared[: rng.choice((0, 5, 10))] + rest for rest in texts(case + 1, (1, 3, 8, 2))]
+        drawn = SamplingParams(max_new_tokens=9, temperature=rng.choice((0.0, 0.8)), seed=case)
+        plain = engine_of(made, None, **settings).generate(prompts, drawn)
+        drafted = engine_of(made, spec=spec, **settings).generate([*prompts, *prompts[::-1]], drawn)
+        expected = [out.token_ids for out in (*plain, *plain[::-1])]
+        assert [out.token_ids for out in drafted] == expected, (case, made.shape, spec, settings)
