@@ -189,8 +189,8 @@ class RequestTable:
         """`ensure_slots`, which gives these rows AHEAD slots more if any lacks one and there is ample room."""
         if self.pages_needed(rows, length).any():
             ahead = np.minimum(length + AHEAD, max(self.slots.host.shape[1], int(length.max())))
-            fits = self.pages_needed(rows, ahead).sum() <= self.allocator.available_pages
-            self.ensure_slots(rows, ahead if fits and self.has_ample_room else length)
+            ample = self.has_ample_room and self.pages_needed(rows, ahead).sum() <= self.allocator.available_pages
+            self.ensure_slots(rows, ahead if ample else length)
 
     def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
         """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes

@@ -92,8 +92,8 @@ def lay_out(
     sinks: torch.Tensor | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `tree_attention`, and of `own_keys` in the place of `own`: pages shuffled, NaN in every slot that
-    nobody wrote."""
+    """Arguments of `tree_attention`, and of `own_keys` instead of `own`: pages shuffled, NaN in every slot that
+    was not written."""
     rng = random.Random(seed)
     first = requests[0]
     num_rows, frozen = len(first.block), first.frozen

@@ -33,8 +33,8 @@ def name_in_package(file: str) -> str | None:
 
 @functools.cache
 def parse_file(text: str) -> ast.Module:
-    """The tree of a file, which tests of many kinds read. It is of so many objects that the collector, were it on,
-    would look at them again and again."""
+    """The syntax tree of a file. The collector is off meanwhile: it would look at the tree's many objects again and
+    again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -313,7 +313,7 @@ LIMIT = 32
 
 
 def with_rope(kind, most=LIMIT, **extra):
-    """Llama with this kind of RoPE and so many positions."""
+    """Llama with this kind of RoPE and `most` positions."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **extra}
     return build("llama", max_position_embeddings=most, rope_parameters=rope)
 

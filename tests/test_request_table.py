@@ -68,6 +68,18 @@ def opened(table: KVRig, prompt: list[float]) -> int:
 # opening, growing, closing
 
 
+def test_slots_ahead_are_taken_where_they_fit_besides_what_is_asked_for():
+    """Of 220 slots in the window 202 are free: ample room, until 192 of them are asked for, and 48 more would be."""
+    table = make(pages=300, window_pages=220, max_len=100)
+    rows = np.array([opened(table, [1.0]) for _ in range(3)])
+    table.ensure_slots_ahead(rows, np.full(3, 70))
+    assert table.capacity[rows].tolist() == [70, 70, 70]
+    table = make(pages=300, window_pages=220, max_len=100)
+    rows = np.array([opened(table, [1.0]) for _ in range(3)])
+    table.ensure_slots_ahead(rows, np.full(3, 40))
+    assert table.capacity[rows].tolist() == [56, 56, 56]
+
+
 def test_rows_are_taken_in_order_and_reused():
     table = make(max_requests=2)
     assert (table.open_row(), table.open_row()) == (0, 1)

@@ -43,7 +43,7 @@ class Scene:
         return raised
 
     def serve(self, *, raised: int, ended=()):
-        """Hand in all prompts: so many steps raise, and all but `ended` have their tokens -> handles."""
+        """Submit all prompts -> handles. `raised` steps raise, and all requests but `ended` have their tokens."""
         handles = self.engine.submit_many(self.prompts, PARAMS)
         assert self.finish(handles) == raised
         assert [number for number, handle in enumerate(handles) if handle.error] == sorted(ended)

@@ -48,7 +48,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Forgetful(Ranks):
-    """An exchange may overwrite what the one before left: whoever reads it later reads NaN."""
+    """An exchange overwrites the result of the one before with NaN, for whoever reads it late."""
 
     last: torch.Tensor | None = None
 

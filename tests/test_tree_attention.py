@@ -122,7 +122,7 @@ def test_random_cases_are_the_definition(seed: int) -> None:
 
 @pytest.mark.parametrize(("num_rows", "window"), [(17, 20), deep(35, None)])
 def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> None:
-    """What padded rows hold is nobody's business: their slots keep NaN."""
+    """The slots of padded rows hold NaN, and no result has it."""
     valid = zip((0, 21, 9), (num_rows, num_rows // 2, 0), strict=True)
     check([request(n, num_rows, heads=(3, 1), seed=n, valid=rows) for n, rows in valid], window=window)
 

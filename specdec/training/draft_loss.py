@@ -18,7 +18,6 @@ from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
-from specdec.modules.private_copy import private_copy
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
@@ -96,8 +95,7 @@ def run_target(
         return lambda module, args, kwargs: (args, kwargs | {"attention_mask": masks[window]})
 
     decoder: Any = target.user_decoder
-    if getattr(target.config, "attn_logit_softcapping", None):
-        decoder = private_copy(decoder, "eager")  # other attention of transformers ignores it
+    attention = decoder.config._attn_implementation
     entered = [*decoder.layers, decoder.norm]
     hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
     hooks += [
@@ -112,8 +110,11 @@ def run_target(
     if cache is not None:
         given |= cache_argument(decoder, cache)
     try:
+        if getattr(target.config, "attn_logit_softcapping", None):
+            decoder.config._attn_implementation = "eager"  # other attention of transformers ignores it
         hidden = decoder(**given, use_cache=cache is not None).last_hidden_state
     finally:
+        decoder.config._attn_implementation = attention
         for hook in hooks:
             hook.remove()
     kv = [(cache.layers[i].keys, cache.layers[i].values) for i in owners] if cache is not None else []

@@ -105,7 +105,7 @@ def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str,
 
 
 def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
-    """Log a warning if requests need no key. It is no error, since a server behind a proxy may be open on purpose."""
+    """Log a warning if requests need no key. It is not an error: a server behind a proxy may be open on purpose."""
     if settings.api_keys or settings.named_keys:
         return
     host = bound.getsockname()[0]
