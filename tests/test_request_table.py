@@ -69,7 +69,7 @@ def opened(table: KVRig, prompt: list[float]) -> int:
 
 
 def test_slots_ahead_are_taken_where_they_fit_besides_what_is_asked_for():
-    """Of 220 slots in the window 202 are free: ample room, until 192 of them are asked for, and 48 more would be."""
+    """The window has 202 free slots of 220, which is ample room, but not for the 192 asked for and 48 more ahead."""
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
     table.ensure_slots_ahead(rows, np.full(3, 70))
