@@ -63,7 +63,7 @@ from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.request_builder import RequestBuilder
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_buckets, capture_for
-from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
 from specdec.runtime.step_faults import StepFaults
@@ -129,11 +129,11 @@ class Engine:
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
-        self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
+        self.state = DeviceState(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
         cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
-        unread = None if self.round.unread is None else self.round.unread.count
-        self.prefixes = Prefixes(shared, self.round.weights.version, unread)
+        unread = None if self.state.unread is None else self.state.unread.count
+        self.prefixes = Prefixes(shared, self.state.weights.version, unread)
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
@@ -145,18 +145,18 @@ class Engine:
         )
         graphs = chunks = choice = None
         if drafter is not None and spec.adaptive:
-            ladder = draft_ladder(spec, captured=capture is not None, lookup=self.round.has_lookup)
+            ladder = draft_ladder(spec, captured=capture is not None, lookup=self.state.has_lookup)
             choice = DraftChoice(ladder, self.table.max_requests + 1)
         if capture is not None:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
             num_drafts, num_sizes = len(choice.shapes) if choice else 1, len(batch_buckets(self.table.max_requests))
             store = CaptureStore(capture, memory, budget, max_captures(num_sizes, num_drafts))
-            graphs = RoundGraphs(self.round, store, strict=strict)
-            chunks = ChunkGraphs(self.round, store, strict=strict)
+            graphs = RoundGraphs(self.state, store, strict=strict)
+            chunks = ChunkGraphs(self.state, store, strict=strict)
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
-            self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
-        self.steps = Steps(self.scheduler, self.round, self.spec, choice, graphs, chunks)
+            self.scheduler.prompt_gap.division = division_of(self.state, captured=chunks is not None)
+        self.steps = Steps(self.scheduler, self.state, self.spec, choice, graphs, chunks)
         self._watch = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)

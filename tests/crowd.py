@@ -114,7 +114,7 @@ def require_empty(engine: Engine) -> None:
 def require_no_leak(make_and_use: Callable[[], Engine]) -> None:
     """Nothing stays of an engine that is made, used, closed and dropped: neither itself nor a tensor of its K/V."""
     engine = make_and_use()
-    left = [weakref.ref(thing) for thing in (engine, engine.table, engine.round, engine.scheduler)]
+    left = [weakref.ref(thing) for thing in (engine, engine.table, engine.state, engine.scheduler)]
     left += [
         weakref.ref(pool) for store in engine.cache.stores for layer in store.layers.values() for pool in layer.fields
     ]

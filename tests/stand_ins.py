@@ -58,7 +58,7 @@ class Proposal(NamedTuple):
 
 def watch_proposals(engine: Engine) -> list[Proposal]:
     """The drafts of an engine from now on."""
-    worker, own, seen = engine.round.worker, engine.round.worker.propose, list[Proposal]()
+    worker, own, seen = engine.state.worker, engine.state.worker.propose, list[Proposal]()
 
     def propose(batch: DraftBatch) -> DraftTree:
         drawn: list[torch.Tensor] = []

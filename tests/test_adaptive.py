@@ -551,8 +551,8 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     begun, run = [], RoundGraphs.run
 
     def noted(graphs, shape):
-        newest = graphs.round.cache.table.committed_len.tensor[: shape.batch, None]
-        begun.append(tuple(graphs.round.tokens.tensor[: shape.batch].gather(1, newest)[:, 0].tolist()))
+        newest = graphs.state.cache.table.committed_len.tensor[: shape.batch, None]
+        begun.append(tuple(graphs.state.tokens.tensor[: shape.batch].gather(1, newest)[:, 0].tolist()))
         return run(graphs, shape)
 
     config = EngineConfig(max_batch_size=2, max_model_len=200)

@@ -355,7 +355,7 @@ def test_one_mask_buffer_serves_all_batch_sizes(grammar_engine, random_prompt):
     params = SamplingParams(max_new_tokens=4, regex="[ab]{9}")
     for count in (1, 2, 3, 4):
         engine.generate([random_prompt(4 + count)] * count, params)
-    assert len(int32_storages(engine.round)) == 1
+    assert len(int32_storages(engine.state)) == 1
 
 
 def test_masks_are_sent_for_rows_with_a_grammar_only(grammar_engine, random_prompt, monkeypatch):
@@ -420,7 +420,7 @@ def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypa
         monkeypatch.setattr(module, "mark_seen", noted)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(
-        "specdec.runtime.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton"
+        "specdec.runtime.rounds.device_state.runs_on_kernels", lambda backend, device: backend.name == "triton"
     )
     small = {"vocab_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     model = make_target("llama", **small)

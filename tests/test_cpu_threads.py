@@ -51,7 +51,7 @@ def test_a_large_model_has_them_all(seen, make_target, make_engine, random_promp
 
 def test_a_step_that_fails_gives_the_threads_back(make_target, make_engine, random_prompt, monkeypatch):
     engine = make_engine(make_target("llama"))
-    monkeypatch.setattr(type(engine.round), "flush", lambda _: 1 / 0)
+    monkeypatch.setattr(type(engine.state), "flush", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.generate(random_prompt(9), PARAMS)
     assert torch.get_num_threads() == 2

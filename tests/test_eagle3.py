@@ -457,6 +457,6 @@ def test_two_engines_over_one_drafter_take_turns(
             tokens += delta.token_ids if delta is not None else []
     assert got == [greedy_oracle(model, prompt, 8) for prompt in prompts]
     for engine in engines:
-        [kept] = engine.round.worker.store.layers.values()
+        [kept] = engine.state.worker.store.layers.values()
         assert len(kept.k) == engine.table.allocator.num_slots(PRIMARY)
         assert np.isfinite(kept.k.numpy()).all()

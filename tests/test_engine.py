@@ -88,7 +88,7 @@ def test_an_exception_aborts_what_it_hit_and_no_more(
     engine = make_engine(model, "ngram", max_batch_size=2)
     stream = engine.stream(prompts[0], SamplingParams(max_new_tokens=NEW))
     got = list(next(stream).token_ids)
-    owner, name = (engine.round.worker, "propose") if stage == "propose" else (engine.target, "logits")
+    owner, name = (engine.state.worker, "propose") if stage == "propose" else (engine.target, "logits")
     with monkeypatch.context() as broken:
         broken.setattr(owner, name, lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):

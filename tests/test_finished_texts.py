@@ -252,9 +252,9 @@ def test_aborted_requests_are_not_kept(suffix_engine, random_prompt):
     engine.step()
     engine.step()
     engine.abort(handle.id)
-    assert engine.round.finished.num_tokens == 0
+    assert engine.state.finished.num_tokens == 0
     engine.generate([random_prompt(12)], SamplingParams(max_new_tokens=4))
-    assert 0 < engine.round.finished.num_tokens <= 500
+    assert 0 < engine.state.finished.num_tokens <= 500
 
 
 def test_after_a_fault_it_is_empty_and_in_step(suffix_engine, random_prompt, monkeypatch):
@@ -265,7 +265,7 @@ def test_after_a_fault_it_is_empty_and_in_step(suffix_engine, random_prompt, mon
         with pytest.raises(ZeroDivisionError):
             engine.generate([random_prompt(9)], params)
     assert engine.generate([random_prompt(12)], params)[0].token_ids == want
-    store = engine.round.finished
+    store = engine.state.finished
     store.flush()
     assert_in_step(store)
 

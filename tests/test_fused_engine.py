@@ -124,7 +124,7 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
         layers = len(engine.target.layout.layers)
         inner, outputs = engine.target.forward, []
 
-        engine.round.final_states = lambda **_: FinalStates.EVERY
+        engine.state.final_states = lambda **_: FinalStates.EVERY
 
         def forward(tokens, plan, view, aux_layers=(), inner=inner, outputs=outputs, layers=layers):
             outputs.append(inner(tokens, plan, view, (0, 2, layers)))
@@ -419,7 +419,7 @@ def test_changed_weights_of_an_assistant_are_seen(make_target, make_assistant, m
 
 def drafted(engine: Engine, prompt: list[int]) -> list[list[int]]:
     """The trees of each round of a request."""
-    worker, trees = engine.round.worker, []
+    worker, trees = engine.state.worker, []
     propose = type(worker).propose
     worker.propose = lambda batch: trees.append(propose(worker, batch)) or trees[-1]
     engine.generate(prompt, GREEDY)

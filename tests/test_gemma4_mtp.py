@@ -199,7 +199,7 @@ def test_a_failing_step_thaws_the_cache(
         broken.setattr(engine.drafter, "logits", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompt, SamplingParams(max_new_tokens=5))
-    assert engine.round.worker.view is None and not engine.table.allocator.frozen
+    assert engine.state.worker.view is None and not engine.table.allocator.frozen
     engine.table.check()
     assert engine.table.allocator.primary.held_pages == 0
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=5))
@@ -212,7 +212,7 @@ def test_a_step_cannot_change_the_cache(
 ):
     target = make_target("gemma4-e2b")
     engine = make_engine(target, make_assistant(target))
-    table, worker, step = engine.table, engine.round.worker, Gemma4MTPDrafter.step
+    table, worker, step = engine.table, engine.state.worker, Gemma4MTPDrafter.step
 
     def meddling(self, tokens, hidden, context):
         if operation == "alloc":

@@ -227,7 +227,7 @@ def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) 
     with pytest.raises(FrozenKVError):
         graphs.run(shape)
     allocator.thaw(owner)
-    engine.round.view.layer_map = (1, *engine.round.view.layer_map[1:])
+    engine.state.view.layer_map = (1, *engine.state.view.layer_map[1:])
     with pytest.raises(FrozenKVError, match="another view"):
         graphs.run(shape)
 

@@ -121,7 +121,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
 def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
     """Tokens so far -> the tokens of the tree after them, filled while the engine runs."""
     drafts: dict[tuple[int, ...], list[int]] = {}
-    worker = engine.round.worker
+    worker = engine.state.worker
     if worker is None:
         return drafts
     propose = worker.propose

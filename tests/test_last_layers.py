@@ -19,7 +19,7 @@ from specdec.errors import SpecDecError
 from specdec.gpu.operations import FAST, REFERENCE, Operations
 from specdec.kvcache.layer_context import EarlyExit
 from specdec.models.target import FinalStates, TargetModel
-from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.device_state import DeviceState
 
 from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, slow, usual_cases
@@ -84,20 +84,20 @@ def rows_of_layers(target: TargetModel) -> list[list[int]]:
 
 def drafts_of(engine: Engine) -> list[Any]:
     """What its drafter proposes from now on."""
-    propose, drafts = engine.round.worker.propose, []
+    propose, drafts = engine.state.worker.propose, []
 
     def noted(batch: Any) -> Any:
         tree = propose(batch)
         drafts.append(tree.tokens.tolist())
         return tree
 
-    engine.round.worker.propose = noted
+    engine.state.worker.propose = noted
     return drafts
 
 
 def run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer runs for every token from now on."""
-    monkeypatch.setattr(Round, "final_states", lambda self, scored, ends: FinalStates.EVERY)
+    monkeypatch.setattr(DeviceState, "final_states", lambda self, scored, ends: FinalStates.EVERY)
 
 
 def outputs(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[Any]:
@@ -178,7 +178,7 @@ def test_tokens_are_those_of_transformers(family, drafter, make_target, engine, 
     model = make_target(family)
     prompts = [random_prompt(length, seed=length) for length in (23, 1, 17, 9, 8)]
     made = engine(model, drafter, prefill_chunk=8, max_batch_size=3)
-    assert (made.target.narrows_at(made.round.aux_layers) is None) == (drafter == "eagle3-all")
+    assert (made.target.narrows_at(made.state.aux_layers) is None) == (drafter == "eagle3-all")
     tokens = [out.token_ids for out in made.generate(prompts, GREEDY)]
     assert tokens == [greedy_oracle(model, prompt, NEW, said) for prompt, said in zip(prompts, tokens, strict=True)]
 
@@ -255,7 +255,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]
     captured = [shape for shape, kept in made.steps.prefill.chunks._captured.items() if kept is not None]
-    every = made.target.narrows_at(made.round.aux_layers) is None
+    every = made.target.narrows_at(made.state.aux_layers) is None
     fewer = {FinalStates.LAST, FinalStates.NONE}  # scored prompts are rare then, and are not captured
     assert {shape.states for shape in captured} == ({FinalStates.EVERY} if every else fewer)
 

@@ -174,13 +174,13 @@ def test_prompts_of_a_step_are_one_forward_without_padding(
     engine_for, make_target, greedy_oracle, random_prompt, monkeypatch
 ):
     engine = engine_for(False, prefill_chunk=128, max_model_len=256)
-    widths, read = [], engine.round.read
+    widths, read = [], engine.state.read
 
     def watched(rows, length, num_places, *rest):
         widths.append((length.tolist(), num_places))
         return read(rows, length, num_places, *rest)
 
-    monkeypatch.setattr(engine.round, "read", watched)
+    monkeypatch.setattr(engine.state, "read", watched)
     prompts = [random_prompt(n) for n in (4, 100, 2, 6)]
     handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
     engine.step()

@@ -50,7 +50,7 @@ def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(mak
     for _ in range(2):
         outs = engine.generate(asked, params)
         assert [(out.token_ids, out.logprobs) for out in outs] == [(out.token_ids, out.logprobs) for out in plain]
-    assert engine.round.finished.num_tokens > examples(60, 100)
+    assert engine.state.finished.num_tokens > examples(60, 100)
 
 
 def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target, random_prompt):
@@ -60,7 +60,7 @@ def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target,
     drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama", seed=1)), target), SuffixDrafter())
     params = SamplingParams(max_new_tokens=120, ignore_eos=True, stop_token_ids=())
     with Engine(target, drafter, spec=CHAIN, config=EngineConfig(max_batch_size=1, max_model_len=256)) as engine:
-        choice, worker = engine.steps.choice, engine.round.worker.model
+        choice, worker = engine.steps.choice, engine.state.worker.model
         propose, learn = worker.propose, choice.learn
         worker.propose = lambda batch: DraftTree.chain((propose(batch).tokens + 1) % target.vocab_size)
 
@@ -86,7 +86,7 @@ class Watched:
     def __init__(self, engine):
         self.drafts = {True: [], False: []}
         self.observed = []
-        worker = engine.round.worker
+        worker = engine.state.worker
         model = worker.model if engine.drafter.has_lookup else worker
         propose, observe = worker.propose, model.observe
 
@@ -126,9 +126,9 @@ def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, mo
     for lags in (True, False):
         drafter = model if plain else [model, "suffix"]
         with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=config) as engine:
-            assert engine.round.unread is not None
+            assert engine.state.unread is not None
             if not lags:
-                engine.round.unread, engine.round.draft_seats = None, engine.round.seats
+                engine.state.unread, engine.state.draft_seats = None, engine.state.seats
             turn = iter(range(plain, 10**6))
             own, other = (-1, 0) if plain else (1, -1)
             choosing(engine, lambda shapes: shapes[own if next(turn) % (others + 1) == 0 else other])  # noqa: B023
@@ -157,7 +157,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, num
         release_rows, read = engine.prefixes.release_rows, list[int]()
 
         def watched(requests):
-            read.append(int(engine.round.unread.read[0]))
+            read.append(int(engine.state.unread.read[0]))
             release_rows(requests)
 
         engine.prefixes.release_rows = watched

@@ -305,7 +305,7 @@ def test_kv_of_weights_that_are_gone_are_not_served(
 def test_weights_are_looked_at_once_a_step(make_target, make_engine, random_prompt):
     """However many begin in it and keep a chunk: the sum over all versions is a tenth of a millisecond and more."""
     engine = make_engine(make_target("llama"), "ngram", max_batch_size=4, prefill_chunk=8)
-    [weights, *_] = engine.round.weights._weights
+    [weights, *_] = engine.state.weights._weights
     updates, looks = weights.updates, list[int]()
     weights.updates = lambda: looks.append(0) or updates()
     for seed in range(4):
@@ -346,7 +346,7 @@ def test_after_a_fault_the_cache_is_empty(build, greedy_oracle, random_prompt, m
     truth = greedy_oracle(engine.target.model, prompt, NEW)
     ends(engine, prompt)
     with monkeypatch.context() as broken:
-        broken.setattr(engine.round, "prefill", lambda *arguments, **more: 1 / 0)
+        broken.setattr(engine.state, "prefill", lambda *arguments, **more: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompt, SamplingParams(max_new_tokens=NEW))
     assert ends(engine, prompt) == (truth, 0)

@@ -159,7 +159,7 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
     handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
     widths = set()
     for step in itertools.count():
-        engine.round.max_drafts[: len(prompts)] = (3, 0, 0, 3, 1)[step % 5]
+        engine.state.max_drafts[: len(prompts)] = (3, 0, 0, 3, 1)[step % 5]
         if not engine.step():
             break
         widths.add((3, 0, 0, 3, 1)[step % 5])
@@ -209,7 +209,7 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
     """They are timed in the padding row. Its state was at the beginning, so that a GPU folded the prefix from slots
     that no table has: an illegal memory access."""
     engine = make_engine(make_target("qwen3_5"), max_model_len=300)
-    round, seen = engine.steps.round, []
+    round, seen = engine.steps.state, []
     state = next(kept.state for kept in round.cache.stores[0].layers.values() if kept.state is not None)
 
     def read(rows: Any, length: Any, states: Any) -> None:

@@ -79,7 +79,7 @@ def interleave(engine: Engine, draw: random.Random, texts: Sequence[Text]) -> li
             asked.append((prompt, engine.submit(prompt, params, priority=draw.choice((0, 0, -1)))))
         if asked and draw.random() < 0.04:
             asked[draw.randrange(len(asked))][1].abort()
-        engine.round.max_drafts[:SEATS] = draw.choice((0, 1, DRAFTS))
+        engine.state.max_drafts[:SEATS] = draw.choice((0, 1, DRAFTS))
         engine.step()
     return asked
 

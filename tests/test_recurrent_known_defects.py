@@ -121,7 +121,7 @@ def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt)
     expected = [truth(prompt) for prompt in prompts]
     engine = drafted([p + e for p, e in zip(prompts, expected, strict=True)], max_batch_size=3)
     handles = engine.submit_many(prompts, PLAIN)
-    forward, calls = engine.round.target.forward, []
+    forward, calls = engine.state.target.forward, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
@@ -130,7 +130,7 @@ def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt)
             raise ValueError("out of luck")
         return out
 
-    engine.round.target.forward = failing
+    engine.state.target.forward = failing
     try:
         while True:
             try:
@@ -139,7 +139,7 @@ def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt)
             except Exception:
                 continue
     finally:
-        del engine.round.target.forward
+        del engine.state.target.forward
     assert [handle.output().token_ids for handle in handles] == expected and len(calls) > 8
 
 

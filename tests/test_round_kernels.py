@@ -230,7 +230,7 @@ def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
 @pytest.fixture
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made from now on open, draw and close by kernels, in the interpreter."""
-    monkeypatch.setattr("specdec.runtime.rounds.round.runs_on_kernels", lambda backend, device: True)
+    monkeypatch.setattr("specdec.runtime.rounds.device_state.runs_on_kernels", lambda backend, device: True)
 
 
 VOCAB = 12
@@ -267,7 +267,7 @@ def test_rounds_on_kernels_give_the_text_of_torch(
     outputs = []
     for attention in ("triton", "torch"):
         monkeypatch.setattr(
-            "specdec.runtime.rounds.round.runs_on_kernels", lambda backend, device: backend.name == "triton"
+            "specdec.runtime.rounds.device_state.runs_on_kernels", lambda backend, device: backend.name == "triton"
         )
         config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=2, max_model_len=64, fused=False)
         bound = make[drafter](model)
@@ -275,7 +275,7 @@ def test_rounds_on_kernels_give_the_text_of_torch(
             engine = Engine(TargetModel(model), bound, spec=spec, config=config)
         else:
             engine = Engine.from_pretrained(model, bound, spec=spec, config=config)
-        assert engine.round.on_kernels == (attention == "triton")
+        assert engine.state.on_kernels == (attention == "triton")
         outs = [(out.token_ids, out.logprobs) for out in engine.generate(prompts, ASKED)]
         engine.table.check()
         outputs.append(outs)
@@ -349,7 +349,7 @@ def test_few_launches_stand_around_the_models_of_a_greedy_round(
     engine = Engine.from_pretrained(model, make_assistant(model), spec=SpecConfig(4), config=config)
     DraftTree.chain(torch.zeros((2, 5), dtype=torch.int64))  # a shape's first, which makes its constants
     launches, run = Launches(), DecodeRound.run
-    target, drafter = engine.target, engine.round.worker.drafter
+    target, drafter = engine.target, engine.state.worker.drafter
     target.run, target.head = launches.unseen("[forward]", target.run), launches.unseen("[head]", target.head)
     drafter._run, drafter.draw = launches.unseen("[step]", drafter._run), launches.unseen("[draw]", drafter.draw)
 

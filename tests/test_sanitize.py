@@ -289,9 +289,9 @@ def test_off_is_off(value, make_target, make_engine, monkeypatch) -> None:
     if value is not None:
         monkeypatch.setenv("SPECDEC_SANITIZE", value)
     engine = make_engine(make_target("llama"))
-    assert engine.cache.sanitizer is None and not isinstance(engine.round.backend, CheckedBackend)
+    assert engine.cache.sanitizer is None and not isinstance(engine.state.backend, CheckedBackend)
     assert engine.table.allocator.primary.on_free is None
-    assert not any(kept.k.isnan().any() for kept in engine.round.view._store.layers.values())
+    assert not any(kept.k.isnan().any() for kept in engine.state.view._store.layers.values())
 
 
 def test_an_engine_asks_once_when_it_is_made(
@@ -303,8 +303,8 @@ def test_an_engine_asks_once_when_it_is_made(
     monkeypatch.setenv("SPECDEC_SANITIZE", "0")
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))
     assert out.token_ids == greedy_oracle(model, prompt, 8)
-    assert isinstance(engine.round.backend, CheckedBackend)
-    kept = engine.round.view.layer(0).k[engine.config.page_size :]
+    assert isinstance(engine.state.backend, CheckedBackend)
+    kept = engine.state.view.layer(0).k[engine.config.page_size :]
     assert not kept.isnan().all()  # the prefix cache's
     engine.clear_prefix_cache()
     assert kept.isnan().all()  # all was given back

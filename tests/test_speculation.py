@@ -153,7 +153,7 @@ def test_the_drafters_state_is_that_of_the_tokens(drafter, captured, engine_for,
 
 def drafter_state(engine: Engine, row: int) -> dict[str, torch.Tensor]:
     """What a drafter knows of one row."""
-    worker = engine.round.worker
+    worker = engine.state.worker
     if isinstance(worker, Gemma4MTPWorker):
         return {"hidden": worker._seed_hidden[row].clone()}
     assert isinstance(worker, Eagle3Worker)

@@ -392,7 +392,7 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     captured = captured_rounds(engine)
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
-    assert engine.round.masks.num_bytes == 0
+    assert engine.state.masks.num_bytes == 0
 
 
 class Unread(MirroredArray):
@@ -406,7 +406,7 @@ class Unread(MirroredArray):
 def test_free_requests_pay_nothing(engine_of, prompts):
     """No operator reads starts of outputs, forced tokens, biases and masks unless a request has them."""
     engine = engine_of("tree", max_batch_size=2)
-    engine.round.prompt_len.__class__ = engine.round.forced.__class__ = Unread
+    engine.state.prompt_len.__class__ = engine.state.forced.__class__ = Unread
     free = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=9, repetition_penalty=1.2, seed=1)
     assert len(engine.generate(prompts[:2], free)) == 2
     with pytest.raises(AssertionError, match="read for nobody"):

@@ -112,8 +112,8 @@ def test_text_and_drafts_are_those_of_torch(
         else:
             engine = Engine(TargetModel(model), bound, spec=spec, config=config)
         if drafter is not None:
-            propose = engine.round.worker.propose
-            engine.round.worker.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
+            propose = engine.state.worker.propose
+            engine.state.worker.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
         if attention == "triton":
             launched = Counter(launches)
             monkeypatch.setattr(reference, "dense_attention", lambda *_, **__: pytest.fail("torch attended"))
@@ -152,7 +152,7 @@ def test_plans_say_the_same_by_page(page_size, make_target):
         "frozen": lambda *given: plan_frozen(*given, position_offset=0, window_shift=0, num_queries=3),
     }
     for name, make in makers.items():
-        slots, pages = (make(engine.round.backend, engine.table, rows) for engine in engines)
+        slots, pages = (make(engine.state.backend, engine.table, rows) for engine in engines)
         for field in ("committed_len", "positions", "block_len"):
             torch.testing.assert_close(getattr(pages, field), getattr(slots, field), rtol=0, atol=0)
         assert (pages.write is None) == (slots.write is None) == (name == "frozen")

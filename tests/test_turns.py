@@ -198,7 +198,7 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
     """Another engine over the same weights: releasing its request looks at them, under the lock that is held."""
     model = make_target("llama")
     engine, other = (make_engine(model) for _ in range(2))
-    other.round.weights = engine.round.weights  # as of two engines over one TargetModel
+    other.state.weights = engine.state.weights  # as of two engines over one TargetModel
     streams = [other.stream(random_prompt(5), PARAMS)]
     next(streams[0])
     moved = StorageWatch.moved

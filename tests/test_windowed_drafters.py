@@ -138,7 +138,7 @@ def test_a_match_ends_where_a_late_reader_has_read(make_target, random_prompt) -
     release_rows, read = engine.prefixes.release_rows, []
 
     def noting(requests: Any) -> None:
-        read.append(int(engine.round.unread.read[0]))
+        read.append(int(engine.state.unread.read[0]))
         release_rows(requests)
 
     engine.prefixes.release_rows = noting

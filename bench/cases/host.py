@@ -37,8 +37,8 @@ from specdec.models.target import TargetModel
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.rounds import captured_rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.runtime.rounds.round import Round
 from specdec.runtime.settling import commit_chunks_on_host
 
 WIDTH = 32
@@ -89,11 +89,11 @@ def _record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], to
     return lambda: None, program()
 
 
-def stand_in_programs(round: Round, shape: RoundShape) -> list[Callable[[], torch.Tensor]]:
+def stand_in_programs(state: DeviceState, shape: RoundShape) -> list[Callable[[], torch.Tensor]]:
     """Programs of a plain round that takes no time: every row gains token 0."""
 
     def program() -> torch.Tensor:
-        numbers, rows, _ = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
+        numbers, rows, _ = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
         numbers.zero_()
         rows[:, 0] = 1
         return numbers

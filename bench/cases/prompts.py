@@ -30,7 +30,7 @@ from bench.verify import answers_row
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.models.target import FinalStates, TargetModel
-from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.device_state import DeviceState
 
 SHAPE = "gemma4-e4b"
 UNTIMED = 0 if ON_CPU else 3  # forwards
@@ -42,12 +42,12 @@ Load = tuple[int, int]
 @contextmanager
 def every_state() -> Iterator[None]:
     """Inside, engines read every final state of a prompt, not the fewest."""
-    fewest = Round.final_states
-    Round.final_states = lambda self, *, scored, ends: FinalStates.EVERY  # type: ignore[method-assign]
+    fewest = DeviceState.final_states
+    DeviceState.final_states = lambda self, *, scored, ends: FinalStates.EVERY  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Round.final_states = fewest  # type: ignore[method-assign]
+        DeviceState.final_states = fewest  # type: ignore[method-assign]
 
 
 def prompt_engine(target: TargetModel, batch: int, longest: int, **config: Any) -> Engine:

@@ -15,7 +15,7 @@ from specdec.kvcache.page_pool import PagePool
 from specdec.models.target import TargetModel
 from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.request import Request, RequestStats
-from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class EngineStats(RequestStats):
 
 
 def stats_now(
-    totals: EngineStats, scheduler: Scheduler, round: Round, captures: CaptureUse, drafts: DraftUse
+    totals: EngineStats, scheduler: Scheduler, state: DeviceState, captures: CaptureUse, drafts: DraftUse
 ) -> EngineStats:
     """A copy of these totals, with the engine's present state."""
     allocator = scheduler.table.allocator
@@ -153,7 +153,7 @@ def stats_now(
         captures=captures,
         drafts=drafts,
         prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),
-        devices=device_use(round.target, round.cache),
+        devices=device_use(state.target, state.cache),
     )
 
 

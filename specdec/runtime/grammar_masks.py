@@ -9,8 +9,8 @@ from specdec.errors import is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.launched_step import copy_to_host, event_now
 from specdec.runtime.request import Request, RequestState
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import Round
 from specdec.sampling.grammars.grammar import GrammarState, compute_masks, tree_masks
 from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
@@ -42,10 +42,10 @@ def forced_counts(requests: Sequence[Request]) -> IntArray:
     return np.array([len(request.forced) for request in requests], dtype=np.int64)
 
 
-def load_forced(round: Round, requests: Sequence[Request], counts: IntArray) -> None:
+def load_forced(state: DeviceState, requests: Sequence[Request], counts: IntArray) -> None:
     """Write the first `counts` [B] forced tokens of each request into its row, for the next round."""
     for request, count in zip(requests, counts.tolist(), strict=True):
-        round.forced[request.row, : 1 + count] = np.array([count, *request.forced[:count]], dtype=np.int64)
+        state.forced[request.row, : 1 + count] = np.array([count, *request.forced[:count]], dtype=np.int64)
 
 
 class GrammarSteps:
@@ -55,8 +55,8 @@ class GrammarSteps:
     host              trees, their masks ^
     """
 
-    def __init__(self, round: Round, shape: RoundShape, states: Sequence[GrammarState | None]) -> None:
-        self._masks, self._batch = round.masks, shape.batch
+    def __init__(self, state: DeviceState, shape: RoundShape, states: Sequence[GrammarState | None]) -> None:
+        self._masks, self._batch = state.masks, shape.batch
         self._states = states
         roots = root_masks(states)
         if roots is not None:

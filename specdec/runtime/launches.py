@@ -18,8 +18,8 @@ from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request
 from specdec.runtime.round_figures import RoundFigures
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult, RoundShape
-from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
@@ -37,12 +37,12 @@ class Launches:
     settled round. totals: sums over settled rounds; the engine adds the figures of ended requests.
     """
 
-    def __init__(self, scheduler: Scheduler, round: Round, learn: Learn, *, captured: bool) -> None:
+    def __init__(self, scheduler: Scheduler, state: DeviceState, learn: Learn, *, captured: bool) -> None:
         self.unsettled: deque[LaunchedStep] = deque()
         self.figures = RoundFigures(scheduler.table.max_requests)
         self.totals = EngineStats()
         self._scheduler = scheduler
-        self._round = round
+        self._state = state
         self._learn = learn
         self._captured = captured
         self._lag = 1 if captured else 0
@@ -91,7 +91,7 @@ class Launches:
             else:
                 self._ended = None
                 if present:
-                    settle_chunks(self._round, launched, present)
+                    settle_chunks(self._state, launched, present)
             finished += self.release_finished(_of_present(launched.requests, present))
         return finished
 
@@ -106,7 +106,7 @@ class Launches:
         """Free the rows and slots of the requests that have ended. Returns these requests."""
         finished = [request for request in requests if request.settled.finish_reason]
         if finished:
-            keep_outputs(self._round, finished)
+            keep_outputs(self._state, finished)
             self._scheduler.release_requests(*finished)
         return finished
 
@@ -117,7 +117,7 @@ class Launches:
             result = result.select_requests(present)
         before = sum(request.num_output for request in requests) if shape.num_steps else 0
         self.figures = self.figures.after_round(rows, result)
-        settle_round(self._round, requests, rows, result, self.figures)
+        settle_round(self._state, requests, rows, result, self.figures)
         gained = sum(request.num_output for request in requests) - before if shape.num_steps else 0
         last, self._ended = self._ended, result.ended
         seconds = sum(result.seconds.values())
@@ -134,7 +134,7 @@ class Launches:
             self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if not by_lookup:
             drafted = (result.drafts > 0) & (result.forced == 0)
-            rounds = 0 if self._round.worker is None else sum(request.draft is not None for request in requests)
+            rounds = 0 if self._state.worker is None else sum(request.draft is not None for request in requests)
             self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))
 
 

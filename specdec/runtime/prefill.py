@@ -23,10 +23,10 @@ from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request
 from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
+from specdec.runtime.rounds.device_state import PREFILL_STAGES, Chunk, DeviceState
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
@@ -39,16 +39,18 @@ class Prefill:
     chunks: captured forwards; None if nothing is captured.
     """
 
-    def __init__(self, scheduler: Scheduler, round: Round, chunks: ChunkGraphs | None, threads: CpuThreads) -> None:
+    def __init__(
+        self, scheduler: Scheduler, state: DeviceState, chunks: ChunkGraphs | None, threads: CpuThreads
+    ) -> None:
         self.chunks = chunks
         self.reading: PromptReading | None = None
         self._scheduler = scheduler
-        self._round = round
+        self._state = state
         self._threads = threads
 
     def drop_lost(self) -> None:
         """Drop the forward in progress if its rows are lost or weights have moved. Its chunks will be read again."""
-        if self.reading is not None and not self.reading.is_valid(self._round.weights.generation()):
+        if self.reading is not None and not self.reading.is_valid(self._state.weights.generation()):
             self.reading = None
 
     def advance(self, *, streams: bool) -> PromptReading | None:
@@ -61,43 +63,43 @@ class Prefill:
             requests, chunk_len = self._scheduler.next_prefill()
             if not requests:
                 return None
-            self._round.flush()
+            self._state.flush()
             self.reading = self._begin_reading(requests, chunk_len, streams=streams)
         reading = self.reading
         self._threads.fit(int(reading.chunk_len.sum()))
         gap, budget = self._scheduler.prompt_gap, None
         if streams:
             budget = gap.budget(self._scheduler.prompt_room, self._scheduler.num_waiting, reading.load)
-        self._round.clock.start(*PREFILL_STAGES)
-        reading.advance(gap, budget, waits=self._round.device.type == "cpu")
+        self._state.clock.start(*PREFILL_STAGES)
+        reading.advance(gap, budget, waits=self._state.device.type == "cpu")
         if reading.is_through:
             self.reading = None
         else:
-            reading.add_device_time(self._round.clock.stop())
+            reading.add_device_time(self._state.clock.stop())
         return reading
 
     def launch(self, reading: PromptReading) -> LaunchedStep:
         """Launch the draws and the commit after all parts have run. Requests whose prompts end with these chunks draw
         their first token."""
-        batch, chunk_len, done, round = reading.batch, reading.chunk_len, reading.done, self._round
+        batch, chunk_len, done, state = reading.batch, reading.chunk_len, reading.done, self._state
         requests, rows, read_len = batch.requests, batch.rows, done + chunk_len
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
         shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerUses.from_params(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
-        round.sampling.load_biases(rows[chosen], params, shape.uses)
-        round.flush()
+        state.sampling.load_biases(rows[chosen], params, shape.uses)
+        state.flush()
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         chunk, scores = reading.parts.read(), None
         if scoring is not None:
-            cells = upload(scoring.cells(), round.device)
-            scores = scoring, copy_to_host(score_chunk(round, chunk, cells, scoring.alternatives))
+            cells = upload(scoring.cells(), state.device)
+            scores = scoring, copy_to_host(score_chunk(state, chunk, cells, scoring.alternatives))
         longest = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.grammar_state for request in drawn])
-        packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
+        packed = state.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
-        result, event = copy_to_host(packed), event_now(packed.device, round.target.ranks)
+        result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
         launched = LaunchedStep(batch, drawing, shape, PREFILL_STAGES, result, none, none, scores, event)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
@@ -106,8 +108,8 @@ class Prefill:
         """Run the target over prompt chunks; short ones are captured. states: see `Chunk`."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
-            runs = upload(np.stack([rows, chunk_len]), self._round.device)
-            chunk = self._round.read(runs[0], runs[1], int(chunk_len.sum()), states)
+            runs = upload(np.stack([rows, chunk_len]), self._state.device)
+            chunk = self._state.read(runs[0], runs[1], int(chunk_len.sum()), states)
         return chunk
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
@@ -118,14 +120,14 @@ class Prefill:
         done = self._scheduler.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
-        states = self._round.final_states(scored=scoring is not None, ends=ends)
+        states = self._state.final_states(scored=scoring is not None, ends=ends)
         room, load = self._scheduler.prompt_room, PromptLoad.from_runs(done, chunk_len)
         divided = streams and self._scheduler.prompt_gap.budget(room, self._scheduler.num_waiting, load) is not None
         found = None
         if divided and self.chunks is not None:
             found = self.chunks.begin_in_parts(rows, chunk_len, states)
         elif divided:
-            found = single_layers(self._round, rows, chunk_len, states)
+            found = single_layers(self._state, rows, chunk_len, states)
         if found is None:
-            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._round.weights.generation())
+            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._state.weights.generation())
         return PromptReading(batch, chunk_len, done, found)

@@ -16,8 +16,8 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, divide
-from specdec.runtime.rounds.round import Round
 
 
 @dataclass(slots=True)
@@ -70,13 +70,13 @@ class PromptReading:
         self.seconds += time.perf_counter() - begin
 
 
-def division_of(round: Round, *, captured: bool) -> Division | None:
+def division_of(state: DeviceState, *, captured: bool) -> Division | None:
     """How forwards over prompts are divided among steps; None: they are not.
 
     A GPU takes as long for one token as for 64, and reads 256 in two or three steps; on a CPU each token takes time.
     """
-    if not round.target.can_pause or not (captured or round.device.type == "cpu"):
+    if not state.target.can_pause or not (captured or state.device.type == "cpu"):
         return None
-    states = round.final_states(scored=False, ends=False)
-    _, shares = divide(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
+    states = state.final_states(scored=False, ends=False)
+    _, shares = divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)
     return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

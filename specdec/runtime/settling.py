@@ -18,8 +18,8 @@ from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.request import Request, RequestState, table_rows
 from specdec.runtime.round_figures import RoundFigures
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult
-from specdec.runtime.rounds.round import Round
 
 
 def commit_chunks_on_host(
@@ -38,7 +38,7 @@ def commit_chunks_on_host(
             request.state = RequestState.DECODE
 
 
-def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> None:
+def settle_chunks(state: DeviceState, step: LaunchedStep, present: Sequence[int]) -> None:
     """For the requests at indices `present`, which still have their rows: add the scores of their prompt chunks, and
     the first output token if the chunk ended the prompt."""
     result = step.result()
@@ -51,7 +51,7 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> N
     for place, number in enumerate(step.drawing):
         if number in present:
             request, first = step.requests[number], int(result.tokens[place, 0])
-            round.tokens.adopt((request.row, len(request.prompt)), first)
+            state.tokens.adopt((request.row, len(request.prompt)), first)
             try:
                 request.settle([first], result.logprobs[place])
             except Exception as error:
@@ -59,22 +59,22 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> N
 
 
 def settle_round(
-    round: Round, requests: Sequence[Request], rows: IntArray, result: RoundResult, figures: RoundFigures
+    state: DeviceState, requests: Sequence[Request], rows: IntArray, result: RoundResult, figures: RoundFigures
 ) -> None:
     """Give every request its accepted tokens and the bonus token, up to the end of its output.
 
     rows [B]: their rows. figures: those of the rows after this round.
     """
-    table = round.cache.table
+    table = state.cache.table
     start = table.committed_len.host[rows]
     table.commit_on_host(rows, result.length, result.path)
     tokens: list[list[int]] = result.tokens.tolist()
     counts: Iterable[Sequence[int]] = repeat((), len(tokens))
     if result.tokens.shape[1] == 1:  # every row has gained one, without drafts
-        round.tokens.adopt((rows, start + 1), result.tokens[:, 0])
+        state.tokens.adopt((rows, start + 1), result.tokens[:, 0])
     else:
         of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M], row by row
-        round.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
+        state.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
         tokens = [emitted[:length] for emitted, length in zip(tokens, result.length.tolist(), strict=True)]
         counts = np.stack([result.drafts, result.forced], axis=1).tolist()
     for request, emitted, logprobs, drafts in zip(requests, tokens, result.logprobs, counts, strict=True):

@@ -15,8 +15,8 @@ from specdec.runtime.prompt_gap import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_prompts import token_buckets
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import Round
 
 REPEATS = 8
 """Rounds to run per shape; only the second half is timed."""
@@ -35,21 +35,21 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
     Each round begins with random tokens: equal tokens would choose equal experts, and rows of short texts may draw the
     same token.
     """
-    round = graphs.round
-    table, generator = round.cache.table, torch.Generator().manual_seed(0)
+    state = graphs.state
+    table, generator = state.cache.table, torch.Generator().manual_seed(0)
     seconds = []
     for number, shape in enumerate(shapes, start=1):
         rows = np.arange(shape.batch, dtype=np.int64)
         table.committed_len.clear()
-        round.seat(rows)
-        round.max_drafts[rows] = np.full_like(rows, shape.depth)
-        round.flush()
+        state.seat(rows)
+        state.max_drafts[rows] = np.full_like(rows, shape.depth)
+        state.flush()
         room = (table.slots.host.shape[1] - 1) // shape.depth  # rounds until a row is full, if all drafts are right
         stamps = []
         for _ in range(min(REPEATS, room)):
-            tokens = torch.randint(round.target.vocab_size, (shape.batch, 1), generator=generator).to(round.device)
+            tokens = torch.randint(state.target.vocab_size, (shape.batch, 1), generator=generator).to(state.device)
             newest = table.committed_len.tensor[: shape.batch, None]
-            round.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
+            state.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
             stamps.append(graphs.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
         timed = torch.stack(stamps[len(stamps) // 2 :]).cpu()
         seconds.append(float((timed[:, -1] - timed[:, 0]).double().median()) / 1e9)
@@ -58,7 +58,7 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
 
 
 def time_prompts(
-    round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], max_tokens: int
+    state: DeviceState, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], max_tokens: int
 ) -> None:
     """Time forwards over prompts for `gap`: few tokens; a quarter, half and all of `max_tokens`; few tokens after a
     long prefix. The fastest of three runs counts. read: reads rows [R] of these lengths [R] and makes the requested
@@ -66,20 +66,20 @@ def time_prompts(
 
     These runs also capture the forwards over few tokens, so no request waits for a capture later.
     """
-    table = round.cache.table
+    table = state.cache.table
     longest = table.slots.host.shape[1] - 1
 
     def spent(count: int, prefix: int, states: FinalStates) -> float:
         length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
         rows = np.full_like(length, table.padding_row)
         table.committed_len[table.padding_row] = prefix
-        round.cache.pad_states(prefix)
-        round.flush()  # replays read the device's copy
+        state.cache.pad_states(prefix)
+        state.flush()  # replays read the device's copy
         seconds = []
         for _ in range(4):
-            round.clock.start("prefill")
+            state.clock.start("prefill")
             read(rows, length, states)
-            begin, end = round.clock.stop().tolist()
+            begin, end = state.clock.stop().tolist()
             seconds.append((end - begin) / 1e9)
         table.committed_len[table.padding_row] = 0
         fastest: float = max(1e-9, min(seconds[1:]))
@@ -87,7 +87,7 @@ def time_prompts(
             gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
         return fastest
 
-    within, ending = (round.final_states(scored=False, ends=ends) for ends in (False, True))
+    within, ending = (state.final_states(scored=False, ends=ends) for ends in (False, True))
     few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, max_tokens)]
     for count in few:
         begin = spent(count, 0, within)

@@ -32,8 +32,8 @@ from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
-from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.round_shapes import end_drafts, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import load_requests
@@ -49,29 +49,29 @@ class Steps:
     def __init__(
         self,
         scheduler: Scheduler,
-        round: Round,
+        state: DeviceState,
         spec: SpecConfig,
         choice: DraftChoice | None,
         graphs: RoundGraphs | None,
         chunks: ChunkGraphs | None,
     ) -> None:
         self.scheduler = scheduler
-        self.round = round
+        self.state = state
         self.spec = spec
         self.choice = choice
         self.graphs = graphs
         self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
-        self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
-        self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)
-        self.prefill = Prefill(scheduler, round, chunks, self.threads)
-        round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
+        self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
+        self.launches = Launches(scheduler, state, self._learn, captured=graphs is not None)
+        self.prefill = Prefill(scheduler, state, chunks, self.threads)
+        state.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Drop all launched work and restart from these requests; safe after a fault anywhere in a step."""
         self.launches.clear()
         self.prefill.reading = None
-        self.round.reset()
+        self.state.reset()
         self.scheduler.restart(requests)
 
     def drop_lost(self) -> None:
@@ -88,11 +88,11 @@ class Steps:
         """A copy of the sums, with the engine's present state."""
         captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
         drafts = NO_CHOICE if self.choice is None else self.choice.use()
-        return stats_now(self.launches.totals, self.scheduler, self.round, captures, drafts)
+        return stats_now(self.launches.totals, self.scheduler, self.state, captures, drafts)
 
     def run(self) -> list[Request]:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
-        with self.round.on_device(), self.round.weights.cached_lookups(), self.threads.limited():
+        with self.state.on_device(), self.state.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.batches.of(self.scheduler.running).ruled):
                 finished += self.launches.settle_all()  # a grammar's mask depends on every earlier token
@@ -102,7 +102,7 @@ class Steps:
             if decoding and self.graphs is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
-                load_requests(self.round, admitted)
+                load_requests(self.state, admitted)
                 self.launches.figures = self.launches.figures.without(table_rows(admitted))
                 if self.choice is not None:
                     self.choice.acceptance.begin_rows(table_rows(admitted))
@@ -142,41 +142,41 @@ class Steps:
         """Launch one round of these requests. remaining: tokens that each may still get, at least 1."""
         batch = self.scheduler.batches.of(requests)
         rows = batch.rows
-        ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
+        ending = end_drafts(self.state, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, remaining)
         masked = len(restricted(batch.ruled)) > 0  # token rules may end before the request does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
-            shape = with_forced(shape, self.round, rows, int(forced.max()), self.graphs)
+            shape = with_forced(shape, self.state, rows, int(forced.max()), self.graphs)
             forced = forced.clip(max=shape.width - 1)
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
-        self.round.seat(rows)
-        self.round.sampling.load_biases(rows, batch.params, shape.uses)
+        self.state.seat(rows)
+        self.state.sampling.load_biases(rows, batch.params, shape.uses)
         if shape.forced:
-            load_forced(self.round, requests, forced)
-        self.round.flush()
+            load_forced(self.state, requests, forced)
+        self.state.flush()
         self.threads.fit(shape.batch * shape.width)
-        drafts = self.round.max_drafts.host[rows].clip(max=shape.draft.depth)
+        drafts = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
         self._catch_up(shape, rows, ending)
         between: Between = no_host_work
         if masked:
-            between = GrammarSteps(self.round, shape, [request.grammar_state for request in requests]).between
+            between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
         if self.graphs is None:
-            packed = run_programs(decode_programs(self.round, shape), between)
+            packed = run_programs(decode_programs(self.state, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        result, done = copy_to_host(packed), event_now(packed.device, self.round.target.ranks)
+        result, done = copy_to_host(packed), event_now(packed.device, self.state.target.ranks)
         launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, drafts, forced, None, done)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
         """Let the drafter read these rows' unread tokens if a round of this shape requires it."""
-        begin, unread = time.perf_counter(), self.round.unread
+        begin, unread = time.perf_counter(), self.state.unread
         if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
             if self.graphs is None:
-                self.round.catch_up(shape, num_unread)
+                self.state.catch_up(shape, num_unread)
             else:
                 self.graphs.catch_up(shape)
         self._catch_up_seconds = 0.0 if self.graphs is not None else time.perf_counter() - begin
@@ -185,9 +185,9 @@ class Steps:
         """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
         those of the draft ladder."""
         batch = self.scheduler.batches.of(requests)
-        drafting = self.round.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
+        drafting = self.state.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
         drafts = self._drafts(batch, remaining, drafting)
-        shape = round_shape(self.round, batch.rows, batch.params, drafts, self._unsettled_nodes())
+        shape = round_shape(self.state, batch.rows, batch.params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
         fixed = largest(self._drafts(batch, remaining, drafting & batch.fixed))
@@ -201,7 +201,7 @@ class Steps:
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""
-        return self.launches.num_rounds * (1 if self.round.worker is None else self.spec.num_nodes)
+        return self.launches.num_rounds * (1 if self.state.worker is None else self.spec.num_nodes)
 
     def _with_chosen_draft(
         self,
@@ -216,7 +216,7 @@ class Steps:
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape
-        max_drafts = np.minimum(self.round.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
+        max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
         draft = choice.choose(rows, max_drafts, bucket.batch, fixed, unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use

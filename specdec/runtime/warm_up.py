@@ -24,17 +24,17 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 def warm_up(steps: Steps) -> None:
     """Capture and time rounds and prompts, with no row seated. Does nothing if rounds are not captured."""
-    graphs, round = steps.graphs, steps.round
+    graphs, state = steps.graphs, steps.state
     if graphs is None:
         return
-    own = NO_DRAFT if round.worker is None else whole_draft(steps.spec)
+    own = NO_DRAFT if state.worker is None else whole_draft(steps.spec)
     drafts = [own] if steps.choice is None else steps.choice.shapes
     shapes = [
-        graphs.bucket(round_shape(round, NO_ROWS, [], [draft], 0)._replace(batch=size))
+        graphs.bucket(round_shape(state, NO_ROWS, [], [draft], 0)._replace(batch=size))
         for size in reversed(batch_buckets(steps.table.max_requests))
         for draft in reversed(drafts)
     ]
-    with steps.round.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
+    with steps.state.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
         for done, shape in enumerate(shapes, start=1):
             for _ in range(2):  # eagerly, then captured
                 _run(steps, graphs, shape)
@@ -42,12 +42,12 @@ def warm_up(steps: Steps) -> None:
         for width in prefix_buckets(steps.table.slots.host.shape[1] - 1)[1:]:
             for shape in shapes[: len(drafts)]:
                 _run(steps, graphs, shape._replace(longest=width))
-        if round.unread is not None:
+        if state.unread is not None:
             for shape in shapes[:: len(drafts)]:  # one shape per batch size
                 for _ in range(2):
                     graphs.catch_up(shape)
-    if round.cache.sanitizer is None:  # the sanitizer does not know rows without slots
-        with steps.round.on_device():
+    if state.cache.sanitizer is None:  # the sanitizer does not know rows without slots
+        with steps.state.on_device():
             if steps.choice is not None:
                 with progress_bar("timing rounds", len(shapes)) as update:
                     seconds = np.reshape(time_rounds(graphs, shapes, update), (-1, len(drafts)))[:, ::-1]
@@ -59,8 +59,8 @@ def warm_up(steps: Steps) -> None:
 
 
 def _run(steps: Steps, graphs: RoundGraphs, shape: RoundShape) -> None:
-    steps.round.seat(NO_ROWS)
-    steps.round.flush()
+    steps.state.seat(NO_ROWS)
+    steps.state.flush()
     graphs.run(shape)
 
 
@@ -70,7 +70,7 @@ def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> Non
     gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_room
     gap.longest_round = longest
     gap.learn_round(longest)
-    time_prompts(steps.round, gap, steps.prefill.read, min(room.busy, steps.table.max_requests * room.chunk))
+    time_prompts(steps.state, gap, steps.prefill.read, min(room.busy, steps.table.max_requests * room.chunk))
     steps.scheduler.prompt_room = gap.capped(room)
     _capture_parts(steps)
 
@@ -80,9 +80,9 @@ def _capture_parts(steps: Steps) -> None:
     division, chunks = steps.scheduler.prompt_gap.division, steps.prefill.chunks
     if division is None or chunks is None:
         return
-    steps.round.flush()
+    steps.state.flush()
     longest = min(steps.table.slots.host.shape[1] - 1, division.max_tokens)
-    for states in {steps.round.final_states(scored=False, ends=ends) for ends in (False, True)}:
+    for states in {steps.state.final_states(scored=False, ends=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
             found = chunks.begin_in_parts(rows, length, states)

@@ -20,8 +20,8 @@ from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
+from specdec.runtime.rounds.device_state import Chunk, DeviceState, PausedChunk
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PartShare, PromptParts, divide
-from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 8192
 """Largest captured chunks in tokens, padding included: the memory that captured forwards share grows with it. By
@@ -91,25 +91,25 @@ class ChunkProgram:
     Padding runs have no tokens. ends, shares: see `divide`; each part is a program. Empty: not divided.
     """
 
-    def __init__(self, round: Round, shape: ChunkShape, results: ChunkBuffers) -> None:
+    def __init__(self, state: DeviceState, shape: ChunkShape, results: ChunkBuffers) -> None:
         self.chunk: Chunk | None = None
         self.ends: list[int] = []
         self.shares: list[PartShare] = []
         self._paused: PausedChunk | None = None  # between two parts
-        self._round = round
+        self._state = state
         self._shape = shape
         self._results = results
-        self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=round.device)
+        self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=state.device)
 
     @torch.inference_mode()
     def load_chunks(self, rows: IntArray, chunk_len: IntArray) -> None:
         """Upload the rows and lengths of the chunks that the next run reads."""
         inputs = np.zeros((2, self._shape.runs), dtype=np.int64)
-        inputs[0] = self._round.cache.table.padding_row
+        inputs[0] = self._state.cache.table.padding_row
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
         if self._shape.divided:
-            layers = self._round.target, self._round.aux_layers
+            layers = self._state.target, self._state.aux_layers
             self.ends, self.shares = divide(*layers, self._shape.states, LAYERS_A_PART)
 
     @property
@@ -117,14 +117,14 @@ class ChunkProgram:
         return [partial(self._part, number) for number in range(len(self.ends))] or [self._whole]
 
     def _whole(self) -> torch.Tensor:
-        chunk = self._round.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
+        chunk = self._state.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
         self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
     def _part(self, number: int) -> torch.Tensor:
         if number == 0:
             inputs = self._inputs[0], self._inputs[1], self._shape.tokens
-            self._paused = self._round.begin_reading(*inputs, self._shape.states)
+            self._paused = self._state.begin_reading(*inputs, self._shape.states)
         paused = self._paused
         assert paused is not None, f"part {number} before the first"
         paused.advance(self.ends[number])
@@ -140,10 +140,10 @@ class ChunkGraphs(Captures):
 
     what = "prompts"
 
-    def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
+    def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
         self._results = ChunkBuffers()
         self._made: dict[ChunkShape, ChunkProgram] = {}  # one per shape: captures read its inputs
-        super().__init__(round, store, strict=strict)
+        super().__init__(state, store, strict=strict)
 
     @property
     def shared_bytes(self) -> int:
@@ -192,11 +192,11 @@ class ChunkGraphs(Captures):
     ) -> tuple[ChunkProgram, ChunkShape] | None:
         """The program for these chunks, with their inputs loaded, and its shape; None: such chunks are not captured."""
         shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
-        rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
+        rare = states is FinalStates.EVERY and self.state.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
             return None
-        self.round.weights.generation()  # checked first: another model may have other layers
-        program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
+        self.state.weights.generation()  # checked first: another model may have other layers
+        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
         return program, shape
@@ -212,7 +212,7 @@ class ChunkGraphs(Captures):
     ) -> ChunkShape | None:
         """The captured shape for `num_tokens` tokens, rounded up to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
-            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
+            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.state.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
                 return ChunkShape(tokens, runs, states, divided)
         return None

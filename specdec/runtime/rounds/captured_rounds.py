@@ -33,8 +33,8 @@ from specdec.gpu.captures import (
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class Captures:
 
     what: ClassVar[str]
 
-    def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
-        self.round = round
+    def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
+        self.state = state
         self.store = store
         self.refusals: Counter[Hashable] = Counter()
         """Failed captures of each shape since the weights moved."""
@@ -79,7 +79,7 @@ class Captures:
         self._captured: dict[Hashable, CapturedProgram | None] = {}  # None: it ran once, or was dropped
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
-        self._generation = round.weights.generation()
+        self._generation = state.weights.generation()
         self._warned: set[str] = set()
 
     @property
@@ -114,7 +114,7 @@ class Captures:
 
     def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         """The captured programs of this shape if they can be replayed now; None: run eagerly."""
-        if self._generation != (now := self.round.weights.generation()):
+        if self._generation != (now := self.state.weights.generation()):
             self._generation = now
             self.clear()
         self.capture_next(shape, programs)
@@ -126,9 +126,9 @@ class Captures:
                 self._waits[shape] -= 1
             self.store.uncaptured[self.what] += 1
             return None
-        if captured.view_key != self.round.view.key:
+        if captured.view_key != self.state.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
-        self.round.cache.allocator.require_unfrozen("a captured round")
+        self.state.cache.allocator.require_unfrozen("a captured round")
         self.store.touch(self._number, shape)
         return captured
 
@@ -151,7 +151,7 @@ class Captures:
 
     def _try(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         try:
-            return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
+            return self.store.make(self._number, shape, self.pool(shape), self.state.view.key, programs)
         except Exception as error:  # of any kind: a model may do anything that a graph cannot record
             lacks_room = is_out_of_memory(error) or isinstance(error, OverBudget)
             if self._strict and not (lacks_room and self.pool(shape) == SPARE_POOL):
@@ -191,8 +191,8 @@ class RoundGraphs(Captures):
 
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The captured shape for a round: padded to the next size, with the parameters of its class."""
-        table = self.round.cache.table
-        uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
+        table = self.state.cache.table
+        uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.state.on_kernels)
         shape = shape._replace(uses=uses, logprobs=logprobs)
         large = is_large(shape)
         sizes = few_batch_buckets(table.max_requests) if large else batch_buckets(table.max_requests)
@@ -216,11 +216,11 @@ class RoundGraphs(Captures):
 
     def run(self, shape: RoundShape, between: Between = no_host_work) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
-        return self.run_captured(shape, decode_programs(self.round, shape), between)
+        return self.run_captured(shape, decode_programs(self.state, shape), between)
 
     def catch_up(self, shape: RoundShape) -> None:
         """Let the drafter read unread tokens of the rows seated for a round of this shape."""
-        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, MAX_UNREAD)])
+        self.run_captured((shape.batch, shape.longest), [lambda: self.state.catch_up(shape, MAX_UNREAD)])
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:

@@ -18,9 +18,9 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
-from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import MaskedFirstLevel, ReferenceSampler
@@ -29,24 +29,24 @@ DECODE_STAGES = ("other", "draft", "verify", "other")
 """Stages of a round that the clock times."""
 
 
-def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
+def decode_programs(state: DeviceState, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
     """The programs of one round; the last returns its packed result.
 
     With grammars there are three: draft, which returns tokens and parents of the trees [2, B, N]; verify; and accept.
     `Round.masks` holds the masks of the roots (N = 1) before draft, and those of all nodes of the trees before accept.
     """
     if not shape.uses.masked:
-        return [lambda: DecodeRound(round, shape).run()]  # its tensors are freed when it returns
-    round.masks.view(shape.batch, shape.width)  # allocated before the capture
-    decode = DecodeRound(round, shape)
+        return [lambda: DecodeRound(state, shape).run()]  # its tensors are freed when it returns
+    state.masks.view(shape.batch, shape.width)  # allocated before the capture
+    decode = DecodeRound(state, shape)
     return [decode.draft, decode.verify, decode.accept]
 
 
 class DecodeRound:
     """One round, with the tensors that its three parts share. Every seated row gains at least one token."""
 
-    def __init__(self, round: Round, shape: RoundShape) -> None:
-        self.round = round
+    def __init__(self, state: DeviceState, shape: RoundShape) -> None:
+        self.state = state
         self.shape = shape
 
     def run(self) -> torch.Tensor:
@@ -58,29 +58,29 @@ class DecodeRound:
     @torch.inference_mode()
     def draft(self) -> torch.Tensor:
         """Propose `self.tree`. Returns its tokens and parents [2, B, N]."""
-        round, shape = self.round, self.shape
-        round.clock.start("other")
-        table = round.cache.table
-        rows = self.rows = Rows(round.seats.tensor[: shape.batch], shape.longest)
+        state, shape = self.state, self.shape
+        state.clock.start("other")
+        table = state.cache.table
+        rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.longest)
         # the rows as the drafter reads them; a lookup reads only tokens
-        self.read_rows = rows if shape.by_lookup else Rows(round.draft_seats.tensor[: shape.batch], shape.longest)
-        state = (table.committed_len.tensor, round.tokens.tensor, round.max_drafts.tensor, round.sampling.cells.tensor)
-        opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
+        self.read_rows = rows if shape.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.longest)
+        kept = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
+        opened = (opening if state.on_kernels else reference_opening)(rows.index, *kept, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
-        self.prefix = round.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampler = round.sampler_of(rows, history_len, shape, opened)
+        self.prefix = state.backend.locate(table, rows, opened.committed_len, shape.width)
+        sampler = state.sampler_of(rows, history_len, shape, opened)
         depth = max(shape.num_steps + 1, shape.depth)
-        self.sampler = sampler = sampler.with_noise(history_len, depth, round.target.vocab_size)
+        self.sampler = sampler = sampler.with_noise(history_len, depth, state.target.vocab_size)
 
-        round.clock.mark("draft")
+        state.clock.mark("draft")
         draws: ReferenceSampler | MaskedFirstLevel = sampler
         if shape.uses.masked:
-            draws = MaskedFirstLevel(sampler, history_len, round.masks.view(shape.batch, 1)[:, 0])
-        if round.worker is not None and shape.num_steps > 0:
+            draws = MaskedFirstLevel(sampler, history_len, state.masks.view(shape.batch, 1)[:, 0])
+        if state.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=self.read_rows,
                 root=root,
-                history=lambda: round.history(rows),
+                history=lambda: state.history(rows),
                 history_len=history_len,
                 num_steps=shape.num_steps,
                 topk=shape.topk,
@@ -92,13 +92,13 @@ class DecodeRound:
                 level_pos=opened.level_pos[:-1],
                 by_lookup=shape.by_lookup,
             )
-            tree = round.worker.propose(batch)
+            tree = state.worker.propose(batch)
             assert tree.num_nodes <= shape.num_nodes, f"{tree.num_nodes} nodes drafted, {shape.num_nodes=}"
         else:
             tree = DraftTree.chain(root[:, None])
         self.max_path = opened.max_path
         if shape.forced:
-            forced = round.forced.tensor[rows.index]
+            forced = state.forced.tensor[rows.index]
             tree = force_tokens(tree, forced[:, 1:], forced[:, 0], shape.forced)
             self.max_path = torch.maximum(opened.max_path, 1 + forced[:, 0])
         self.tree = tree
@@ -107,11 +107,11 @@ class DecodeRound:
     @torch.inference_mode()
     def verify(self) -> torch.Tensor:
         """Run the target over all nodes. Sets `self.states` and `self.logits`."""
-        round, shape, opened, tree = self.round, self.shape, self.opened, self.tree
-        round.clock.mark("verify")
+        state, shape, opened, tree = self.state, self.shape, self.opened, self.tree
+        state.clock.mark("verify")
         self.plan = plan_verify(
-            round.backend,
-            round.cache.table,
+            state.backend,
+            state.cache.table,
             self.rows,
             tree,
             committed_len=opened.committed_len,
@@ -120,33 +120,33 @@ class DecodeRound:
             positions=opened.chain_pos if opened.fits(tree) else None,
         )
         self.fed = without_blanks(tree) if shape.forced else tree  # every node gets a valid token
-        self.states = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
-        self.logits, self.softcap = round.logits(self.states[0], shape.logprobs)  # [B, N, V]
+        self.states = state.target.forward(self.fed.tokens, self.plan, state.view, state.aux_layers)  # [B, N, H]
+        self.logits, self.softcap = state.logits(self.states[0], shape.logprobs)  # [B, N, V]
         return self.fed.tokens  # a program must return a tensor to keep: this one is small
 
     @torch.inference_mode()
     def accept(self) -> torch.Tensor:
         """Draw, walk down the tree, commit, and let the drafter observe. Returns the packed result."""
-        round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
-        round.clock.mark("other")
-        allowed = round.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
+        state, shape, rows, opened, tree = self.state, self.shape, self.rows, self.opened, self.tree
+        state.clock.mark("other")
+        allowed = state.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
         drawn = self.sampler.draw_after(self.fed, allowed, self.logits, drawn_pos, self.softcap)
-        numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
-        close = closing if round.on_kernels else reference_closing
+        numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
+        close = closing if state.on_kernels else reference_closing
         length, bonus, move = close(
-            *(tree, drawn, self.max_path, rows, opened.committed_len, round.cache.table, round.tokens.tensor, packed),
+            *(tree, drawn, self.max_path, rows, opened.committed_len, state.cache.table, state.tokens.tensor, packed),
             width=shape.width,
             depth=shape.depth,
         )
         if move is not None:
-            round.cache.move(move)
+            state.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # no path is longer
-        if round.seen_bits is not None and shape.uses.penalty:
-            round.seen_bits.add(rows.index, tokens, length)
-        if round.unread is not None and unread_tokens(shape):
-            round.keep_unread(rows, opened.committed_len, *self.states, path)
+        if state.seen_bits is not None and shape.uses.penalty:
+            state.seen_bits.add(rows.index, tokens, length)
+        if state.unread is not None and unread_tokens(shape):
+            state.keep_unread(rows, opened.committed_len, *self.states, path)
         else:
             hidden, aux_states = self.states
             seen = Observation(
@@ -159,9 +159,9 @@ class DecodeRound:
                 length=length,
                 next_token=bonus,
             )
-            round.observe(seen)
+            state.observe(seen)
         if shape.logprobs is None:
-            round.clock.stop(stamps)
+            state.clock.stop(stamps)
             return numbers
         on_path = self.logits.gather(1, path[:, :, None].expand(-1, -1, self.logits.shape[-1]))  # [B, D, V]
-        return pack_round_result(packed, LogProbs.from_logits(on_path, tokens, shape.logprobs), round.clock.stop())
+        return pack_round_result(packed, LogProbs.from_logits(on_path, tokens, shape.logprobs), state.clock.stop())

@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates, TargetModel
-from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
+from specdec.runtime.rounds.device_state import Chunk, DeviceState, PausedChunk
 
 LAYERS_A_PART = 3
 """Layers per captured part. Each part is a launch, so there should be few parts; yet a part of a long prompt should fit
@@ -78,16 +78,16 @@ def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
     return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
 
 
-def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
+def single_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
     """Divide a forward that is not captured: each layer is a part."""
-    ends, shares = divide(round.target, round.aux_layers, states, 1)
-    runs = upload(np.stack([rows, chunk_len]), round.device)
+    ends, shares = divide(state.target, state.aux_layers, states, 1)
+    runs = upload(np.stack([rows, chunk_len]), state.device)
     paused: list[PausedChunk] = []
 
     def part(end: int) -> None:
         if not paused:
-            paused.append(round.begin_reading(runs[0], runs[1], int(chunk_len.sum()), states))
+            paused.append(state.begin_reading(runs[0], runs[1], int(chunk_len.sum()), states))
         paused[0].advance(end)
 
     programs = [partial(part, end) for end in ends]
-    return PromptParts(shares, programs, lambda: paused[0].finish(), round.weights.generation())
+    return PromptParts(shares, programs, lambda: paused[0].finish(), state.weights.generation())

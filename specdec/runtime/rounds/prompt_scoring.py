@@ -16,7 +16,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.models.target import FinalStates
-from specdec.runtime.rounds.round import Chunk, Round
+from specdec.runtime.rounds.device_state import Chunk, DeviceState
 from specdec.sampling.log_probs import LogProbs, TokenScores
 
 MAX_LOGITS = 1 << 24
@@ -56,7 +56,7 @@ class ChunkScoring(NamedTuple):
 
 
 @torch.inference_mode()
-def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: int) -> torch.Tensor:
+def score_chunk(state: DeviceState, chunk: Chunk, cells: torch.Tensor, alternatives: int) -> torch.Tensor:
     """Log-probabilities, under the unmodified logits, of M prompt tokens, and of the K likeliest tokens at each place.
 
     cells [2, M]: see `ChunkScoring.cells`. Returns [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
@@ -64,13 +64,13 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
     assert chunk.states is FinalStates.EVERY, f"a chunk is scored from every state: {chunk.states}"
     number, column = cells
     pack = chunk.pack
-    following = round.tokens.tensor[pack.rows[number], pack.start[number] + column + 1]  # [M]
+    following = state.tokens.tensor[pack.rows[number], pack.start[number] + column + 1]  # [M]
     hidden = chunk.hidden[pack.cu_len[number] + column]  # [M, H]
-    tile = max(1, MAX_LOGITS // round.target.vocab_size)
+    tile = max(1, MAX_LOGITS // state.target.vocab_size)
     parts = []
     for first in range(0, len(following), tile):
         some = slice(first, first + tile)
-        logits = round.target.logits(hidden[None, some])  # [1, tile, V]
+        logits = state.target.logits(hidden[None, some])  # [1, tile, V]
         found = LogProbs.from_logits(logits, following[None, some], alternatives)
         floats = torch.cat([found.chosen[0, :, None], found.values[0]], dim=1)
         parts.append(torch.cat([floats.contiguous().view(torch.int32), found.ids[0].int()], dim=1))

@@ -14,8 +14,8 @@ import numpy as np
 from specdec.config import SamplingParams, SpecConfig
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import DraftShape, RoundShape
-from specdec.runtime.rounds.round import Round
 from specdec.sampling.log_probs import max_logprobs
 
 NO_DRAFT = DraftShape(0, 1, 1)
@@ -34,7 +34,7 @@ def largest(drafts: Collection[DraftShape]) -> DraftShape:
 
 
 def round_shape(
-    round: Round,
+    state: DeviceState,
     rows: IntArray,
     params: Sequence[SamplingParams],
     drafts: Collection[DraftShape],
@@ -42,26 +42,26 @@ def round_shape(
 ) -> RoundShape:
     """Shape of a round of these rows, given each request's draft. unsettled_nodes: upper bound on the tokens of a
     prefix that the host does not know yet."""
-    longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
-    asked = round.sampling.uses(params), max_logprobs(params)
+    longest = int(state.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
+    asked = state.sampling.uses(params), max_logprobs(params)
     return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
 
 
-def end_drafts(round: Round, rows: IntArray, ahead: int) -> IntArray:
+def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
     """Turn off drafts for rows within `ahead` tokens of the drafter's last position. Returns the rows that this call
     ended."""
-    if round.max_positions is None:
+    if state.max_positions is None:
         return rows[:0]
-    reached = rows[round.cache.table.committed_len.host[rows] + ahead > round.max_positions]
-    round.max_drafts[reached[round.max_drafts.host[reached] > 0]] = 0
-    return rows[:0] if round.unread is None else reached[~round.unread.ended[reached]]
+    reached = rows[state.cache.table.committed_len.host[rows] + ahead > state.max_positions]
+    state.max_drafts[reached[state.max_drafts.host[reached] > 0]] = 0
+    return rows[:0] if state.unread is None else reached[~state.unread.ended[reached]]
 
 
 def with_forced(
-    shape: RoundShape, round: Round, rows: IntArray, most_forced: int, graphs: RoundGraphs | None
+    shape: RoundShape, state: DeviceState, rows: IntArray, most_forced: int, graphs: RoundGraphs | None
 ) -> RoundShape:
     """This shape with nodes for forced tokens, within the slots that all rows have. Captured rounds have few sizes."""
-    table = round.cache.table
+    table = state.cache.table
     last = np.minimum(table.capacity[rows], table.slots.host.shape[1] - 1)
     room = int((last - table.committed_len.host[rows]).min())
     width = min(1 + most_forced, room)

@@ -92,7 +92,7 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
     return backend.name == "triton" and device.type == "cuda"
 
 
-class Round:
+class DeviceState:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
 
     lags: if the drafter can, it reads the tokens of rounds without drafts later (`unread.py`). finished_tokens: number
