@@ -302,7 +302,7 @@ def test_a_class_changes_no_token():
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    past = EditInputs(length, None, history, torch.tensor([4]))
+    past = EditInputs(length, None, lambda: history, torch.tensor([4]))
     classes = set()
     for kind in KINDS:
         params = SamplingParams(**kind)

@@ -65,7 +65,7 @@ def flush(arrays: Sequence[MirroredArray]) -> None:
     stale = [array for array in arrays if array._changed]
     if not stale:
         return
-    cells = [np.concatenate(array._changed) for array in stale]  # one that was written twice is sent twice, as it is now
+    cells = [np.concatenate(array._changed) for array in stale]  # a cell may repeat, with one value
     values = [array.host.reshape(-1)[flat] for array, flat in zip(stale, cells, strict=True)]
     packed = upload(np.stack([np.concatenate(cells), np.concatenate(values)]), stale[0]._tensor.device)  # [2, M]
     for array, part in zip(stale, packed.split([len(flat) for flat in cells], dim=1), strict=True):
