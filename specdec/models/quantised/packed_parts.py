@@ -34,9 +34,6 @@ class _Renamed(Quantization):
     def format_of(self, *names: str) -> WeightFormat:
         return Quantization.format_of(self, *(self.stems.get(name, name) for name in names))
 
-    def leaves_out(self, *names: str) -> bool:
-        return Quantization.leaves_out(self, *(self.stems.get(name, name) for name in names))
-
 
 def load_packed(
     promised: Quantization,
@@ -51,7 +48,7 @@ def load_packed(
     keys: the names in the checkpoint, by these. Returns what transformers says of the load.
     """
     stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
-    quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, promised.left_out, stems)))
+    quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, stems)))
     quantizer.preprocess_model(model, dtype, checkpoint_files=())
     quantizer.stored = {name: _ReadTensor(name, "", tuple(t.shape), t.dtype, t) for name, t in tensors.items()}
     holder: Any = model
