@@ -15,6 +15,7 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
+from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.models.quantised.weight_places import StoredWeight
 
 
@@ -89,22 +90,12 @@ class RawExperts(nn.Module):
     def _stacked(self, names: tuple[str, ...], dtype: torch.dtype) -> PackedWeight:
         """The rows of `names` one after the other, of all experts; the tensors of the checkpoint are let go."""
         raws: list[Any] = [self._modules[name] for name in names]
-        each: list[list[PackedWeight]] = []
-        for expert in range(raws[0].num_experts):
-            each.append([raw.packed(dtype, expert) for raw in raws])
+        each = [[raw.packed(dtype, expert) for raw in raws] for expert in range(raws[0].num_experts)]
         for name in names:
             del self._modules[name]
-        first = each[0][0]
-        if any((weight.code, weight.group) != (first.code, first.group) for weights in each for weight in weights):
+        if len({(weight.code, weight.group, weight.zeros is None) for weights in each for weight in weights}) > 1:
             raise UnsupportedModelError(f"{raws[0].stem}: gate and up are in different formats, or in different groups")
-        has_zeros = any(weight.zeros is not None for weights in each for weight in weights)
-        words = torch.stack([torch.cat([weight.words for weight in weights]) for weights in each])
-        scales = torch.stack([torch.cat([weight.scales for weight in weights], dim=1) for weights in each])
-        zeros = None
-        if has_zeros:
-            zeros = torch.stack([torch.cat([_zeros_of(weight) for weight in weights], dim=1) for weights in each])
-        return PackedWeight(first.code, words, scales, zeros, first.group)
-
-
-def _zeros_of(weight: PackedWeight) -> torch.Tensor:
-    return torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
+        joined: list[Any] = [place_weight(StackedWeights(weights), torch.cat) for weights in each]
+        words, scales = (torch.stack([getattr(weight, part) for weight in joined]) for part in ("words", "scales"))
+        zeros = None if joined[0].zeros is None else torch.stack([weight.zeros for weight in joined])
+        return PackedWeight(joined[0].code, words, scales, zeros, joined[0].group)
