@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,6 @@ from specdec.models.quantised.formats import WeightFormat
 from specdec.models.quantised.packed_quantizer import PackedConfig, PackedQuantizer
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.stored_tensors import StoredTensor
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadTensor(StoredTensor):
-    """A tensor that is in memory."""
-
-    tensor: torch.Tensor
-
-    def read(self) -> torch.Tensor:
-        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +41,14 @@ def load_packed(
     stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
     quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, stems)))
     quantizer.preprocess_model(model, dtype, checkpoint_files=())
-    quantizer.stored = {name: _ReadTensor(name, "", tuple(t.shape), t.dtype, t) for name, t in tensors.items()}
-    holder: Any = model
-    holder._weight_conversions = quantizer.update_weight_conversions(conversions)
-    config = LoadStateDictConfig(weight_mapping=holder._weight_conversions, hf_quantizer=quantizer)
-    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=dict(tensors), load_config=config)
+    quantizer.stored = {
+        name: StoredTensor(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name))
+        for name, t in tensors.items()
+    }
+    quantizer.update_weight_conversions(conversions)
+    plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.places.keys}
+    config = LoadStateDictConfig(weight_mapping=conversions, hf_quantizer=quantizer)
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
     if not (info.missing_keys or info.unexpected_keys or info.mismatched_keys):
         quantizer.postprocess_model(model)
     return info
