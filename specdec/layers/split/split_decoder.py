@@ -154,9 +154,10 @@ class SplitDecoder(nn.Module):
         hidden = embeds.reshape(-1, embeds.shape[-1])
         layer_inputs = per_layer_inputs(self.per_layer, hidden, input_ids, self.ops)
         states: list[LayerState] = []
-        for rank, inputs in enumerate(self.ranks.send((hidden, position_ids.reshape(-1), layer_inputs))):
+        sent = self.ranks.send((hidden, position_ids.reshape(-1), layer_inputs))
+        for rank, (embedded, positions, inputs) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(embed_inputs(self.parts[rank], *inputs, self.ops))
+                states.append(embed_inputs(self.parts[rank], embedded, positions, inputs, self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()

@@ -45,9 +45,9 @@ def load_packed(
         name: StoredTensor(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name))
         for name, t in tensors.items()
     }
-    quantizer.update_weight_conversions(conversions)
+    mapping: list[Any] = quantizer.update_weight_conversions(conversions)
     plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.places.keys}
-    config = LoadStateDictConfig(weight_mapping=conversions, hf_quantizer=quantizer)
+    config = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
     info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
     if not (info.missing_keys or info.unexpected_keys or info.mismatched_keys):
         quantizer.postprocess_model(model)
