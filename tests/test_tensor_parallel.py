@@ -32,6 +32,7 @@ from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.product import cut_of
+from specdec.layers.split.layer_shares import embedding_share
 from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
@@ -106,6 +107,16 @@ def test_chains_heads_preemption_and_cached_prefixes_too(name: str, three_prompt
     alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
     cached = cached_tokens_of_two_ranks(target, three_prompts, alone)
     assert cached == 16 + 32 if name == "qwen3_5" else cached > 0  # states of recurrent layers: every 16 tokens
+
+
+def test_per_layer_embeddings_lie_with_the_ranks_of_their_layers():
+    """Six layers on four ranks: 2, 2, 1, 1; the product that goes into them is whole on each."""
+    parts = target_of("gemma4-e2b").decoder.parts.embeddings
+    columns = [embedding_share(parts, rank, 4, lambda pieces: pieces[0])[0].table.shape[1] for rank in range(4)]
+    width = len(parts.norm.weight)
+    assert columns == [2 * width, 2 * width, width, width]
+    engine = engine_of(target_of("gemma4-e2b"), 4)
+    assert [share.table.shape[1] for share, _ in engine.target.decoder.per_layer] == columns
 
 
 @pytest.mark.parametrize(("name", "copies"), [("llama", 1), ("one head", 4)])

@@ -60,13 +60,15 @@ FP8_TILES = {128: Tiles(64, 64, 128, 4, 3, 64), MAX_MEDIUM_ROWS: Tiles(64, 128, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingParts:
-    """The part of Gemma 4's per-layer embeddings that is computed once per forward (`reference_layer_inputs`)."""
+    """The part of Gemma 4's per-layer embeddings that is computed once per forward (`reference_layer_inputs`). columns:
+    columns of the context product that this rank's table has, if ranks share it."""
 
     context: Weight
     table: torch.Tensor
     norm: Norm
     context_scale: float
     table_scale: float
+    columns: slice | None = None
 
 
 def reference_layer_inputs(
@@ -298,4 +300,6 @@ def per_layer_inputs(
     assert input_ids is not None, "per-layer embeddings are looked up by token"
     scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
     context = ops(linear)(hidden, parts.context)
+    if parts.columns is not None:
+        context = context._replace(parts=context.parts[..., parts.columns].contiguous())
     return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)

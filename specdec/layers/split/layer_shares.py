@@ -10,7 +10,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
     W_o, W_down otherwise          rows                           ranks exchange their columns of x, then of y
     experts [E, ..]                E / R whole experts            the parts of the token's chosen experts
     norms, routers, biases after sums                                      the same on every rank
-    embeddings                     whole on rank 0                         sent once a forward
+    per-layer embeddings           columns of the rank's layers            put side by side once a forward
 
 The ranges of K are those of the whole weight (`Cut`). If no range is split between ranks, a rank computes the same
 parts as a single device, and their sum in the order of ranges has the same bits. Other weights are divided by rows, and
@@ -33,6 +33,7 @@ from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
+from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, cut_of
 
 PAIR = 2
@@ -43,7 +44,7 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
     """The share of one of `count` ranks, made layer by layer. Only the share is placed on a device."""
     place = partial(place_weight, put=put)
     layers = tuple(map_tensors(layer_share(layer, rank, count), place, StackedWeights) for layer in parts.layers)
-    narrow = replace(parts, layers=(), embeddings=None)  # embeddings stay on rank 0
+    narrow = replace(parts, layers=(), embeddings=None)  # embeddings are separate: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=layers)
 
@@ -114,6 +115,18 @@ def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     if latent.q is not None:
         own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_cut": whole_cut(latent.q)}
     return replace(latent, **own)
+
+
+def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
+    """The per-layer embeddings of one rank's layers, and the number of columns of each rank. Ranks have equally many
+    layers, or one more."""
+    assert parts.norm.weight is not None
+    width = len(parts.norm.weight)
+    layers = parts.table.shape[1] // width
+    columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
+    own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
+    share: EmbeddingParts = replace(parts, table=parts.table[:, own], columns=own)
+    return map_tensors(share, lambda tensor: put([tensor])), columns
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
-from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import Exchanged, FusedLayer, SharedInputs, Walk, embed_inputs
 from specdec.layers.decoder_parts import DecoderParts
@@ -31,7 +31,7 @@ from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
 from specdec.layers.product import OwnedParts, Product, RankColumns, finish
-from specdec.layers.split.layer_shares import PAIR, share_of, whole_cut
+from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_cut
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
 """State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
@@ -124,7 +124,7 @@ def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]
 
 class SplitDecoder(nn.Module):
     """Replaces a `FusedDecoder` with these parts, wherever they are stored: every rank gets its share of the layers.
-    Rank 0 has the `embedding` and Gemma 4's per-layer embeddings."""
+    Rank 0 has the `embedding`; each rank computes Gemma 4's per-layer embeddings for some layers."""
 
     def __init__(self, config: Any, parts: DecoderParts, embedding: nn.Module, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
@@ -132,7 +132,11 @@ class SplitDecoder(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             puts = [partial(ranks.put, rank) for rank in range(len(ranks))]
             self.parts = [share_of(parts, rank, len(ranks), put) for rank, put in enumerate(puts)]
-            self.per_layer: EmbeddingParts | None = map_tensors(parts.embeddings, lambda tensor: puts[0]([tensor]))
+            self.per_layer: list[tuple[EmbeddingParts, list[int]]] = [
+                embedding_share(parts.embeddings, rank, len(ranks), put)
+                for rank, put in enumerate(puts)
+                if parts.embeddings is not None
+            ]
         by_rank = [
             [
                 FusedLayer(i, layer, gain, ops)
@@ -152,17 +156,39 @@ class SplitDecoder(nn.Module):
         """The forward of a `FusedDecoder`, for all rows."""
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
-        layer_inputs = per_layer_inputs(self.per_layer, hidden, input_ids, self.ops)
+        sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
         states: list[LayerState] = []
-        sent = self.ranks.send((hidden, position_ids.reshape(-1), layer_inputs))
-        for rank, (embedded, positions, inputs) in enumerate(sent):
+        layer_inputs = self._layer_inputs(sent)
+        for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(embed_inputs(self.parts[rank], embedded, positions, inputs, self.ops))
+                states.append(embed_inputs(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
         last: Any = self.ops(norm)(Product.from_value(states[0][0]), pre=self.parts[0].final_norm)[1]
         return BaseModelOutputWithPast(last_hidden_state=last.view(embeds.shape))
+
+    def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
+        """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""
+        if not self.per_layer:
+            return [None] * len(sent)
+        own = []
+        for rank, ((parts, columns), (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
+            with self.ranks.on(rank):
+                made = per_layer_inputs(parts, hidden, tokens, self.ops)
+                assert made is not None
+                missing = max(columns) - columns[rank]
+                own.append(pad(made.flatten(1), (0, missing)) if missing else made.flatten(1))
+        whole = []
+        for rank, product in enumerate(side_by_side(own, self.ranks)):
+            with self.ranks.on(rank):
+                parts, columns = self.per_layer[rank]
+                every = product.parts[0]
+                if min(columns) < max(columns):  # remove the padding of narrower shares
+                    by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
+                    every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
+                whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
+        return whole
 
 
 def divides_head(weight: Weight, count: int) -> bool:
