@@ -70,17 +70,14 @@ class Prefixes:
         cached = min(len(self._cache.match_prefix(key, salt)) * self._cache.page_size, request.max_cached)
         scored = request.max_cached < request.prefill_target - 1  # it needs scores that only its own samples compute
         found: list[tuple[int, PromptReader]] = []
-        for common, reader in self._in_progress.sharing(key, salt, cached):
-            worth = common >= cached + WORTH_WAITING or reader.request.number == request.awaited
+        for common, reader in self._in_progress.sharing(key, salt, cached + WORTH_WAITING):
             fits = reader.rank < rank and not (scored and reader.request.scores is not request.scores)
-            if worth and fits and self._is_computing(reader.request, common):
+            if fits and self._is_computing(reader.request, common):
                 found.append((common, reader))
-        if not found:
-            return False
-        longest = max(common for common, _ in found)
-        first = min((reader for common, reader in found if common == longest), key=lambda each: each.rank)
-        request.awaited, request.awaited_len = first.request.number, longest
-        return True
+        if found:
+            longest, first = min(found, key=lambda each: (-each[0], each[1].rank))
+            request.awaited, request.awaited_len = first.request.number, longest
+        return len(found) > 0
 
     def cached_pages(self, request: Request) -> IntArray:
         """The cached pages that a waiting request would adopt if it got a row now. Changes nothing."""

@@ -57,15 +57,15 @@ class PromptsInProgress:
         if reader is not None:
             del self._entries[bisect_left(self._entries, reader.entry)]
 
-    def sharing(self, key: IntArray, salt: bytes, known: int) -> Iterator[tuple[int, PromptReader]]:
-        """Requests whose prompts share more than the first `known` slots with this key: (slots in whole pages,
+    def sharing(self, key: IntArray, salt: bytes, least: int) -> Iterator[tuple[int, PromptReader]]:
+        """Requests whose prompts share at least the first `least` slots with this key: (slots in whole pages,
         request)."""
         place = bisect_left(self._entries, (salt, key.tobytes(), -1))
         for neighbours in (reversed(self._entries[:place]), self._entries[place:]):  # the nearest share the most
             for other_salt, _, number in neighbours:
                 reader = self._readers[number]
                 common = self._cache.common_len(key, reader.key) if other_salt == salt else 0
-                if common <= known:
+                if common < least:
                     break
                 yield common, reader
 
