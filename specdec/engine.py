@@ -49,6 +49,7 @@ from specdec.runtime.arguments import (
     require_type,
     warn_where_drafts_end,
 )
+from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -156,6 +157,7 @@ class Engine:
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.state, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.state, self.spec, choice, graphs, chunks)
+        self._watch = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.request_builder.end_tokens
@@ -456,8 +458,10 @@ class Engine:
     def _run(self) -> None:
         self.inbox.require_open()
         if not self.scheduler.idle:
-            for request in self.steps.run():
+            ended = self.steps.run()
+            for request in ended:
                 self.inbox.remove_ended(request.number)
+            self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()
 

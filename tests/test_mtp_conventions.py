@@ -1,10 +1,12 @@
-"""What no tensor of an MTP module says: the doctor names it, on modules trained under it."""
+"""What no tensor of an MTP module says: the doctor names it and an engine warns of it, on modules trained under it."""
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +27,15 @@ from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.loading import load_model, load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
+from specdec.runtime import convention_watch
 from specdec.training.draft_loss import draft_loss, run_target
 from specdec.training.native_mtp_training import TrainableNativeMtp, new_state
 from specdec.training.packed_rows import Document, PackedRows, pack_rows
 from specdec.training.training_optimizer import MixedOptimizer, schedule
 
 from marks import examples, is_deep
+
+SAID = "the MTP modules agree better with the target under other conventions"
 
 
 class Planted(NamedTuple):
@@ -110,6 +115,16 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     return Planted(folder, asked, trainer(target, documents[:184], 400, 2, 5))
 
 
+def warnings_of(planted: Planted, module: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings of an engine that commits 512 tokens."""
+    caplog.clear()
+    config = EngineConfig(max_batch_size=8, max_model_len=256, dtype="float32")
+    with Engine.from_pretrained(planted.folder, module, config=config) as engine:
+        engine.generate(planted.prompts[:8], SamplingParams(max_new_tokens=64, ignore_eos=True))
+        assert engine._watch.drafter is None  # it has judged
+    return [said for said in caplog.messages if said.startswith(SAID)]
+
+
 def conventions_found(planted: Planted, module: Path) -> dict[str, Any] | None:
     config = EngineConfig(max_batch_size=8, max_model_len=256, dtype="float32")
     with Engine.from_pretrained(planted.folder, module, config=config) as engine:
@@ -118,14 +133,69 @@ def conventions_found(planted: Planted, module: Path) -> dict[str, Any] | None:
         return None if found.conventions is None else dict(found.conventions)
 
 
-def test_the_kind_of_layer_that_a_block_is_like_is_measured(small: Planted, tmp_path: Path) -> None:
-    """A sliding block loaded as a full one: named, and right once written."""
+def test_the_kind_of_layer_that_a_block_is_like_is_measured(
+    small: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sliding block loaded as a full one: named, warned of once 512 tokens are committed, and right once written."""
     module = small.train(MtpFamily(form="T", like=0), tmp_path / "module")
     if is_deep():  # as below, once the right ones are written
-        assert conventions_found(small, module) is None
+        assert warnings_of(small, module, caplog) == [] and conventions_found(small, module) is None
     write_conventions(module, MtpFamily(form="T", like=-1))
+    [said] = warnings_of(small, module, caplog)
+    assert (
+        "a block of full attention -> a block of sliding attention" in said and "over 496 tokens" in said
+    )  # of 512, two a text lack drafts
     found = conventions_found(small, module)
     assert found is not None and found["like"] == 1 and found["form"] == "T"
+    write_conventions(module, MtpFamily(**found))
+    assert warnings_of(small, module, caplog) == []
+
+
+def test_a_watch_that_fails_ends_no_request(
+    small: Planted, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(*given: Any) -> Iterator[None]:
+        yield
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(convention_watch, "judge", judge)
+    assert warnings_of(small, small.folder, caplog) == []
+
+
+def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While requests wait; the rest of it is done once none does. A part in each step took as long as the round beside
+    it, for 144 steps of 16 requests."""
+    done: list[int] = []
+
+    def judge(target: TargetModel, drafter: Any, texts: list[convention_watch.AnsweredText]) -> Iterator[None]:
+        assert sum(text.answer_len for text in texts) >= 512 and all(text.first == 4 for text in texts)
+        for part in range(100):
+            done.append(part)
+            yield
+
+    monkeypatch.setattr(convention_watch, "judge", judge)
+    config = EngineConfig(max_batch_size=8, max_model_len=72)
+    with Engine.from_pretrained(small.folder, "mtp", config=config) as engine:
+        engine.submit_many(small.prompts * 2, SamplingParams(max_new_tokens=66, ignore_eos=True))
+        counts = [0]
+        while engine.step():
+            counts.append(len(done))
+        assert {b - a for a, b in itertools.pairwise(counts)} == {0, 1} and len(done) == 100
+        steps = [number for number, (a, b) in enumerate(itertools.pairwise(counts)) if b > a]
+        assert {b - a for a, b in itertools.pairwise(steps)} == {8}
+        assert engine._watch.drafter is None
+
+
+def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
+    def answered(prompt: int, answer: int) -> Any:
+        tokens = list(range(prompt + answer))
+        settled = SimpleNamespace(num_tokens=len(tokens))
+        return SimpleNamespace(prompt=tokens[:prompt], tokens=[*tokens, -1], settled=settled, num_output=answer)
+
+    assert convention_watch.long_enough([answered(300, 9), answered(4, 8), answered(4, 7)]) == [
+        (list(range(300 - 256, 309)), 256),
+        (list(range(12)), 4),
+    ]
 
 
 def test_observations_are_by_token() -> None:
@@ -154,14 +224,17 @@ VARIANTS.append(MtpFamily(like=-2))  # a sliding block, as its tensors say
 
 @pytest.mark.deep
 @pytest.mark.parametrize("family", VARIANTS, ids=lambda family: json.dumps(asdict(family)))
-def test_the_planted_conventions_are_named(family: MtpFamily, bundled: Planted, tmp_path: Path) -> None:
+def test_the_planted_conventions_are_named_and_never_warned_of(
+    family: MtpFamily, bundled: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Loaded with the other state, or with another carry."""
     module = bundled.train(family, tmp_path / "module")
-    assert conventions_found(bundled, module) is None
+    assert warnings_of(bundled, module, caplog) == [] and conventions_found(bundled, module) is None
     for changes in ({"normed_state": not family.normed_state}, *CARRIES):
         wrong = replace(family, **({"form": "C", "normed_carry": True} | changes if changes in CARRIES else changes))
         if wrong != family:
             write_conventions(module, wrong)
+            assert len(warnings_of(bundled, module, caplog)) == 1, wrong
             assert conventions_found(bundled, module) == asdict(family), wrong
 
 

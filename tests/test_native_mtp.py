@@ -24,10 +24,8 @@ import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
-from specdec.draft_models.native_mtp.conventions import all_conventions
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
+from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
 from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily, module_tensors
 from specdec.draft_models.native_mtp.mtp_module import beside
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -474,14 +472,6 @@ def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_p
             engine_of(folder, "mtp")
 
 
-def dense_drafts(drafter: NativeMtpDrafter, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Probabilities [K, T, V] of up to 5 drafts at each of these places."""
-    steps = min(5, drafter.max_steps or 5)
-    rows = chained_rows(drafter, tokens[None], states[None], torch.arange(len(tokens))[None], steps)
-    last = len(drafter.modules) - 1
-    return torch.stack([drafter.logits(min(step, last), out)[0].softmax(-1) for step, out in enumerate(rows)])
-
-
 @usual_cases("exaone4-fp8-block-packed", "exaone4-fp8-block-excluded", "glm4_moe-3-int4-g32-packed")
 @pytest.mark.parametrize("stored", ["packed", "excluded", "bf16"])
 @pytest.mark.parametrize(
@@ -525,7 +515,7 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
         seen = watch_proposals(engine)
         engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
         drafts.append([each[:3] for each in seen])
-        measured.append([dense_drafts(each, tokens, states) for each in all_conventions(engine.drafter)])
+        measured.append([accepted(each, tokens, states, 4) for each in all_conventions(engine.drafter)])
     assert drafts[0] == drafts[1]
     assert len(measured[1]) == (12 if name == "exaone4" else 6)  # also with blocks like other layers
     torch.testing.assert_close(*measured)
