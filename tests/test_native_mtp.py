@@ -5,12 +5,14 @@ import json
 import random
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from dense_drafts import best_paths, paths_of
 from mtp_checkpoints import EMBED, FULL, HEAD, SHAPES, SLIDING, Published, Reference, publish
 from packed_checkpoints import FORMS as STORED
 from packed_checkpoints import quantise, set_config
@@ -47,19 +49,15 @@ def assert_published(made: Published, seen: list[Proposal]) -> int:
     """The children of every node are the best of the published forward after it -> nodes that were compared. `make
     test` looks at some 24 drafts."""
     reference, compared = Reference(made), 0
-    for text, tokens, parents, _ in seen if is_deep() else seen[:: 1 + len(seen) // 24]:
-        for node in range(len(tokens)):
-            children = [tokens[i] for i in range(1, len(tokens)) if parents[i] == node]
-            if not children:
-                continue
-            path, at = [], node
-            while at:
-                path.append(tokens[at])
-                at = parents[at]
-            logits = reference.logits(text, path[::-1])
-            best = logits.topk(len(children)).indices.tolist()
-            assert set(best) == set(children), (len(text), node, text, tokens, parents, logits.tolist())
-            compared += len(children)
+    for draft in seen if is_deep() else seen[:: 1 + len(seen) // 24]:
+        children = defaultdict[tuple[int, ...], list[int]](list)
+        for path in paths_of(draft)[1:]:
+            children[path[:-1]].append(path[-1])
+        for path, tokens in children.items():
+            logits = reference.logits(draft.text, path)
+            best = logits.topk(len(tokens)).indices.tolist()
+            assert sorted(best) == sorted(tokens), (draft, path, logits.tolist())
+            compared += len(tokens)
     return compared
 
 
@@ -110,27 +108,13 @@ def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = N
 PARAMS = SamplingParams(max_new_tokens=9)
 
 
-def published_paths(reference: Reference, text: list[int], spec: dict[str, int]) -> set[tuple[int, ...]]:
-    """The nodes of a draft of the published forward, by the tokens from the root: of `topk` children of each of `topk`
-    nodes a level, those of the best products of probabilities."""
-    topk, beam, found = spec.get("topk", 1), [(0.0, ())], list[tuple[float, tuple[int, ...]]]()
-    for _ in range(spec["num_steps"]):
-        grown = []
-        for score, path in beam:
-            best = reference.logits(text, path).log_softmax(-1).topk(topk)
-            grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-        beam = sorted(grown, reverse=True)[:topk]
-        found += grown
-    count = spec.get("num_draft_tokens", 1 + len(found)) - 1
-    return {path for _, path in sorted(found, reverse=True)[:count]}
-
-
 def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], spec: dict[str, int]) -> int:
     """Rounds after the first token, each with a draft of the published forward, no deeper than what is left to ask."""
     text, at, rounds = [*prompt, *output], len(prompt) + 1, 0
     while at < len(text):
         levels = min(spec["num_steps"], len(text) - at - 1)
-        paths, accepted = published_paths(reference, text[:at], {**spec, "num_steps": levels}), 0
+        size = levels, spec.get("topk", 1), spec.get("num_draft_tokens", 1 + levels) - 1
+        paths, accepted = best_paths(reference, text[:at], *size), 0
         while tuple(text[at : at + accepted + 1]) in paths and at + accepted < len(text):
             accepted += 1
         at, rounds = at + accepted + 1, rounds + 1
