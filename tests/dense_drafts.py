@@ -1,4 +1,4 @@
-"""What a drafter must draft: the best paths of a forward that keeps nothing, and the drafts of an engine beside them."""
+"""What a drafter must draft: the best paths of a forward that keeps nothing; and drafts of an engine beside them."""
 
 from collections.abc import Sequence
 from typing import Protocol
