@@ -18,17 +18,21 @@ class DenseForward(Protocol):
         """[V] of the draft after `path`, which follows `text`; the last token of `text` is the root."""
 
 
-def best_paths(forward: DenseForward, text: Sequence[int], levels: int, topk: int, count: int) -> set[Path]:
-    """Of `topk` children of each of `topk` nodes a level, the `count` with the best products of probabilities."""
-    beam, found = [(0.0, ())], list[tuple[float, Path]]()
+def best_paths(
+    forward: DenseForward, text: Sequence[int], levels: int, topk: int, count: int
+) -> tuple[list[Path], set[Path]]:
+    """Nodes that children are drawn from, level by level, and those of the draft: of `topk` children of each of the
+    best `topk` nodes of a level, the `count` with the best products of probabilities."""
+    beam, found, drawn_from = [(0.0, ())], list[tuple[float, Path]](), list[Path]()
     for _ in range(levels):
         grown = []
         for score, path in beam:
             best = forward.logits(text, path).log_softmax(-1).topk(topk)
             grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        drawn_from += [path for _, path in beam]
         beam = sorted(grown, reverse=True)[:topk]
         found += grown
-    return {path for _, path in sorted(found, reverse=True)[:count]}
+    return drawn_from, {path for _, path in sorted(found, reverse=True)[:count]}
 
 
 def paths_of(draft: Proposal) -> list[Path]:
@@ -40,13 +44,11 @@ def paths_of(draft: Proposal) -> list[Path]:
 
 
 def assert_best(forward: DenseForward, drafts: Sequence[Proposal], topk: int, tolerance: float) -> None:
-    """These drafts are the best paths, and the logits of the root, and of all nodes of a chain, are those of them."""
+    """These drafts are the best paths, drawn from the logits of the dense forward."""
     for draft in drafts:
-        paths, logits = paths_of(draft), draft.logits if topk == 1 else draft.logits[:1]
-        levels = len(logits) if topk == 1 else 1 + (len(draft.logits) - 1) // topk
-        for path, found in zip(paths, logits, strict=False):
-            want = forward.logits(draft.text, path).to(found.dtype)
-            chosen = found > -torch.inf
-            torch.testing.assert_close(found[chosen], want[chosen], atol=tolerance, rtol=tolerance)
-        expected = best_paths(forward, draft.text, levels, topk, len(paths) - 1)
+        paths, levels = paths_of(draft), 1 + (len(draft.logits) - 1) // topk
+        drawn_from, expected = best_paths(forward, draft.text, levels, topk, len(paths) - 1)
         assert set(paths[1:]) == expected and len(expected) == len(paths) - 1, draft.text
+        for path, found in zip(drawn_from, draft.logits, strict=True):
+            chosen, want = found > -torch.inf, forward.logits(draft.text, path).to(found.dtype)
+            torch.testing.assert_close(found[chosen], want[chosen], atol=tolerance, rtol=tolerance)

@@ -114,7 +114,7 @@ def simulated_rounds(reference: Reference, prompt: list[int], output: list[int],
     while at < len(text):
         levels = min(spec["num_steps"], len(text) - at - 1)
         size = levels, spec.get("topk", 1), spec.get("num_draft_tokens", 1 + levels) - 1
-        paths, accepted = best_paths(reference, text[:at], *size), 0
+        (_, paths), accepted = best_paths(reference, text[:at], *size), 0
         while tuple(text[at : at + accepted + 1]) in paths and at + accepted < len(text):
             accepted += 1
         at, rounds = at + accepted + 1, rounds + 1
