@@ -102,6 +102,19 @@ def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
     assert_best(Reference(target, assistant), seen, 2, 1e-4)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_trees_of_200_nodes_equal_the_eager_forward(
+    page_size, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
+):
+    """More nodes than an integer has bits, of which most lie on paths that leave the window."""
+    target, prompts = make_target("gemma4-e2b", vocab_size=12), [random_prompt(n, vocab=12) for n in (9, 3)]
+    engine = make_engine(target, make_assistant(target), spec=SpecConfig(10, 5, 200), page_size=page_size)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=14))
+    engine.table.check()
+    assert [out.token_ids for out in outputs] == [greedy_oracle(target, prompt, 14) for prompt in prompts]
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) > 0
+
+
 def test_a_failing_step_thaws_the_cache(
     make_target, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch
 ):
