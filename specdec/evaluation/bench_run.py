@@ -33,8 +33,9 @@ class BenchReport:
     drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
     times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: by name: number of
-    prompts, acceptance length, and tokens/s of each contestant. data: source of the prompts. template, thinking: how prompts were rendered, in words. processor_share: processor seconds of this process
-    per second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
+    prompts, acceptance length, and tokens/s of each contestant. data: source of the prompts. template, thinking: how
+    prompts were rendered, in words. processor_share: processor seconds of this process per second of the measurement;
+    None on a GPU. Below 1, times are longer than on an idle machine.
     """
 
     target: str
