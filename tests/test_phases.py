@@ -268,8 +268,8 @@ def test_the_table_says_what_is_supposed_and_what_was_shrunk():
 
 
 def test_a_shape_from_the_shell(tmp_path):
-    sizes = ("--batches", "1,2", "--contexts", "24", "--rounds", "3")
-    result = bench("--shape", "gemma4-e4b", *SMALL, *sizes, "--json", str(tmp_path / "o.json"))
+    files = ("--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
+    result = bench("--shape", "gemma4-e4b", *SMALL, "--batches", "1,2", "--contexts", "24", "--rounds", "3", *files)
     assert result.exit_code == 0, result.output
     assert "SHRUNK to 2 layers, widths / 16" in result.stdout
     record = json.loads((tmp_path / "o.json").read_text())
@@ -290,6 +290,7 @@ def test_a_shape_from_the_shell(tmp_path):
     assert set(record["cells"][1]["ms"]) == {"round", "draft", "verify", "other", "host"}
     assert set(record["cells"][1]["tokens_per_second"]) == {"if AL 2", "if AL 3"}
     assert record["conditions"]["command"].startswith("specdec")
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -340,7 +341,7 @@ def test_packed_weights_and_only_the_drafts_that_were_asked_for(shape, weights, 
         (("--shape", "llama-8b", *SMALL, "--weights", "mxfp4"), "packs experts, and this shape has none"),
         (("--weights", "fp8"), "--weights belongs to --shape or --phases"),
         (("--phases", "--layers", "3"), "are for --shape"),
-        (("--profile",), "--profile belongs to --shape or --phases"),
+        (("--plot", "o.png"), "--plot belongs to --shape or --phases"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )

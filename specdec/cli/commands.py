@@ -72,10 +72,13 @@ class PhaseOptions:
     layers: int | None = phase_option(None, "Layers of the shape, fewer than published; its figures say so.")
     shrink: int = phase_option(1, "Divide all widths of the shape by this, up to 16.")
     profile: bool = phase_option(False, "On a GPU, also measure the time in which no kernel runs.", "--profile")
+    plot_file: Path | None = phase_option(
+        None, "Plot times over batch and context, as PNG.", "--plot", metavar="FILE", callback=output_file
+    )
 
     def require_unused(self) -> None:
         """Raises ConfigError if an option that needs --shape or --phases is given."""
-        used = {"drafts": self.drafts, "layers": self.layers, "profile": self.profile or None}
+        used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
         used |= {"weights": self.weights, "suppose-acceptance": self.suppose_acceptance}
         given = [f"--{name}" for name, value in used.items() if value is not None]
         if given:

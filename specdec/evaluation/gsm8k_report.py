@@ -291,6 +291,13 @@ def require_matplotlib() -> None:
         raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
 
 
+def png_of(figure: Any) -> bytes:
+    """A matplotlib figure as PNG bytes."""
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
 def drawn(report: Report) -> bytes:
     """Accuracy with intervals (if graded), acceptance, and tokens per second, side by side, as a PNG."""
     from matplotlib.figure import Figure
@@ -304,9 +311,7 @@ def drawn(report: Report) -> bytes:
     figure.suptitle(accuracy_title(report))
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, report)
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    return picture.getvalue()
+    return png_of(figure)
 
 
 def accuracy_title(report: Report) -> str:

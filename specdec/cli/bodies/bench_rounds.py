@@ -27,7 +27,7 @@ from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import require_distinct, write_report
-from specdec.evaluation.phases.phase_report import phase_table
+from specdec.evaluation.phases.phase_report import drawn_phases, phase_table
 from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.evaluation.tasks import choose
@@ -41,6 +41,7 @@ def bench(options: BenchOptions) -> None:
 def bench_rounds(options: BenchOptions) -> None:
     prepare_output(options.pair)
     asked = options.timing
+    require_outputs(options.json_file, asked.plot_file)
     plan = Plan(
         batches=whole_numbers("batches", asked.batches),
         contexts=whole_numbers("contexts", asked.contexts),
@@ -52,8 +53,15 @@ def bench_rounds(options: BenchOptions) -> None:
     with shown_when_interrupted(lambda report: print(phase_table(report))):
         subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
-    if write_report(report.as_json(), options.json_file):
+    if write_report(report.as_json(), options.json_file, (asked.plot_file, partial(drawn_phases, report))):
         print(phase_table(report))
+
+
+def require_outputs(*files: Path | None) -> None:
+    """Raise ConfigError, before any work, if two files are one, or if the last, a picture, cannot be drawn."""
+    require_distinct(files)
+    if files[-1] is not None:
+        require_matplotlib()
 
 
 def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
@@ -193,9 +201,7 @@ def bench_pair(options: BenchOptions) -> None:
 
 def evaluate_task(options: EvalOptions) -> None:
     prepare_output(options.pair)
-    require_distinct([options.json_file, options.markdown_file, options.png_file])
-    if options.png_file is not None:
-        require_matplotlib()
+    require_outputs(options.json_file, options.markdown_file, options.png_file)
     config = engine_config(options.pair, options.batch_size or BATCH_SIZES.get(options.task, 1))
     # an interruption prints a table only: the files keep the report of the last whole evaluation
     with shown_when_interrupted(lambda report: print(markdown(report))):

@@ -1,4 +1,4 @@
-"""Results of a phase benchmark: plain values, and a table of them.
+"""Results of a phase benchmark: plain values, a table of them, and a plot.
 
 A cell is one way of decoding at one batch and context. It has times only if its parity check passed; otherwise `note`
 says why not. `tokens_per_second` is by acceptance length: measured for a trained pair, supposed for random weights.
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.evaluation.gsm8k_report import table_lines
+from specdec.evaluation.gsm8k_report import png_of, table_lines
 from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 
@@ -132,3 +132,40 @@ def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
 
 def _rounded(figure: float | None, digits: int) -> str:
     return "" if figure is None else f"{figure:.{digits}f}"
+
+
+COLOURS = ("tab:grey", "tab:green", "tab:blue", "tab:orange", "tab:red", "tab:purple")
+
+
+def drawn_phases(report: PhaseReport) -> bytes:
+    """Two panels as a PNG: times over batch at the shortest context, and over context at the smallest batch."""
+    from matplotlib.figure import Figure
+
+    shown = [cell for cell in report.cells if cell.shown]
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure.suptitle(bench_title(report).replace("; ", "\n"), fontsize=8)
+    for axes, over, fixed in zip(figure.subplots(1, 2), ("batch", "context"), ("context", "batch"), strict=True):
+        least = min((getattr(cell, fixed) for cell in shown), default=0)
+        _panel(axes, [cell for cell in shown if getattr(cell, fixed) == least], over, f"{fixed} {least}")
+    return png_of(figure)
+
+
+def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
+    """Draw a line for each run, dotted for peers, and its floor, dashed, in the same colour."""
+    for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
+        points = sorted((getattr(cell, over), cell.ms["round"], cell.floor_ms) for cell in cells if cell.run == run)
+        places, colour = [x for x, _, _ in points], COLOURS[number % len(COLOURS)]
+        style = ":" if run.startswith("transformers") else "-"
+        medians = [times.median for _, times, _ in points]
+        below = [times.median - times.p10 for _, times, _ in points]
+        above = [times.p90 - times.median for _, times, _ in points]
+        axes.errorbar(places, medians, yerr=[below, above], label=run, color=colour, linestyle=style, marker="o")
+        axes.plot(places, [floor for _, _, floor in points], color=colour, linestyle="--", linewidth=1, marker="_")
+    axes.set(title=f"over {over}, {at}", xlabel=over, ylabel="ms a round; dashed: its floor")
+    axes.set_ylim(bottom=0)
+    if cells:
+        axes.set_xscale("log", base=2)
+        places = sorted({getattr(cell, over) for cell in cells})
+        axes.set_xticks(places, [str(place) for place in places])
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=8)
