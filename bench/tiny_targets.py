@@ -6,20 +6,16 @@ from typing import Any, NamedTuple
 from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 import transformers
-from transformers import (
-    Gemma4AssistantConfig,
-    Gemma4AssistantForCausalLM,
-    Gemma4TextConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
+from specdec.training.assistant_training import new_assistant
 
 VOCAB, WINDOW = 24, 16
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -124,28 +120,7 @@ def tiny_drafter(name: str, bound: TargetModel) -> Any:
         head.target_ids = torch.randperm(VOCAB)[: VOCAB - 6].sort().values
         return Eagle3Drafter(head, bound)
     if name == "MTP":
-        sliding, full = bound.layout.last_owner(SLIDING), bound.layout.last_owner(FULL)
-        assert sliding is not None and full is not None
-        text = Gemma4TextConfig(
-            vocab_size=VOCAB,
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            layer_types=[SLIDING, FULL],
-            num_attention_heads=4,
-            num_key_value_heads=sliding.k.heads,
-            head_dim=sliding.k.dim,
-            global_head_dim=full.k.dim,
-            num_global_key_value_heads=full.k.heads,
-            attention_k_eq_v=True,
-            sliding_window=sliding.window,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=0,
-            pad_token_id=None,
-        )
-        outer = {"backbone_hidden_size": bound.hidden_size, "use_ordered_embeddings": False}
-        with constructible_assistants():
-            assistant = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(text_config=text, **outer))
+        assistant = new_assistant(bound, hidden=24, intermediate=32, layers=2, heads=4)
         return Gemma4MTPDrafter(spread(assistant).to(bound.dtype), bound)
     return NgramDrafter() if name == "n-gram" else None
 

@@ -6,8 +6,8 @@
 
 Open streams share the engine's rounds: reading the next tokens of one advances all of them, and the tokens of the
 others are kept until they are read. A stream holds KV from its first token on, so no more are open than fit in a batch.
-On a terminal the table is live; elsewhere its last state is printed. `--compare` repeats the run without drafts and
-fails if an answer differs.
+On a terminal the table is live; elsewhere its last state is printed. `--compare` decodes all prompts with and without
+drafts, and fails if an answer differs.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compare_pair import compare
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -26,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
-from specdec.runtime.draft_reports import acceptance_in_words, why_slower
+from specdec.runtime.draft_reports import acceptance_in_words
 from specdec.runtime.request import StreamDelta
 from specdec.text.prompt_files import read_prompts
 
@@ -98,41 +99,24 @@ def run(args: argparse.Namespace) -> bool:
     console = Console(highlight=False)
     config = EngineConfig(max_batch_size=args.batch_size)
     engine = Engine.from_pretrained(args.target, args.drafter, spec=SpecConfig(args.steps), config=config)
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
     texts = args.prompt or [prompt.text for prompt in read_prompts(args.data, args.limit)]
     prompts = [engine.chat_prompt(text) for text in texts]
 
-    board, outputs = Board([Answer(text) for text in texts]), {}
+    board, total = Board([Answer(text) for text in texts]), RequestStats()
     with Live(board, console=console, transient=True) if console.is_terminal else nullcontext():
         for row, delta in stream_all(engine, prompts, params):
             board.read(row, delta)
             if delta.output is not None:
-                outputs[row] = delta.output
+                total.add(delta.output.stats)
     seconds = time.perf_counter() - board.start
     console.print(board)
-    total = RequestStats()
-    for output in outputs.values():
-        total.add(output.stats)
     console.print(
         f"{len(prompts)} answers, at most {args.batch_size} at a time: {total.output_tokens} tokens in {seconds:.2f} s"
         f" ({total.output_tokens / seconds:.0f} tokens/s), {acceptance_in_words(total, engine.drafts_off)}",
         soft_wrap=True,
     )
-    if not args.compare:
-        return True
-
-    plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
-    start = time.perf_counter()
-    deltas = stream_all(plain, prompts, params)
-    references = {row: delta.output.token_ids for row, delta in deltas if delta.output is not None}
-    speed_up = (time.perf_counter() - start) / seconds
-    different = [row for row in sorted(references) if outputs[row].token_ids != references[row]]
-    if different:
-        console.print(f"answers that differ, counted from 0: {different}")
-    console.print(f"identical to plain decoding: {'NO' if different else 'yes'}, speed-up {speed_up:.2f}x")
-    if slower := why_slower(speed_up, total, off=engine.drafts_off):
-        console.print(f"slower, since {slower}", soft_wrap=True)
-    return not different
+    return not args.compare or compare(engine, [prompts], params, console)
 
 
 def main() -> None:
@@ -145,9 +129,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="answers generated at a time")
     parser.add_argument("--steps", type=int, default=4, help="drafts a round")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare", action="store_true", help="repeat without drafts: same answers? how fast?")
+    parser.add_argument("--compare", action="store_true", help="with and without drafts: same answers? how fast?")
     args = parser.parse_args()
     try:
         identical = run(args)

@@ -2,8 +2,8 @@
 
     python examples/gemma4_mtp.py                                  # the bundled pair
     python examples/gemma4_mtp.py --compare --prompt "..." --prompt "..."
-    python examples/gemma4_mtp.py --model E4B --system "Answer in one sentence." --prompt "Why is the sky blue?"
-    python examples/gemma4_mtp.py --model DIR --drafter DIR --draft-topk 4 --nodes 16 --temperature 1 --top-k 64
+    python examples/gemma4_mtp.py --model E4B --prompt "Why is the sky blue?"
+    python examples/gemma4_mtp.py --model DIR --drafter DIR --draft-topk 4 --nodes 16 --temperature 1
 
 The answer is printed as it is made, text from accepted drafts in colour. `--compare` decodes without drafts as well
 and fails if the text differs. The pairs by name (`--models` prints this table):

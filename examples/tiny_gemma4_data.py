@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
-from word_problems import final_answer, generate, heldout_questions, stream
+from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
+from word_problems import generate, heldout_questions, stream
 
+from specdec import Engine, EngineConfig, SamplingParams
+from specdec.evaluation.gsm8k_report import is_correct
+from specdec.models.target import TargetModel
 from specdec.training.packed_rows import Document, pack_documents, to_arrays
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
@@ -109,70 +111,21 @@ def batches(dataset: PackedProblems, workers: int) -> Iterator[dict[str, np.ndar
     return iter(DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_same, prefetch_factor=prefetch))
 
 
-@torch.no_grad()
-def answer(
-    model: Gemma4ForCausalLM,
-    prompts: list[list[int]],
-    max_new: int,
-    batch: int,
-    temperature: float = 0.0,
-    tell: Callable[[float], None] | None = None,
-) -> list[list[int]]:
-    """The model's own answers, without the prompt, up to and including the token that ends the turn.
-
-    `tell` hears which fraction is done, at every token.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # equal lengths together: little padding
-    out: list[list[int]] = [[] for _ in prompts]
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    was_training = model.training
-    model.eval()
-    for start in range(0, len(order), batch):
-        part = order[start : start + batch]
-        width = max(len(prompts[i]) for i in part)
-        ids = torch.full((len(part), width), PAD)
-        for r, i in enumerate(part):
-            ids[r, width - len(prompts[i]) :] = torch.tensor(prompts[i])
-        ids = ids.to(model.device)
-        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new, **sampling}
-        if tell is not None:
-            settings["stopping_criteria"] = [_Heartbeat(tell, start, len(part), len(order), width, max_new)]
-        with torch.compiler.set_stance("force_eager"):  # lengths change every step; compiling each would be hopeless
-            new = model.generate(ids, attention_mask=(ids != PAD).long(), **settings)[:, width:].tolist()
-        for r, i in enumerate(part):
-            stop = next((k for k, token in enumerate(new[r]) if token in (TURN_END, EOS)), len(new[r]) - 1)
-            out[i] = new[r][: stop + 1]
-    model.train(was_training)
-    return out
-
-
-class _Heartbeat(StoppingCriteria):
-    """Stops nothing; says how far the generation of one batch among all is."""
-
-    def __init__(
-        self, tell: Callable[[float], None], start: int, rows: int, total: int, width: int, max_new: int
-    ) -> None:
-        self.tell, self.start, self.rows, self.total = tell, start, rows, total
-        self.width, self.max_new = width, max_new
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.tell((self.start + self.rows * (input_ids.shape[1] - self.width) / self.max_new) / self.total)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def accuracy(
-    model: Gemma4ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: list[dict[str, str]],
-    max_new: int,
-    tell: Callable[[float], None] | None = None,
-) -> tuple[float, list[list[int]]]:
-    """Share of problems whose greedy final answer is right, and the answers."""
-    prompts = tokenizer([prompt_text(p["question"]) for p in problems], add_special_tokens=False)["input_ids"]
-    answers = answer(model, prompts, max_new, batch=1024, tell=tell)
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    right = [final_answer(t) == final_answer(p["answer"]) for t, p in zip(texts, problems, strict=True)]
-    return sum(right) / len(right), answers
+    model: Gemma4ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[dict[str, str]], max_new: int
+) -> float:
+    """Share of problems whose greedy final answer is right."""
+    was_training, config = model.training, EngineConfig(max_batch_size=256, max_model_len=1024)
+    model.eval()
+    with (
+        torch.compiler.set_stance("force_eager"),  # lengths change every step; compiling each would be hopeless
+        Engine(TargetModel(model), None, tokenizer=tokenizer, config=config) as engine,
+    ):
+        prompts = [engine.chat_prompt(problem["question"]) for problem in problems]
+        outputs = engine.generate(prompts, SamplingParams(max_new), progress=False)
+    model.train(was_training)
+    right = [is_correct(out.text, problem["answer"]) for out, problem in zip(outputs, problems, strict=True)]
+    return sum(right) / len(right)
 
 
 def tokenizer_corpus(gsm8k: list[dict[str, str]], seed: int, count: int) -> list[str]:

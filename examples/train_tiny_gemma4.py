@@ -136,7 +136,7 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float, stage: S
             save(model, tokenizer, run.target_dir, args.shard_size)
             saved = now
         if now - evaluated > args.eval_every and stop - now > 0.5 * args.eval_every:
-            score, _ = accuracy(model, tokenizer, validation, min(args.max_new, 144))
+            score = accuracy(model, tokenizer, validation, min(args.max_new, 144))
             print(f"{now - start:6.0f} s  validation accuracy {score:.3f} of {len(validation)}", flush=True)
             evaluated = time.perf_counter()
         if now >= stop:
@@ -155,19 +155,12 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float, stage: S
 def score_target(run: Run, dev: list[dict[str, str]], stage: Stage) -> None:
     """Greedy accuracy in bfloat16 on held-out and GSM8K dev problems, in float32 on the held-out ones."""
     sets = {"heldout": heldout()[: run.args.report_count], "gsm8k_dev": dev[: run.args.report_count]}
-    rounds = len(sets) + 1
-
-    def scored(turn: int, says: str, model: Gemma4ForCausalLM, problems: list[dict[str, str]]) -> float:
-        def tell(fraction: float) -> None:
-            stage.update((turn + fraction) / rounds, says)
-
-        tell(0.0)
-        return accuracy(model, run.tokenizer, problems, run.args.max_new, tell)[0]
-
-    for turn, (name, problems) in enumerate(sets.items()):
-        run.result[f"{name}_accuracy_bf16"] = scored(turn, f"{name}, bf16", run.target, problems)
-    wide = Gemma4ForCausalLM.from_pretrained(run.target_dir, dtype=torch.float32).to(run.device).eval()
-    run.result["heldout_accuracy_fp32"] = scored(len(sets), "heldout, fp32", wide, sets["heldout"])
+    wide = Gemma4ForCausalLM.from_pretrained(run.target_dir, dtype=torch.float32).to(run.device)
+    cases = [("heldout", "bf16", run.target), ("gsm8k_dev", "bf16", run.target), ("heldout", "fp32", wide)]
+    for turn, (name, dtype, model) in enumerate(cases):
+        stage.update(turn / len(cases), f"{name}, {dtype}")
+        score = accuracy(model, run.tokenizer, sets[name], run.args.max_new)
+        run.result[f"{name}_accuracy_{dtype}"] = score
 
 
 def load_or_make(run: Run, gsm8k: list[dict[str, str]]) -> None:

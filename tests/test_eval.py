@@ -406,15 +406,15 @@ def test_a_bench_has_no_figures_when_an_output_differs():
 def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
     settings = {"a": 1}
     with open_transcripts(tmp_path, settings, 0) as file:
-        file.write(b'{"index": 0}\n{"index": 1')
-    assert read_transcripts(tmp_path, settings) == [{"index": 0}]
+        file.write(b'{"batch": 0}\n{"batch": 1')
+    assert read_transcripts(tmp_path, settings) == [{"batch": 0}]
     with open_transcripts(tmp_path, settings, 0) as file:
-        append_record(file, {"index": 2})
+        append_record(file, {"batch": 2})
     with open_transcripts(tmp_path, settings, 3) as file:
-        append_record(file, {"index": 5})
+        append_record(file, {"batch": 5})
     (tmp_path / "transcripts-4.jsonl").write_text('{"a"')  # killed while it wrote its settings
-    assert read_transcripts(tmp_path, settings) == [{"index": 0}, {"index": 2}, {"index": 5}]
-    assert (tmp_path / "transcripts-0.jsonl").read_text() == '{"a": 1}\n{"index": 0}\n{"index": 2}\n'
+    assert read_transcripts(tmp_path, settings) == [{"batch": 0}, {"batch": 2}, {"batch": 5}]
+    assert (tmp_path / "transcripts-0.jsonl").read_text() == '{"a": 1}\n{"batch": 0}\n{"batch": 2}\n'
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,6 @@ def test_what_is_no_transcript_of_these_settings_is_refused(content, says, tmp_p
 @pytest.mark.slow
 def test_every_setting_that_changes_an_output_is_compared(report, folder):
     for change in (
-        {"limit": 6},
         {"params": SamplingParams(15)},
         {"params": SamplingParams(NEW, temperature=0.5)},
         {"config": EngineConfig(max_batch_size=1)},
@@ -465,19 +464,22 @@ def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_an_extension_of_other_problems_is_refused(tmp_path):
-    data = tmp_path / "data.jsonl"
+def test_only_batches_of_the_same_problems_are_taken_over(tmp_path, monkeypatch):
+    data, made, whole = tmp_path / "data.jsonl", [], evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
     rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(3)]
 
     def run(rows, limit):
         data.write_text("\n".join(map(json.dumps, rows)))
-        settings = {"data": data, "limit": limit, "params": SamplingParams(2), "folder": tmp_path / "kept"}
-        return evaluate("gsm8k", "tiny-gemma4", **settings)
+        made.clear()
+        one = {"params": SamplingParams(2), "config": EngineConfig(max_batch_size=1)}
+        evaluate("gsm8k", "tiny-gemma4", data=data, limit=limit, folder=tmp_path / "kept", **one)
+        return made
 
-    run(rows, 2)
-    run(rows, 3)
-    with pytest.raises(SpecDecError, match="was made with sha256"):
-        run([{**rows[0], "question": "What else?"}, *rows[1:], rows[0]], 4)
+    assert run(rows, 2) == [(0,), (1,)]
+    assert run(rows, 3) == [(2,)]
+    assert run([{**rows[0], "question": "What else?"}, *rows[1:]], 3) == [(0,)]
+    assert run(rows, 1) == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A real pair on prompt files: every way of drafting against plain decoding of the same target, and transformers.
+"""A real pair on prompt files: every way of drafting against plain decoding of the same target.
 
 Greedy or seeded, with the chat template. A batch is that many requests in flight, the next one starting when one ends.
 Tokens per second count the whole run, prompts included; a round's acceptance length counts its bonus token.
@@ -11,7 +11,6 @@ Ways take turns on `turns` parts of each file, so that a slow moment of a shared
 is plain decoding a second time, and says what the noise is.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -41,14 +40,6 @@ RUNS: dict[str, tuple[str, SpecConfig]] = {
     "suffix": ("suffix", SpecConfig(8)),
 }
 """Drafter and draft of each way; "own" is the pair's."""
-PEERS: tuple[tuple[str, int, dict[str, Any]], ...] = (
-    ("transformers, plain", 1, {}),
-    ("transformers, prompt lookup", 1, {"prompt_lookup_num_tokens": 4}),
-    ("transformers, static cache, compiled", 1, {"cache_implementation": "static"}),
-    ("transformers, plain", 8, {}),
-    ("transformers, static cache, compiled", 8, {"cache_implementation": "static"}),
-)
-PEER_PROMPTS = 8
 GRADED = ("gsm8k", "humaneval")
 """Files whose answers are graded, and on which adaptive drafts must be faster than plain decoding on a GPU."""
 
@@ -166,51 +157,3 @@ def exact_rows(target: str, drafter: str, data: Sequence[str], limit: int, token
         outputs = {name: decode(engine, 8, SamplingParams(tokens), task.ids) for name, engine in engines.items()}
         for name in ("adaptive", "tree of 16"):
             yield answers_row(f"{task.name}, deterministic, {name}", outputs[name], outputs["plain"])
-
-
-def peers_rows(target: str, data: Sequence[str], limit: int, tokens: int, peer_seconds: float) -> Iterator[Row]:
-    """transformers' generate on a few of the prompts, a call at most `peer_seconds` long, next to plain decoding."""
-    base, tasks, _ = plain_engine(target, data[:2], 8, tokens, min(limit, PEER_PROMPTS))
-    width = max(len(ids) for task in tasks for ids in task.ids)
-    for name, batch, options in PEERS:
-        static = "cache_implementation" in options
-        for task in tasks:
-            some = task.ids[: max(2, batch)]
-            common = width if static else 0  # another width compiles again
-            run = partial(generated, base, batch, tokens, common, options)
-            if static and task is tasks[0]:
-                run(some[:batch], 4 * peer_seconds)
-            begin = time.perf_counter()
-            outputs = run(some, peer_seconds)
-            speed = sum(map(len, outputs)) / (time.perf_counter() - begin)
-            begin = time.perf_counter()
-            ours = decode(base, batch, SamplingParams(tokens), some)
-            plain = sum(map(len, ours)) / (time.perf_counter() - begin)
-            figures: dict[str, object] = {
-                "batch": batch,
-                "run": name,
-                "tokens/s": f"{speed:.1f}",
-                "plain": f"{plain:.1f}",
-            }
-            yield Row(f"{task.name} ({len(some)})", figures=figures)
-
-
-def generated(
-    engine: Engine, batch: int, tokens: int, width: int, options: dict[str, Any], prompts: Any, seconds: float
-) -> list[list[int]]:
-    """Groups of `batch`, padded on the left to `width`; cut off after `seconds` each."""
-    model, ends = engine.target.model, engine.end_tokens
-    outputs: list[list[int]] = []
-    for first in range(0, len(prompts), batch):
-        group = prompts[first : first + batch]
-        padding = [max(width, *map(len, group)) - len(ids) for ids in group]
-        padded = [[0] * pad + ids for pad, ids in zip(padding, group, strict=True)]
-        masked = [[0] * pad + [1] * len(ids) for pad, ids in zip(padding, group, strict=True)]
-        ids, mask = (torch.tensor(rows, device=model.device) for rows in (padded, masked))
-        limits = {"do_sample": False, "max_new_tokens": tokens, "max_time": seconds}
-        tokens_of_end = {"eos_token_id": sorted(ends), "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=mask, **limits, **tokens_of_end, **options)  # type: ignore[operator]
-        for row in out[:, ids.shape[1] :].tolist():
-            end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-            outputs.append(row[:end])
-    return outputs

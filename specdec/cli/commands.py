@@ -67,7 +67,7 @@ class PhaseOptions:
     suppose_acceptance: str | None = phase_option(
         None,
         "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic: nothing is forced). "
-        "Default: 2,3 for random weights, else none. Without --phases: one length, with --fixed-drafts.",
+        "Default: 2,3 for random weights, else none.",
     )
     layers: int | None = phase_option(None, "Layers of the shape, fewer than published; its figures say so.")
     shrink: int = phase_option(1, "Divide all widths of the shape by this, up to 16.")
@@ -79,7 +79,7 @@ class PhaseOptions:
     def require_unused(self) -> None:
         """Raises ConfigError if an option that needs --shape or --phases is given."""
         used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
-        used["weights"] = self.weights
+        used |= {"weights": self.weights, "suppose-acceptance": self.suppose_acceptance}
         given = [f"--{name}" for name, value in used.items() if value is not None]
         if given:
             raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")

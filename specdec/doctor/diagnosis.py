@@ -41,8 +41,7 @@ class Diagnosis:
 
     read: facts of the pair, in words. acceptance: acceptance in the engine's rounds on `prompts` prompts. reference:
     None if the drafter has no dense form. conventions: fields of `mtp_conventions.json`, if better ones were found for
-    MTP modules. memory: bytes of K/V by pool. best_shape: best draft in the engine's cost table; None: there is no
-    table. seconds: duration.
+    MTP modules. memory: bytes of K/V by pool. seconds: duration.
     """
 
     read: Mapping[str, str]
@@ -54,7 +53,6 @@ class Diagnosis:
     trials: tuple[Trial, ...]
     memory: Mapping[str, int]
     seconds: float
-    best_shape: str | None = None
     conventions: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
 

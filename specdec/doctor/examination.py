@@ -100,7 +100,6 @@ def diagnose(
         findings=(*findings, *named),
         trials=tuple(trials),
         memory=engine.cache.bytes_by_group(),
-        best_shape=examination.best_shape(),
         conventions=examination.conventions(drafter),
         notes=() if has_dense_form(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
@@ -145,14 +144,6 @@ class Examination:
             return None
         exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
         return ReferenceCheck.from_drafts(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
-
-    def best_shape(self) -> str | None:
-        """A sentence about the best chain for one request, from the cost of drafts here and the measured acceptance.
-        None for trees: their acceptance says nothing about chains."""
-        if self.pair.engine.spec.topk > 1:
-            return None
-        use = self.pair.draft_use(self.pair.prompts()[0], self.params)
-        return use.best_chain(1, self.as_loaded.by_depth)
 
     def conventions(self, loaded: Drafter) -> dict[str, Any] | None:
         """Conventions of the MTP modules after the named changes; None: no change was named, so those of `loaded` are

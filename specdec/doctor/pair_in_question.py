@@ -4,7 +4,6 @@ A change of a pair is another `PairInQuestion`; the target is never changed.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from specdec.draft_models.native_mtp.conventions import conventions_in_words
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
-from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.request import GenerationOutput
 
 
@@ -54,18 +52,21 @@ class PairInQuestion:
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationOutput]:
         """Outputs of a separate engine of this pair: no prefix cache and no statistics are shared.
 
-        It captures nothing, since a drafter that records its logits waits for the device.
+        It has K/V for these prompts only, since the user's engine keeps its own pools meanwhile. It captures nothing,
+        since a drafter that records its logits waits for the device.
         """
-        # not adaptive: every depth is measured, whether it pays or not
-        made = self._engine(prompts, params, adaptive=False, prefix_cache=False, cuda_graphs=False)
-        with closing(made):
+        config = replace(
+            self.engine.config,
+            max_batch_size=len(prompts),
+            max_model_len=min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len),
+            full_slots=None,
+            swa_slots=None,
+            prefix_cache=False,
+            cuda_graphs=False,
+        )
+        spec = replace(self.engine.spec, adaptive=False)  # every depth is measured, whether it pays or not
+        with Engine(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config) as made:
             return made.generate(list(prompts), params, progress=False)
-
-    def draft_use(self, prompt: list[int], params: SamplingParams) -> DraftUse:
-        """Times of drafts on this machine, from an engine for one request that chooses among them."""
-        with closing(self._engine([prompt], params, adaptive=True)) as made:
-            made.generate([prompt], params, progress=False)
-            return made.stats().drafts
 
     def _ids(self, question: str | list[int]) -> list[int]:
         if not isinstance(question, str):
@@ -73,22 +74,6 @@ class PairInQuestion:
         if self.chat and self.has_template:
             return self.engine.chat_prompt(question, **self.template)
         return self.engine.encode(question)
-
-    def _engine(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, adaptive: bool, **settings: Any
-    ) -> Engine:
-        """An engine with K/V for these prompts only, since the user's engine keeps its own pools meanwhile."""
-        longest = min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len)
-        config = replace(
-            self.engine.config,
-            max_batch_size=len(prompts),
-            max_model_len=longest,
-            full_slots=None,
-            swa_slots=None,
-            **settings,
-        )
-        spec = replace(self.engine.spec, adaptive=adaptive)
-        return type(self.engine)(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config)
 
 
 def pair_facts(pair: PairInQuestion) -> dict[str, str]:

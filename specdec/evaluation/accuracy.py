@@ -59,7 +59,7 @@ def evaluate(
     (gsm8k): worked examples before each problem; None: 0 with a chat template, else 8. instruction: a line after each
     question. compare: also decode without the drafter; None: if there is a drafter, except for gsm8k. params.seed
     (default 0) and its number give each problem's seed. folder: keeps finished turns, to resume from with the same
-    settings, or a larger limit. loading, drafter_options: how target and drafter are loaded, as
+    settings, or another limit. loading, drafter_options: how target and drafter are loaded, as
     `Engine.from_pretrained` takes them. Ctrl-C raises Interrupted with the report of the finished problems.
     """
     require_one_of("task", task, DATA_SETS)
@@ -111,11 +111,6 @@ def evaluate(
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
     settings = json.loads(json.dumps(settings))  # as read from JSON later: tuples become lists
 
-    def earlier(fewer: int) -> tuple[str, set[int]]:
-        before = choose(problems, fewer)
-        same = set(batches_of(problems, before, config.max_batch_size)) & set(batches)
-        return fingerprint(problems, before), set().union(*same)
-
     def report(records: Collection[Record]) -> Report:
         place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
         ordered = sorted(records, key=lambda record: (record["index"], record["turn"]))
@@ -125,10 +120,11 @@ def evaluate(
 
     with ExitStack() as stack:
         keep = Path(folder or stack.enter_context(TemporaryDirectory()))
-        found = gather_object(read_transcripts(keep, settings, earlier))
-        records = {(record["index"], record["turn"]): record for record in found}
-        file = stack.enter_context(open_transcripts(keep, settings, state.process_index, earlier))
-        # an interrupted batch is repeated as a whole, since its size may change how many drafts are accepted
+        found = gather_object(read_transcripts(keep, settings))
+        # of batches that are made now: the size of a batch may change how many drafts are accepted
+        present = {fingerprint(problems, batch) for batch in batches}
+        records = {(record["index"], record["turn"]): record for record in found if record["batch"] in present}
+        file = stack.enter_context(open_transcripts(keep, settings, state.process_index))
         unsolved = [batch for batch in batches if not records.keys() >= ask.keys(batch)]
         mine = unsolved[state.process_index :: state.num_processes]
         if mine:
@@ -142,7 +138,7 @@ def evaluate(
             for batch in mine:
                 for record in solve(engines, ask, batch, params):
                     if (record["index"], record["turn"]) not in records:
-                        append_record(file, record)
+                        append_record(file, record | {"batch": fingerprint(problems, batch)})
                         records[record["index"], record["turn"]] = record
                 scores = running_scores(records.values(), problems) if data_set.graded else None
                 update(len(records), scores)

@@ -15,7 +15,7 @@ from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
-from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
+from specdec.evaluation.request_figures import acceptance_figures, time_figures
 from specdec.evaluation.tasks import batches_of
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.progress import Interrupted, progress_bar, working
@@ -32,10 +32,10 @@ class BenchReport:
     stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
     drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
-    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. supposed: `supposed_figures`.
-    categories: by name: number of prompts, acceptance length, and tokens/s of each contestant. data: source of the
-    prompts. template, thinking: how prompts were rendered, in words. processor_share: processor seconds of this process
-    per second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
+    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: by name: number of
+    prompts, acceptance length, and tokens/s of each contestant. data: source of the prompts. template, thinking: how
+    prompts were rendered, in words. processor_share: processor seconds of this process per second of the measurement;
+    None on a GPU. Below 1, times are longer than on an idle machine.
     """
 
     target: str
@@ -60,7 +60,6 @@ class BenchReport:
     thinking: str = ""
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
     speculative_decoding: dict[str, Any] | None = None
-    supposed: dict[str, Any] | None = None
     categories: dict[str, dict[str, Any]] = field(default_factory=dict)
     processor_share: float | None = None
 
@@ -76,33 +75,23 @@ def run_bench(
     raw: bool = False,
     peer: bool = False,
     data: str = "",
-    acceptance: float | None = None,
     **loading: Any,
 ) -> BenchReport:
     """Run every contestant on every prompt. Raises SpecDecError if an output differs from plain decoding.
 
     params: need a seed at temperatures above 0, since otherwise no two outputs would agree. data: the prompts' source,
-    for the report. acceptance: a supposed number of tokens per round, for which the speed is reported, too. loading:
-    other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of the prompts that all
-    contestants finished.
+    for the report. loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of
+    the prompts that all contestants finished.
     """
     if params.temperature > 0 and params.seed is None:
         raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
     if not prompts:
         raise ConfigError("prompts is empty; give at least one")
     target, drafter = pair_names(target, drafter)
-    if acceptance is not None and (drafter is None or spec.adaptive):
-        raise ConfigError(
-            f"suppose_acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
-        )
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
     spec = engine.spec
-    if acceptance is not None and not 1 <= acceptance <= 1 + spec.depth:
-        raise ConfigError(
-            f"suppose_acceptance={acceptance:g}: 1 to {1 + spec.depth} tokens a round are expected of this draft"
-        )
     bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     plain = engine_contestant("specdec, no drafter", bare, params)
     drafting = None if drafter is None else engine_contestant(f"specdec, {drafter}", engine, params)
@@ -124,12 +113,10 @@ def run_bench(
             require_parity(plain, drafting)
         stats = engine.stats()
         stats.add(warm_up, sign=-1)
-        slower, accepted, supposed = "", None, None
+        slower, accepted = "", None
         if drafting is not None:
             slower = why_slower(drafting.tokens_per_second / plain.tokens_per_second, stats, off=engine.drafts_off)
             accepted = acceptance_figures(drafting.finished_requests, spec.depth)
-            if acceptance is not None:
-                supposed = supposed_figures(drafting.finished_requests, drafting.seconds, acceptance)
         return BenchReport(
             target=target,
             drafter=drafter,
@@ -153,7 +140,6 @@ def run_bench(
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
             times={one.name: time_figures(one.finished_requests, one.seconds) for one in contestants if one.requests},
             speculative_decoding=accepted,
-            supposed=supposed,
             categories=_by_category(contestants, drafting or plain, prompts, starts),
             processor_share=_processor_share(contestants) if engine.target.device.type == "cpu" else None,
         )
@@ -206,12 +192,6 @@ def markdown_table(report: BenchReport) -> str:
     ]
     if report.drafter is not None and not report.stats.drafted_rounds:
         rows[1]["vs no drafter"] = "no drafts"  # the ratio of two plain runs is noise
-    if report.supposed is not None:
-        speed = report.supposed["tokens_per_second"]
-        length = report.supposed["mean_acceptance_length"]
-        name = f"{list(speeds)[1]}, if the acceptance length were {length:g} (synthetic: supposed, not measured)"
-        cells = _time_cells(None) | {"TPOT ms (p50, p99)": f"{report.supposed['tpot_ms']:.2f}"}
-        rows.append({"run": name, "tokens/s": f"{speed:.1f}", **cells, "vs no drafter": f"{speed / base:.2f}x"})
     busy = busy_in_words(report.processor_share)
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     if accuracy and report.cut_off:  # a cut-off answer is mostly wrong

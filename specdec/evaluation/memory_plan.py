@@ -7,7 +7,6 @@ For quantised weights and drafter heads, whose form the config does not tell, th
 
 from collections import Counter
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +21,16 @@ from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
+from specdec.draft_models.native_mtp.mtp_module import is_unquantised
 from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
 from specdec.drafter_loading import AUTO, MTP, continues_text, drafts_by_modules, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
-from specdec.kvcache.index_spaces import GroupId
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.recurrent_state import StateShape
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
-from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
+from specdec.models.quantised.stored_tensors import stored_tensors
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.unread import MAX_UNREAD
@@ -58,9 +58,9 @@ def memory_plan(
     drafter_options: Mapping[str, Any],
     **target_options: Any,
 ) -> dict[str, Any]:
-    """The report as plain values. groups: see `group_memory`; weights: bytes by role, None: unknown; notes: sentences
-    about uncertain figures. Arguments are those of `Engine.from_pretrained`; the device need not exist here. Reads no
-    weights.
+    """The report as plain values. groups: see `memory_by_group`; weights: bytes by role, None: unknown; notes:
+    sentences about uncertain figures. Arguments are those of `Engine.from_pretrained`; the device need not exist here.
+    Reads no weights.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
@@ -73,96 +73,90 @@ def memory_plan(
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
     require_kv_dtype(model, config)
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-    options = {**shared, **drafter_options}
-    drafting = model_word(drafter)
-    if drafting == AUTO:
-        local = {**options, "local_files_only": True}
-        drafting = next(meant_by_auto(checkpoint, len(model.layout.layers), local), "")
-    planned = plan_drafter(target if drafting == MTP else drafting, model, spec, options, own=drafting == MTP)
-    spec = fitted_spec(spec, planned)
+    planned = plan_drafter(drafter, checkpoint, model, spec, {**shared, **drafter_options})
     max_len = longest_sequence(config, model.context_length, target)
-    needs = cache_needs(
-        model.layout,
-        planned.needs,
-        dtype,
-        config,
-        max_len=max_len,
-        num_nodes=lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda"),
-        device_type=device.type,
-    )
+    drafts = None if drafter is None else fitted_spec(spec, planned)
     weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": planned.weights}
-    notes = [
-        f"the weights of the {role} are not in its config.json, and no files of it are here"
-        for role, size in weights.items()
-        if size is None
-    ]
-    if model.unmeasured is not None:
-        notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
+    unmeasured = f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})"
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "batch_size": config.max_batch_size,
         "max_model_len": max_len,
         "page_size": config.page_size,
-        "groups": [*(group_memory(needs, group) for group, _ in needs.groups.items()), *states_memory(needs)],
+        "groups": memory_by_group(planned_needs(model, planned, drafts, config, max_len, device.type)),
         "weights": {role: size for role, size in weights.items() if size != 0},
-        "notes": notes,
+        "notes": [] if model.unmeasured is None else [unmeasured],
     }
 
 
-def group_memory(needs: CacheNeeds, group: GroupId) -> dict[str, Any]:
-    """Memory of one cache group. kept: numbers of layers that keep the same fields, with (heads, head size) of each
-    field; layers without attention, or that read another layer's K/V, keep none. Bytes per token are of all layers; for
-    other fields see `CacheNeeds`."""
-    retention = needs.groups[group]
-    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == retention)
-    return {
-        "name": retention.name,
-        "kept": [
-            {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
-            for fields, count in Counter(spec.fields for spec in layers if spec.fields).items()
-        ],
-        "token_bytes": needs.slot_bytes[group],
-        "request_bytes": needs.request_bytes[group],
-        "batch_bytes": needs.batch_bytes[group],
-    }
+def planned_needs(
+    model: ModelOnMeta,
+    drafter: PlannedDrafter,
+    drafts: SpecConfig | None,
+    config: EngineConfig,
+    max_len: int,
+    device_type: str,
+) -> CacheNeeds:
+    """Needs of a full batch of requests of `max_len` tokens. drafts: None: there is no drafter."""
+    nodes = lookahead_nodes(drafts or SpecConfig(), drafts=drafts is not None, captured=device_type == "cuda")
+    sizes = {"max_len": max_len, "num_nodes": nodes}
+    return cache_needs(model.layout, drafter.needs, model.dtype, config, **sizes, device_type=device_type)
 
 
-def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
-    """States of recurrent layers, in the form of a group; empty if there are none."""
-    shapes = Counter(spec.state for layout in needs.layouts for spec in layout.owners if spec.state is not None)
-    kept = []
-    for shape, count in shapes.items():
-        matrices = {"state": (shape.heads, shape.k_dim * shape.v_dim)} if shape.heads else {}
-        kept.append({"layers": count, "fields": {**matrices, "inputs": (shape.taps, shape.channels)}})
-    sizes = {"token_bytes": 0, "request_bytes": needs.state_bytes, "batch_bytes": needs.all_state_bytes}
-    return [{"name": "states", "kept": kept, **sizes}] if kept else []
+def memory_by_group(needs: CacheNeeds) -> list[dict[str, Any]]:
+    """Memory of each cache group, and of recurrent states in the same form, if there are some.
+
+    kept: numbers of layers that keep the same fields, with (heads, head size) of each field; layers without attention,
+    or that read another layer's K/V, keep none. Bytes per token are of all layers; for other fields see `CacheNeeds`.
+    """
+    owners = [spec for layout in needs.layouts for spec in layout.owners]
+    kept = {group.name: [spec.fields for spec in owners if spec.retention == group] for group in needs.groups}
+    sizes = [*zip(needs.slot_bytes, needs.request_bytes, needs.batch_bytes, strict=True)]
+    if states := [_state_fields(spec.state) for spec in owners if spec.state is not None]:
+        kept["states"] = states
+        sizes.append((0, needs.state_bytes, needs.all_state_bytes))
+    return [
+        {
+            "name": name,
+            "kept": [
+                {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
+                for fields, count in Counter(filter(None, layers)).items()
+            ],
+            "token_bytes": a_token,
+            "request_bytes": a_request,
+            "batch_bytes": a_batch,
+        }
+        for (name, layers), (a_token, a_request, a_batch) in zip(kept.items(), sizes, strict=True)
+    ]
 
 
-def model_word(drafter: str | None) -> str:
-    """The model in a drafter's name, which may also name a lookup; empty: only a lookup, or no drafter."""
-    name, _, word = (drafter or "").rpartition(",")
-    return name if word in WORDS else drafter or ""
+def _state_fields(state: StateShape) -> tuple[CacheField, ...]:
+    inputs = CacheField("inputs", state.taps, state.channels)
+    return (CacheField("state", state.heads, state.k_dim * state.v_dim), inputs) if state.heads else (inputs,)
 
 
 def plan_drafter(
-    name: str, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any], *, own: bool = False
+    drafter: str | None, target: Checkpoint, model: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any]
 ) -> PlannedDrafter:
-    """name: of a model; empty: none. own: use the MTP modules in that checkpoint."""
+    """Plan the model in a drafter's name, which may also name a lookup; a lookup keeps nothing. model: the target's."""
+    name, _, lookup = (drafter or "").rpartition(",")
+    name = name if lookup in WORDS else drafter or ""
+    if name == AUTO:
+        name = next(meant_by_auto(target, len(model.layout.layers), {**options, "local_files_only": True}), "")
     if not name:
         return PlannedDrafter()
-    checkpoint = Checkpoint.from_name(name, options)
+    checkpoint = Checkpoint.from_name(target.name if name == MTP else name, options)
     described, folder = checkpoint.config, checkpoint.config_file.parent
-    if own or drafts_by_modules(described, target, lambda: folder):
-        with about(f"drafter {MTP if own else name!r}"):
-            return plan_modules(folder, target, spec)
-    if is_drafter_config(described) and not is_assistant_config(described):  # a head
-        with about(f"drafter {name!r}"):
+    with about(f"drafter {name!r}"):
+        if name == MTP or drafts_by_modules(described, model, lambda: folder):
+            return plan_modules(folder, model, spec)
+        if is_drafter_config(described) and not is_assistant_config(described):  # a head
             return PlannedDrafter(own_needs(kept_layout(described), spec), _weight_bytes(checkpoint, None))
     if not is_drafter_config(described) and not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
-    model = on_meta(checkpoint, target.dtype)
-    return PlannedDrafter(model_needs(name, model, target, spec), _weight_bytes(checkpoint, model))
+    planned = on_meta(checkpoint, model.dtype)
+    return PlannedDrafter(model_needs(name, planned, model, spec), _weight_bytes(checkpoint, planned))
 
 
 def own_needs(layout: KVLayout, spec: SpecConfig, reread: int = 0) -> DraftNeeds:
@@ -181,24 +175,20 @@ def model_needs(name: str, model: PreTrainedModel, target: ModelOnMeta, spec: Sp
 
 def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
     """MTP modules in a folder, counted by the headers of its files; without files, by the target's config."""
-    files, num_layers = tensor_files(folder), len(target.layout.layers)
-    modules, weights = module_tensors(files, num_layers), None
+    files, weights = tensor_files(folder), None
+    modules = module_tensors(files, len(target.layout.layers))
     count = len(modules)
     if not files:
-        count = next((int(n) for n in (getattr(target.config, name, None) for name in MODULE_COUNTS) if n), 0)
+        count = max(int(getattr(target.config, name, None) or 0) for name in MODULE_COUNTS)
     if not count:
         raise no_modules()
     if modules:
         names = {name for of_module in modules for name in of_module.values()}
         stored = stored_tensors({str(files[name]) for name in names})
-        weights = sum(_kept_bytes(stored[name], target.dtype) for name in names)
+        tensors = [stored[name].on_meta() for name in names]
+        weights = sum((each.to(target.dtype) if is_unquantised(each) else each).nbytes for each in tensors)
     layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
     return PlannedDrafter(own_needs(layout, spec, reread=count - 1), weights, default_steps(count))
-
-
-def _kept_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
-    plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-    return prod(tensor.shape) * (dtype if plain else tensor.dtype).itemsize
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.memory_plan import PlannedDrafter, group_memory, model_needs, own_needs
+from specdec.evaluation.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
 from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import (
@@ -33,7 +33,7 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.described_model import META, ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, cache_needs, lookahead_nodes, pool_slots
+from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, pool_slots
 
 CARDS = (24, 48, 80, 141)
 """Sizes of GPUs: GB of memory free before loading."""
@@ -122,16 +122,14 @@ def recipe(
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
     config = EngineConfig(max_batch_size=REQUESTS, max_model_len=TOKENS)
-    nodes = lookahead_nodes(spec, drafts=True, captured=device_type == "cuda")
-    sizes = {"max_len": TOKENS, "num_nodes": nodes}
-    needs = cache_needs(model.layout, planned.needs, dtype, config, **sizes, device_type=device_type)
+    needs = planned_needs(model, planned, spec, config, TOKENS, device_type)
     weights = {"target": stored_weights(model.model).bytes, "drafter": planned.weights or 0}
     floor = step_bytes(model, 1, 1, CONTEXT).total
     return Recipe(
         pair,
         serve_command(pair),
         weights,
-        [group_memory(needs, group) for group, _ in needs.groups.items()],
+        memory_by_group(needs),
         REST_BYTES + HEAD_BYTES * isinstance(described, HeadSpec),
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],

@@ -47,21 +47,6 @@ def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dic
     }
 
 
-def supposed_figures(requests: Sequence[RequestStats], seconds: float, length: float) -> dict[str, Any]:
-    """Synthetic figures: rounds take the measured time, and each is supposed to give `length` tokens."""
-    total = RequestStats.total(requests)
-    rounds = min(seconds, total.draft_seconds + total.verify_seconds + total.other_seconds)
-    needed = total.round_tokens / length / total.rounds  # as a share of the measured rounds
-    took = seconds + rounds * (needed - 1)
-    later = sum(one.output_tokens - 1 for one in requests)
-    return {
-        "synthetic": f"acceptance length supposed to be {length:g}, not measured; rounds take the measured time",
-        "mean_acceptance_length": length,
-        "tokens_per_second": total.output_tokens / took,
-        "tpot_ms": 1e3 * needed * total.decode_seconds / max(1, later),
-    }
-
-
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None

@@ -8,7 +8,7 @@ of the head run one row at a time, as the drafter runs it (tests/test_parallel_d
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,23 +38,20 @@ class TrainableEagle3(TrainableDrafter):
     ahead = 2
 
     @classmethod
-    def new(
-        cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int
-    ) -> "TrainableEagle3":
-        """A fresh head of `spec` in bfloat16 with the `draft_vocab` most frequent tokens of the answers.
+    def new(cls, target: TargetModel, spec: Eagle3Spec) -> "TrainableEagle3":
+        """A fresh head of `spec` in bfloat16."""
+        return cls(Eagle3Head(spec).place(target.device, torch.bfloat16), target)
 
-        If the widths agree, its lm_head starts as those rows of the target's.
-        """
-        ids, covered = draft_vocabulary(documents, draft_vocab, target.vocab_size)
+    def choose_vocabulary(self, documents: list[Document], size: int) -> None:
+        """Draft the `size` most frequent tokens of the answers. If the widths agree, the lm_head starts as the
+        target's rows of these tokens."""
+        head, weight = self.module, cast(torch.Tensor, self.target.head.weight)
+        ids, covered = draft_vocabulary(documents, size, self.target.vocab_size)
         if ids is not None:
             print(f"draft vocabulary of {len(ids)} tokens covers {covered:.3%} of the answers", flush=True)
-        head = Eagle3Head(spec)
-        head.target_ids = ids
-        head.place(target.device, torch.bfloat16)
-        weight: Any = target.head.weight
-        if head.lm_head is not None and weight.shape[1] == spec.hidden_size:
+            head.target_ids = ids.to(self.target.device)
+        if head.lm_head is not None and weight.shape[1] == head.spec.hidden_size:
             head.lm_head.weight.data.copy_(weight if ids is None else weight[head.target_ids])
-        return cls(head, target)
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module

@@ -8,7 +8,7 @@ format (SpecForge's EAGLE-3, Qwen's MTP tensors, transformers' Gemma4Assistant, 
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from accelerate.utils import gather
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_head import BlockSpec, spread_layers
 from specdec.draft_models.eagle3.head import Eagle3Spec
-from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import module_count
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
@@ -33,7 +32,6 @@ from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.native_mtp_training import TrainableNativeMtp, trainable_native_mtp
 from specdec.training.output_folder import claim_folder, require_free_folder
-from specdec.training.packed_rows import Document
 from specdec.training.target_answers import (
     MIN_ANSWER,
     Chat,
@@ -126,14 +124,8 @@ def measure(
         drafter = load_any_drafter(str(settings.out), target)
         with Engine(target, drafter, tokenizer=tokenizer, spec=spec, config=config) as engine:
             ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + MIN_ANSWER <= settings.length]
-            for first in range(0, len(ids), settings.batch):
-                part = ids[first : first + settings.batch]
-                params = [
-                    SamplingParams(max_new_tokens=min(settings.max_new_tokens, settings.length - len(p))) for p in part
-                ]
-                engine.generate(part, params, progress=False)
-                done = first + len(part)
-                stage.update((turn + done / len(ids)) / len(shapes), f"{name}, {done} prompts")
+            room = [min(settings.max_new_tokens, settings.length - len(p)) for p in ids]
+            engine.generate(ids, [SamplingParams(max_new_tokens=most) for most in room], progress=False)
             stats = engine.stats()
         found[name] = {
             "prompts": len(ids),
@@ -155,25 +147,16 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
     }
 
 
-def check_shape(target: TargetModel, settings: TrainSettings) -> None:
-    """Raises ConfigError for a drafter that cannot be made, before the target answers anything."""
-    if settings.kind in SPECS:
-        SPECS[settings.kind](target, settings)
-        return
-    if settings.kind == "mtp":
-        new_module(target, settings)
-        return
-    for layer in target.layout.layers:
-        _require_groups(_query_heads(target, settings), layer.k.heads, f"the target's {layer.layer_type}")
-
-
-def new_drafter(target: TargetModel, documents: list[Document], settings: TrainSettings) -> TrainableDrafter:
+def new_drafter(target: TargetModel, settings: TrainSettings) -> TrainableDrafter:
+    """Raises ConfigError or UnsupportedModelError for a drafter that cannot be made."""
     if settings.kind == "eagle3":
-        return TrainableEagle3.new(target, documents, eagle3_spec(target, settings), settings.draft_vocab)
+        return TrainableEagle3.new(target, eagle3_spec(target, settings))
     if settings.kind == "block":
         return TrainableBlock.new(target, block_spec(target, settings))
     if settings.kind == "mtp":
         return new_module(target, settings)
+    for layer in target.layout.layers:
+        _require_groups(_query_heads(target, settings), layer.k.heads, f"the target's {layer.layer_type}")
     hidden = settings.hidden or max(64, target.hidden_size // 2)
     assistant = new_assistant(
         target,
@@ -230,9 +213,6 @@ def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
     )
 
 
-SPECS: dict[str, Callable[[TargetModel, TrainSettings], HeadSpec]] = {"eagle3": eagle3_spec, "block": block_spec}
-
-
 def _layer_shape(target: TargetModel, settings: TrainSettings, hidden: int, layers: int) -> dict[str, Any]:
     """Fields of `HeadSpec`. Raises ConfigError where heads and widths do not fit each other."""
     heads = _query_heads(target, settings)
@@ -277,7 +257,7 @@ def train_drafter(settings: TrainSettings) -> None:
     tokenizer, target = load_tokenizer(settings.tokenizer or settings.target), TargetModel(model)
     if tokenizer is None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
-    check_shape(target, settings)
+    drafter = new_drafter(target, settings)  # before the target answers anything
     if state.is_main_process:
         claim_folder(settings)
         warn_of_repetition(settings.answers, source.num_prompts)
@@ -289,7 +269,8 @@ def train_drafter(settings: TrainSettings) -> None:
     state.wait_for_everyone()
     documents = read_answers(settings.out / "training", settings.length)
     tokens = sum(len(d) - cut for d, cut in documents)
-    drafter = new_drafter(target, documents, settings)
+    if isinstance(drafter, TrainableEagle3):
+        drafter.choose_vocabulary(documents, settings.draft_vocab)
     parameters = sum(p.numel() for part in drafter.trained.values() for p in part.parameters())
     sizes = f"{len(documents)} answers, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train"
     state.print(sizes, flush=True)

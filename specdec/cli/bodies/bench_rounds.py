@@ -185,16 +185,11 @@ def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
 def bench_pair(options: BenchOptions) -> None:
     prepare_output(options.pair)
     options.timing.require_unused()
-    supposed = options.timing.suppose_acceptance
-    lengths = [] if supposed is None else numbers("suppose_acceptance", supposed)
-    if len(lengths) > 1:
-        raise ConfigError(f"suppose_acceptance={supposed!r}: one number is expected without --phases or --shape")
     source, prompts = bench_prompts(options)
     with shown_when_interrupted(lambda report: print(markdown_table(report))):
         report = run_bench(
             prompts=prompts,
             data=source,
-            acceptance=lengths[0] if lengths else None,
             params=SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed),
             raw=options.raw,
             peer=options.peer,

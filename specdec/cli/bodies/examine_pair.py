@@ -63,8 +63,6 @@ def facts(found: Diagnosis) -> Table:
         table.add_row("logits", f"{says} as the dense reference's, to {found.reference.difference:.1e}")
     pools = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in found.memory.items())
     table.add_row("memory of K/V", pools)
-    if found.best_shape is not None:
-        table.add_row("best shape", found.best_shape)
     return table
 
 

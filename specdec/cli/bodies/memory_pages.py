@@ -78,7 +78,8 @@ def step_line(step: StepTime) -> str:
 
 def weights_line(weights: Mapping[str, int | None], share: str = "") -> str:
     """Bytes by role; a role with 0 is left out. share: says which devices hold them."""
-    sizes = (f"{role} {'unknown' if count is None else size(count)}" for role, count in weights.items() if count != 0)
+    unknown = "unknown without its files"
+    sizes = (f"{role} {unknown if count is None else size(count)}" for role, count in weights.items() if count != 0)
     return f"weights{share}: {', '.join(sizes)}"
 
 

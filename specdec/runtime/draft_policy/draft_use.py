@@ -55,14 +55,3 @@ class DraftUse(NamedTuple):
             f"no draft 1 in {milliseconds[0]:.2f} ms, with {rows} running"
         )
         return found if max(rates) <= plain else f"{found}, and what earlier drafts gained does not cover its risk"
-
-    def best_chain(self, batch: int, accepted: Sequence[float]) -> str:
-        """The best chain for `batch` requests, in words. accepted: shares of rounds that accept drafts 1, 2, ..."""
-        tokens = np.cumsum([1.0, *accepted])
-        chains = [
-            (tokens[min(shape.num_steps, len(accepted))] / took, shape)
-            for shape, took in zip(self.shapes, self.milliseconds[batch], strict=True)
-            if shape.topk == 1 and not shape.by_lookup
-        ]
-        rate, best = max(chains)
-        return f"{best}, {rate / chains[0][0]:.2f} times the tokens a second of none"
