@@ -40,7 +40,7 @@ SMALL = 1 << 15
 WINDOW = 1 << 16
 """Bytes that are scanned before other threads may run."""
 
-_parser = FairPool(1, "specdec-bodies", spares=0)
+_parser = FairPool(1, "specdec-bodies")
 
 
 @dataclass(slots=True)
