@@ -293,7 +293,7 @@ def test_keys_that_no_header_can_hold_are_refused():
     """`--api-key "abc "` never matched."""
     for key in ("abc ", " abc", " "):
         with pytest.raises(ConfigError, match="begins or ends with a space"):
-            ServeSettings(model_names=["m"], api_keys=[key])
+            ServeSettings(model_names=["m"], api_keys={"a": key})
 
 
 def test_bytes_of_tokens_join_to_the_text(byte_tokenizer):

@@ -166,16 +166,17 @@ def stored(name: str, size: int = 10) -> StoredResponse:
     return StoredResponse({"id": name}, [], [{"role": "user", "content": "x" * size}])
 
 
-def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all(monkeypatch):
-    for name, most in {"MAX_PER_KEY": 3, "MAX_KEY_BYTES": 1000, "MAX_RESPONSES": 5, "MAX_BYTES": 2000}.items():
+def test_the_bytes_of_what_is_stored_are_bounded_for_each_key_and_in_all(monkeypatch):
+    for name, most in {"MAX_KEY_BYTES": 1000, "MAX_BYTES": 2000}.items():
         monkeypatch.setattr(response_store, name, most)
     store = ResponseStore()
     for i in range(9):
-        store.put("a", stored(f"a{i}"))
+        store.put("a", stored(f"a{i}", 250))
     assert len(store) == 3 and store.get("a", "a8") and not store.get("a", "a5")
-    for key in "bcd":
-        store.put(key, stored("x"))
-    assert len(store) == 5 and store.get("d", "x") and not store.get("a", "a6")
+    for key in "bcdef":
+        store.put(key, stored("x", 250))
+    assert len(store) == 6 and store.get("f", "x") and not store.get("a", "a6")
+    store = ResponseStore()
     store.put("e", stored("large", 990))
     assert store.get("e", "large") is None and store.num_bytes < 1000  # alone more than a key may have
     for i in range(3):

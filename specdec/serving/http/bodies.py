@@ -1,4 +1,4 @@
-"""Bodies of requests: what they hold is counted before parsing, they are parsed off the event loop, and the first mistake
+"""Bodies of requests: their values are counted before parsing, they are parsed off the event loop, and the first mistake
 is reported.
 
     raw bytes -> counts (containers, members, values), without building anything -> JSON -> model
