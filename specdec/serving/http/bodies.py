@@ -1,5 +1,5 @@
-"""Bodies of requests: their values are counted before parsing, they are parsed off the event loop, and the first mistake
-is reported.
+"""Bodies of requests: values are counted before parsing, they are parsed off the event loop, and the first mistake is
+reported.
 
     raw bytes -> counts (containers, members, values), without building anything -> JSON -> model
 
