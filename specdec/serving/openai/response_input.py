@@ -48,8 +48,8 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
 
 
 def messages_of(items: list[dict[str, Any]], first: int = 0) -> list[dict[str, Any]]:
-    """Messages of a chat. An answer's thoughts, texts and calls, which are items of their own, are one message, whatever
-    stands between its texts: templates take turns. first: number of the first item in errors."""
+    """Messages of a chat. Thoughts, texts and calls that follow each other, each an item of its own, are one message:
+    templates take turns. first: number of the first item in errors."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items, first):
         _add(messages, item, f"input[{index}]")
