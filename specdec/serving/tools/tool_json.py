@@ -29,7 +29,7 @@ MAX_OTHER = 256
 
 
 class JsonToolParser(AnswerParser):
-    """Reads JSON, for formats that have it. comma: what is passed on between items, before white space that was read."""
+    """Reads JSON, for formats that have it. comma: text between two items, before white space that was read there."""
 
     comma = ","
 
