@@ -30,7 +30,7 @@ class StoredResponse:
     @property
     def items(self) -> list[dict[str, Any]]:
         """The whole chat, with its answer."""
-        return self.earlier + self.inputs + self.response["output"]
+        return [*self.earlier, *self.inputs, *self.response["output"]]
 
     def to_bytes(self) -> bytes:
         parts = [self.response, self.inputs, self.earlier]
