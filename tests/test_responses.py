@@ -10,7 +10,6 @@ import pytest
 
 from specdec import Engine
 from specdec.serving.openai import response_store
-from specdec.serving.openai.response_input import messages_of
 from specdec.serving.openai.response_store import ResponseStore, StoredResponse
 
 from served_engine import served
@@ -131,19 +130,6 @@ def test_a_call_and_its_output_go_through_items(client):
     assert by_id.output_text == by_hand.output_text == chat_text(client, chat, tools=tools)
 
 
-def test_items_of_one_answer_are_one_message_in_any_order():
-    said = [{"type": "message", "role": "assistant", "content": text} for text in ("One.", "Two.")]
-    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    [message] = messages_of([said[0], thought, call, said[1], thought])
-    assert (message["content"], message["reasoning_content"]) == ("One.\nTwo.", "Hm.\nHm.")
-    assert [each["id"] for each in message["tool_calls"]] == ["c"]
-    assert [message["content"] for message in messages_of([thought, {"role": "user", "content": "Go on."}])] == [
-        "",
-        "Go on.",
-    ]
-
-
 def test_a_schema_makes_json(client):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
@@ -220,8 +206,8 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
         tracemalloc.stop()
     assert taken < 1.5 * store.num_bytes
     assert store.get("a", "r19") == StoredResponse({"id": "r19", "output": items[:5]}, items, items)
-    store.put("a", StoredResponse({"id": "half a surrogate pair", "output": [{"content": "\ud800"}]}, [], []))
-    assert store.get("a", "half a surrogate pair").items == [{"content": "\ud800"}]
+    store.put("a", StoredResponse({"id": "half a surrogate pair"}, [], [{"role": "assistant", "content": "\ud800"}]))
+    assert store.get("a", "half a surrogate pair").messages[0]["content"] == "\ud800"
 
 
 @pytest.mark.parametrize(

@@ -47,16 +47,29 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
     return {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
 
 
-def messages_of(items: list[dict[str, Any]], first: int = 0) -> list[dict[str, Any]]:
-    """Messages of a chat. Thoughts, texts and calls that follow each other, each an item of its own, are one message:
-    templates take turns. first: number of the first item in errors."""
+def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a chat. An answer's thoughts, text and calls, which are items of their own, are one message; a text
+    after an answer's text begins another."""
     messages: list[dict[str, Any]] = []
-    for index, item in enumerate(items, first):
+    for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""  # a thought by itself
     return messages
+
+
+def answer_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of one answer as one message, whatever stands between its texts: templates take turns."""
+    whole: dict[str, Any] = {}
+    for message in messages_of(items):
+        for name, value in message.items():
+            before = whole.get(name)
+            if name == "role" or not before:
+                whole[name] = value
+            elif value:
+                whole[name] = before + ("\n" if isinstance(value, str) else []) + value
+    return [whole]
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
@@ -71,8 +84,8 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             if role != "assistant":
                 messages.append({"role": role, "content": content})
                 return
-            message = _answer(messages)
-            message["content"] = f"{message['content']}\n{content}" if message["content"] else content
+            message = _answer(messages, after_text=False)
+            message["content"] = content if message["content"] is None else f"{message['content']}\n{content}"
         case "function_call":
             call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
             function = {"name": name, "arguments": arguments}
@@ -85,7 +98,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             given = item.get("content")
             parts = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
             if thought := "".join(str(part.get("text", "")) for part in parts):
-                message = _answer(messages)
+                message = _answer(messages, after_text=False)
                 before = message.get("reasoning_content")
                 message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
         case kind:
@@ -93,9 +106,11 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             raise refused(place, f"{place} is of type {kind!r:.80}; {read}")
 
 
-def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model's message that goes on, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
+def _answer(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[str, Any]:
+    """The model's message that goes on, or a new one. after_text: does what comes go on with one that has its text?"""
+    last = messages[-1] if messages else {"role": None}
+    is_over = not after_text and last.get("content") is not None and not last.get("tool_calls")
+    if last["role"] != "assistant" or is_over:
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 

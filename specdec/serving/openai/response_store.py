@@ -20,20 +20,15 @@ MAX_BYTES = 64 << 20
 class StoredResponse:
     """A stored response.
 
-    response: the answer that was sent. inputs: its own input items. earlier: items of the chat before these.
+    response: the answer that was sent. inputs: its own input items. messages: the whole chat, its answer included.
     """
 
     response: dict[str, Any]
     inputs: list[dict[str, Any]]
-    earlier: list[dict[str, Any]]
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """The whole chat, with its answer."""
-        return [*self.earlier, *self.inputs, *self.response["output"]]
+    messages: list[dict[str, Any]]
 
     def to_bytes(self) -> bytes:
-        parts = [self.response, self.inputs, self.earlier]
+        parts = [self.response, self.inputs, self.messages]
         # lone surrogates, which models may write, are preserved
         return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 

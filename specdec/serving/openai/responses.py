@@ -20,7 +20,7 @@ from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.response_events import ResponseBuilder
-from specdec.serving.openai.response_input import chat_request, messages_of
+from specdec.serving.openai.response_input import answer_of, chat_request, messages_of
 from specdec.serving.openai.response_store import StoredResponse
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, StateDep
@@ -82,11 +82,11 @@ class ResponseAnswer(ChatTextAnswer):
 
     def __init__(self, asked: ResponsesRequest, state: ServeState) -> None:
         self.asked = asked
-        self._earlier: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         if asked.previous_response_id is not None:
-            self._earlier = _stored(state, asked.previous_response_id, "previous_response_id").items
-        messages = messages_of(self._earlier + asked.items, first=-len(self._earlier))
-        super().__init__(chat_request(asked, messages), state)
+            self._messages += _stored(state, asked.previous_response_id, "previous_response_id").messages
+        self._messages += messages_of(asked.items)
+        super().__init__(chat_request(asked, self._messages), state)
         self._builder = ResponseBuilder(self._response())
 
     def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
@@ -119,7 +119,8 @@ class ResponseAnswer(ChatTextAnswer):
             "incomplete" if cut else "completed", self._usage(stats, reply), **details | self._figures([stats])
         )
         if self.asked.store is not False:
-            stored = StoredResponse(self._builder.response, self.asked.items, self._earlier)
+            messages = self._messages + answer_of(self._builder.output)
+            stored = StoredResponse(self._builder.response, self.asked.items, messages)
             self.state.responses.put(self.state.owner, stored)
         return events
 
