@@ -145,31 +145,14 @@ def test_a_full_queue_refuses_at_once_and_says_how_many_wait(pair, random_prompt
         with pytest.raises(QueueFullError, match="2 requests wait behind 1 that run, and at most 2 may"):
             await served.generate(random_prompt(4), PARAMS)
         with pytest.raises(ConfigError, match="4 samples at once are more than the 3"):
-            await served.generate(random_prompt(4), SamplingParams(n=4), wait=True)
-        waiter = asyncio.create_task(served.generate(random_prompt(4), PARAMS, wait=True))
-        await asyncio.sleep(0.05)
-        assert not waiter.done() and served.open_requests == 3
+            await served.generate(random_prompt(4), SamplingParams(n=4))
         for task in tasks:
             task.cancel()
-        [output] = await waiter
+        await until(lambda: served.open_requests < 3)
+        [output] = await served.generate(random_prompt(4), PARAMS)
         assert len(output.token_ids) == NEW
 
     serving(pair, scene, max_waiting=2, max_batch_size=1)
-
-
-def test_who_waits_for_a_place_and_gives_up_holds_none(pair, random_prompt):
-    async def scene(served):
-        first = asyncio.create_task(served.generate(random_prompt(5), LONG))
-        await until(lambda: served.open_requests == 1)
-        impatient, patient = (asyncio.create_task(served.generate(random_prompt(n), PARAMS, wait=True)) for n in (4, 6))
-        await asyncio.sleep(0.02)
-        impatient.cancel()
-        await asyncio.sleep(0.02)
-        first.cancel()
-        [output] = await patient
-        assert len(output.token_ids) == NEW
-
-    serving(pair, scene, max_waiting=0, max_batch_size=1)
 
 
 def test_bad_input_is_refused_and_gives_its_place_back(pair):

@@ -1,7 +1,6 @@
 """Hostile single fields of a request: stop strings, and grammars that reach a dead end."""
 
 import asyncio
-import gc
 import time
 
 import pytest
@@ -11,7 +10,6 @@ from specdec import SamplingParams
 from specdec.config import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 from specdec.errors import ConfigError, QueueFullError
 from specdec.sampling.grammars.grammar import GrammarState
-from specdec.serving.admission import Admission
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import EngineThread
 from specdec.serving.fair_pool import CLIENT
@@ -47,47 +45,6 @@ def test_no_list_of_any_body_makes_an_error_of_each_member(kind):
         with pytest.raises(ValidationError) as error:
             kind.model_validate({field.alias or name: [None] * 3000})
         assert error.value.error_count() < 20, name
-
-
-def test_the_share_of_a_client_comes_back_when_its_event_loop_is_closed_while_it_waits():
-    """It was kept: a client whose loop had gone was refused for ever."""
-    admission = Admission(1, 0, per_client=1)
-    asyncio.run(admission.take_places(1, "other"))
-    loop = asyncio.new_event_loop()
-    waiting = loop.create_task(admission.take_places(1, "client", wait=True))
-    loop.run_until_complete(asyncio.sleep(0))
-    with pytest.raises(QueueFullError, match="1 of your samples"):
-        admission.require(1, "client")
-    loop.close()
-    admission.give_back(1, "other")
-    admission.require(1, "client")
-    waiting._log_destroy_pending = False
-    del waiting, loop
-    gc.collect()  # ends the task: it has no places to give back
-    assert admission.out == 0
-    admission.require(1, "client")
-
-
-def test_a_cancelled_waiter_at_the_head_lets_those_after_it_in_and_new_callers_too():
-    """They waited until a place was given back, and new callers were told that 0 requests wait where 2 may."""
-
-    async def run():
-        admission = Admission(1, 2)
-        await admission.take_places(2)
-        large, small = (asyncio.create_task(admission.take_places(count, wait=True)) for count in (3, 1))
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match=r"^2 of 3 places are taken, and callers .* wait for 4;"):
-            admission.require(1)
-        large.cancel()
-        await asyncio.wait({large})
-        await asyncio.wait_for(small, 60)
-        assert admission.out == 3
-        with pytest.raises(QueueFullError, match="2 requests wait behind 1 that run, and at most 2 may"):
-            await admission.take_places(1)
-        admission.give_back(1)
-        await admission.take_places(1)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -130,12 +87,8 @@ def test_samples_of_one_client_count_each_so_none_takes_every_row_with_one_reque
                 await served.generate([[1, 2], [3, 4]], many)
             CLIENT.set("a")
             async with await served.submit([[1, 2]], many):
-                for refused in (
-                    lambda: served.submit([[1, 2]], many),
-                    lambda: served.submit([[1, 2]], many, wait=True),
-                ):
-                    with pytest.raises(QueueFullError, match="2 of your samples are open, and 2 more") as error:
-                        await refused()
+                with pytest.raises(QueueFullError, match="2 of your samples are open, and 2 more") as error:
+                    await served.submit([[1, 2]], many)
                 with pytest.raises(QueueFullError, match="2 of your samples are open"):
                     served.require_places(2)
                 CLIENT.set("b")

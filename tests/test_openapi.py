@@ -28,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 @pytest.fixture(scope="module")
 def client():
     config = EngineConfig(max_batch_size=2, max_model_len=512)
-    settings = ServeSettings(model_names=["tiny"], api_keys=["k"], max_body_bytes=2 << 20)
+    settings = ServeSettings(model_names=["tiny"], api_keys={"a": "k"}, max_body_bytes=2 << 20)
     with (
         pytest.MonkeyPatch.context() as patch,
         Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine,
@@ -272,7 +272,7 @@ def test_no_page_loads_scripts_from_elsewhere(client):
 
 def test_under_a_root_path_both_paths_lead_to_the_routes_without_a_warning(client):
     """FastAPI warns of its own parameter for it, and a warning is an error here."""
-    settings = ServeSettings(model_names=["a"], root_path="/llm", api_keys=["k"])
+    settings = ServeSettings(model_names=["a"], root_path="/llm", api_keys={"a": "k"})
     under = TestClient(create_app(client.app.state.serve.engine, settings))
     for path in ("/llm/v1/models", "/v1/models"):
         assert under.get(path).status_code == 401

@@ -48,15 +48,15 @@ def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool.shutdown()
 
 
-def test_slow_prompts_of_clients_that_have_left_hold_no_thread_and_none_begins():
+def test_slow_prompts_of_clients_that_have_left_do_not_begin():
     pool = FairPool(2, "test")
     go, jobs = blocked(pool, 6, "slow")
-    until(lambda: jobs[0].begun)
-    # those that wait first: the one that has begun leaves its place to the next that waits
-    assert [pool.give_up(job) for job in jobs[::-1]] == [True] * 5 + [False]
+    assert [pool.give_up(job) for job in jobs] == [False] + [True] * 5
     CLIENT.set("slow")
-    assert pool.submit(lambda: 7).future.result(120) == 7  # another thread took the place of the one that hangs
+    last = pool.submit(lambda: 7)
+    assert not last.begun  # the one that has begun counts until it ends
     go.set()
+    assert last.future.result(120) == 7
     assert [job.begun for job in jobs].count(True) == 1
     pool.shutdown()
 
@@ -118,7 +118,7 @@ async def answer(scope, receive, send):
 
 
 def guarded(root_path: str = "", **limits: int) -> TestClient:
-    app = Guard(ClientLimits(answer, **limits), ["k-1"], 1000, {"web": "k-2"})
+    app = Guard(ClientLimits(answer, **limits), {"key-1": "k-1", "web": "k-2"}, 1000)
     return TestClient(RequestLog(app), root_path=root_path)
 
 
@@ -269,7 +269,8 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
 
 def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_keys():
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
-    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), ["a", "b", "c"], 1000, {"key-1": "c"})))
+    names = by_name(["a", "b", "c"], {"key-1": "c"})
+    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), names, 1000)))
     assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
     names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})
     assert names == {"key-1": "c", "key-3": "d", "key-2": "a", "key-4": "b"}
@@ -359,7 +360,7 @@ def test_an_open_address_without_a_key_is_a_warning(caplog):
     from specdec.serving.server_settings import ServeSettings
 
     with listen("0.0.0.0", 0) as bound, caplog.at_level(logging.WARNING):
-        _warn_of_open_doors(ServeSettings(["m"], api_keys=["k"], cors_origins=["*"]), bound)
+        _warn_of_open_doors(ServeSettings(["m"], api_keys={"a": "k"}, cors_origins=["*"]), bound)
         assert not caplog.records
         _warn_of_open_doors(ServeSettings(["m"], cors_origins=["*"]), bound)
     assert "no API key is set" in caplog.messages[0] and "--cors-origin '*'" in caplog.messages[1]

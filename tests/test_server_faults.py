@@ -52,7 +52,10 @@ def engine():
 
 @pytest.fixture(scope="module")
 def url(engine):
-    with served(engine, intake_seconds=300, cors_origins=["https://a.example"], api_keys=["one", "two"]) as (url, *_):
+    with served(engine, intake_seconds=300, cors_origins=["https://a.example"], api_keys={"a": "one", "b": "two"}) as (
+        url,
+        *_,
+    ):
         yield url
 
 

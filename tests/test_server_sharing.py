@@ -27,7 +27,7 @@ def asking(**settings: Any) -> Iterator[Any]:
     """ask(key, path, **body) -> response, of an application in this process, and its engine."""
     config = EngineConfig(max_batch_size=4, max_model_len=512, **settings.pop("config", {}))
     with Engine.from_pretrained("tiny-gemma4", config=config) as engine:
-        settings = {"model_names": ["tiny"], "api_keys": ["alice", "bob"]} | settings
+        settings = {"model_names": ["tiny"], "api_keys": {"a": "alice", "b": "bob"}} | settings
         with TestClient(create_app(AsyncEngine(engine), ServeSettings(**settings))) as client:
 
             def ask(key: str, path: str = "completions", **body: Any) -> httpx.Response:

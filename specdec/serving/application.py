@@ -9,7 +9,7 @@ from specdec import __version__
 from specdec.serving import metrics
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http import faults, middleware, page, probes
-from specdec.serving.http.events import CLIENT_GONE, ClientGoneError, JsonResponse
+from specdec.serving.http.events import CLIENT_GONE, ClientGoneError
 from specdec.serving.openai import chat_completions as chat
 from specdec.serving.openai import completions, openapi, responses, token_routes
 from specdec.serving.openai import models_route as models
@@ -23,7 +23,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     app = FastAPI(
         title="specdec",
         version=__version__,
-        default_response_class=JsonResponse,
         redirect_slashes=False,
         openapi_url=None,  # openapi.py has its own route
         docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json

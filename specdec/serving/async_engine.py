@@ -45,8 +45,8 @@ class AsyncEngine:
     """Serves an engine to asyncio callers: an existing one, or its own (`from_pretrained`).
 
     max_waiting: how many requests may wait in addition to the running ones (`max_batch_size`); further ones get
-    QueueFullError, or wait if `wait=True`. intake_seconds: time limit for reading a prompt or compiling a grammar.
-    per_client: most open samples of one client; 0: no limit.
+    QueueFullError. intake_seconds: time limit for reading a prompt or compiling a grammar. per_client: most open
+    samples of one client; 0: no limit.
 
     If rounds fail twice without progress, their newest request fails with RoundFailedError, and the others continue. A
     fork of the process cannot use the engine.
@@ -102,7 +102,7 @@ class AsyncEngine:
 
     @known_keywords
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait: bool = False
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[StreamDelta]:
         """Continue one prompt, yielding new tokens; the last delta carries the whole output.
 
@@ -112,34 +112,30 @@ class AsyncEngine:
         require_one_sample(params, "a stream")
 
         async def deltas() -> AsyncIterator[StreamDelta]:
-            async with await self.submit([prompt], params, priority=priority, wait=wait) as streams:
+            async with await self.submit([prompt], params, priority=priority) as streams:
                 async for _, delta in streams:
                     yield delta
 
         return deltas()
 
     @known_keywords
-    async def generate(
-        self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
-    ) -> list[GenerationOutput]:
+    async def generate(self, prompts: Prompts, params: Params = None, *, priority: int = 0) -> list[GenerationOutput]:
         """Continue every prompt; results as those of `Engine.generate`. Cancelling the task aborts them."""
-        async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
+        async with await self.submit(prompts, params, priority=priority) as streams:
             return await streams.outputs()
 
     @known_keywords
-    async def submit(
-        self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
-    ) -> Streams:
+    async def submit(self, prompts: Prompts, params: Params = None, *, priority: int = 0) -> Streams:
         """Submit prompts: all samples of each together, as in `generate`. Either all are submitted or none.
 
-        Raises the errors of `Engine.submit_many`, and QueueFullError. `wait`: wait in line for places instead.
+        Raises the errors of `Engine.submit_many`, and QueueFullError.
         """
         self._require_open()
         many = as_prompt_list(prompts)
         each = params_for(params, len(many))
         count = sum(one.n for one in each)
         client, streams = CLIENT.get(), Streams(self._thread)
-        await self._admission.take_places(count, client, wait=wait)
+        self._admission.take_places(count, client)
 
         def hand_in() -> None:
             # on another thread: prompts are long, and the engine's lock may be held for a round

@@ -2,10 +2,9 @@
 
 queue       one per client; the next job is from the client whose last job began longest ago
 running     at most `threads` jobs, and one client has at most one fewer, so that a thread is left for others
-given up    jobs whose client has left or whose time is over; if they have not begun, they are dropped with all data
-abandoned   jobs given up after they began. A thread cannot be killed, so they run on, while a spare thread takes the
-            next job. A client has at most `threads` jobs, abandoned ones included: leaving and asking again does not
-            get it more threads
+given up    jobs whose client has left or whose time is over. If they have not begun, they are dropped with all data. A
+            thread cannot be killed, so a job that has begun runs on and counts as its client's: leaving and asking
+            again does not get a client more threads
 """
 
 import asyncio
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import ConfigError, QueueFullError, StoppingError
@@ -34,7 +32,6 @@ class Job(Generic[T]):
     client: str
     future: Future[T] = field(default_factory=Future)
     begun: bool = False
-    given_up: bool = False
 
 
 def settle(future: Future[T], function: Callable[[], T]) -> None:
@@ -47,22 +44,15 @@ def settle(future: Future[T], function: Callable[[], T]) -> None:
 
 
 class FairPool:
-    """Daemon threads, which never keep a process from ending. A thread is started for a job if no thread is idle; later
-    it takes further jobs, and idles if there are none.
+    """Daemon threads, which never keep a process from ending. A thread is started for a job if fewer than `threads`
+    run; it takes further jobs and ends if none may begin."""
 
-    spares: threads that may replace those with abandoned jobs; None: `threads` more.
-    """
-
-    def __init__(self, threads: int, name: str, spares: int | None = None) -> None:
+    def __init__(self, threads: int, name: str) -> None:
         assert threads > 0
         self._threads = threads
-        self._most = threads + (threads if spares is None else spares)  # threads, including those of abandoned jobs
         self._name = name
         self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # no queue is empty; the next client's is first
-        self._running: Counter[str] = Counter()  # running jobs of each client that are not given up
-        self._abandoned: Counter[str] = Counter()  # running jobs of each client that were given up
-        self._alive = 0  # threads, including those of abandoned jobs
-        self._resting: list[SimpleQueue[Job[Any] | None]] = []  # one per idle thread, on which it waits for a job
+        self._running: Counter[str] = Counter()  # running jobs of each client
         self._closed = False
         self._lock = threading.Lock()
 
@@ -73,19 +63,15 @@ class FairPool:
             if self._closed:
                 raise StoppingError("this engine is closed; make a new one")
             self._queues.setdefault(job.client, deque()).append(job)
-            self._start_next_job()
+            next_job = self._next_job()
+        if next_job is not None:
+            threading.Thread(target=self._work, args=(next_job,), name=self._name, daemon=True).start()
         return job
 
     def give_up(self, job: "Job[Any]") -> bool:
         """Give up a job whose caller no longer waits. Returns whether it was dropped before it began."""
         with self._lock:
-            if job.future.done() or job.given_up:
-                return False
-            job.given_up = True
-            if job.begun:
-                self._running -= Counter((job.client,))
-                self._abandoned[job.client] += 1
-                self._start_next_job()
+            if job.begun or job.future.done():
                 return False
             self._queues[job.client].remove(job)
             if not self._queues[job.client]:
@@ -98,12 +84,6 @@ class FairPool:
         """Jobs that have not begun."""
         with self._lock:
             return sum(map(len, self._queues.values()))
-
-    @property
-    def under_way(self) -> int:
-        """Jobs that run, abandoned ones included."""
-        with self._lock:
-            return self._running.total() + self._abandoned.total()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
         """Wait like `result`, but give the job up if that raises or the task is cancelled."""
@@ -136,27 +116,15 @@ class FairPool:
             self._closed = True
             left = [job for queue in self._queues.values() for job in queue]
             self._queues.clear()
-            for inbox in self._resting:
-                inbox.put(None)
         for job in left:
             job.future.cancel()
 
-    def _start_next_job(self) -> None:
-        """Get a thread for the next job that may begin, if there is one."""
-        if not self._resting and self._alive >= self._most:
-            return
-        job = self._next_job()
-        if job is not None and self._resting:
-            self._resting.pop().put(job)
-        elif job is not None:
-            self._alive += 1
-            threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True).start()
-
     def _next_job(self) -> "Job[Any] | None":
-        """The next job that may begin now."""
+        """The next job that may begin now. Requires the lock."""
         if self._running.total() >= self._threads:
             return None
-        client = next(filter(self._has_share, self._queues), None)
+        most = max(1, self._threads - 1)
+        client = next((name for name in self._queues if self._running[name] < most), None)
         if client is None:
             return None
         job = self._queues[client].popleft()
@@ -167,28 +135,12 @@ class FairPool:
         self._running[client] += 1
         return job
 
-    def _has_share(self, client: str) -> bool:
-        """May another job of this client begin?"""
-        running, abandoned = self._running[client], self._abandoned[client]
-        return running < max(1, self._threads - 1) and running + abandoned < self._threads
-
     def _work(self, job: "Job[Any] | None") -> None:
-        inbox: SimpleQueue[Job[Any] | None] = SimpleQueue()
         while job is not None:
             function, job.function = job.function, None
             if job.begun and function is not None:
                 settle(job.future, function)
             del function
             with self._lock:
-                if job.given_up:
-                    self._abandoned -= Counter((job.client,))
-                else:
-                    self._running -= Counter((job.client,))
+                self._running -= Counter((job.client,))
                 job = self._next_job()
-                rests = job is None and not self._closed and len(self._resting) < self._threads
-                if rests:
-                    self._resting.append(inbox)
-            if rests:
-                job = inbox.get()
-        with self._lock:
-            self._alive -= 1

@@ -23,11 +23,10 @@ class ServeSettings(HttpOptions):
     """Options of the command line, and other settings. Answers use the first model name."""
 
     model_names: Sequence[str]  # names by which requests may ask for the model
-    api_keys: Sequence[str] = ()  # accepted bearer tokens; empty: no key is needed
+    api_keys: Mapping[str, str] = field(default_factory=dict)  # accepted bearer tokens by name; empty: none is needed
     cors_origins: Sequence[str] = ()  # origins whose pages may send requests from a browser; "*": all
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters that a request leaves out
     show_cached_tokens: bool = True  # report cached prompt tokens in usage
-    named_keys: Mapping[str, str] = field(default_factory=dict)  # more keys, by their names in the log
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -35,9 +34,11 @@ class ServeSettings(HttpOptions):
             raise ConfigError(
                 f"served model names {shown(list(self.model_names))}: at least one is expected, none empty"
             )
-        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise ConfigError("an API key is empty or holds characters that no HTTP header does; give printable ASCII")
-        for key in (*self.api_keys, *self.named_keys.values()):
+        for key in self.api_keys.values():
+            if not (key and key.isascii() and key.isprintable()):
+                raise ConfigError(
+                    "an API key is empty or holds characters that no HTTP header does; give printable ASCII"
+                )
             if key != key.strip():
                 raise ConfigError("an API key begins or ends with a space, which no header keeps; give it without")
         require_parser(self.tool_parser)

@@ -24,7 +24,7 @@ from specdec.cli.bodies.settings import engine_config, load_engine, quiet_librar
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.api_keys import read_key_file
+from specdec.serving.http.api_keys import by_name, read_key_file
 from specdec.serving.http.trimming import give_back_when_freed
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
@@ -65,11 +65,9 @@ def prepare_process(options: ServeOptions) -> None:
 
 def serve_settings(options: ServeOptions) -> ServeSettings:
     """Settings of the application that need no model. Raises ConfigError."""
-    keys, named = _keys(options.api_key, options.api_key_file)
     return ServeSettings(
         model_names=options.served_model_name or [options.pair.target],
-        api_keys=keys,
-        named_keys=named,
+        api_keys=_keys(options.api_key, options.api_key_file),
         cors_origins=options.cors_origin,
         show_cached_tokens=options.cached_tokens,
         **asdict(options.http),
@@ -95,18 +93,17 @@ def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEn
     return served, replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
 
 
-def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str, str]]:
-    """API keys without a name, and keys by name. Raises ConfigError for an empty variable: it would admit anyone."""
+def _keys(given: Sequence[str], file: Path | None) -> dict[str, str]:
+    """API keys by name. Raises ConfigError for an empty variable: it would admit anyone."""
     variable = os.environ.get(KEY_VARIABLE)
     if variable is not None and not variable.strip():
         raise ConfigError(f"the variable {KEY_VARIABLE} is set, but empty; put a key into it, or unset it")
-    named = {} if file is None else read_key_file(file)
-    return [*given, *([] if variable is None else [variable])], named
+    return by_name([*given, *([] if variable is None else [variable])], {} if file is None else read_key_file(file))
 
 
 def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
     """Log a warning if requests need no key. It is not an error: a server behind a proxy may be open on purpose."""
-    if settings.api_keys or settings.named_keys:
+    if settings.api_keys:
         return
     host = bound.getsockname()[0]
     if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:

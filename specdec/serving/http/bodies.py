@@ -1,23 +1,21 @@
-"""Bodies of requests: their shape is bounded before parsing, they are parsed off the event loop, and the first mistake
-is reported.
+"""Bodies of requests: values are counted before parsing, they are parsed off the event loop, and the first mistake is
+reported.
 
-    raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
+    raw bytes -> counts (containers, members, values), without building anything -> JSON -> model
 
 Small bodies are parsed on the event loop, larger ones on a thread for bodies, one at a time. A route whose router has
 `route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. If its client leaves, all work
 for it is cancelled, from parsing on, and the body is released.
 """
 
-import json
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from specdec.serving.fair_pool import FairPool
@@ -27,7 +25,6 @@ from specdec.serving.server_settings import ServeSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_DEPTH = 200
 MAX_CONTAINERS = 1 << 15
 """Most objects and arrays in a body: each takes up to 232 bytes."""
 MAX_MEMBERS = 1 << 16
@@ -40,22 +37,13 @@ SMALL = 1 << 15
 WINDOW = 1 << 16
 """Bytes that are scanned before other threads may run."""
 
-_parser = FairPool(1, "specdec-bodies", spares=0)
+_parser = FairPool(1, "specdec-bodies")
 
 
-@dataclass(slots=True)
-class JsonCounts:
-    """Counts in a JSON text outside of strings."""
-
-    containers: int = 0
-    members: int = 0
-    values: int = 0
-    depth: int = 0
-
-
-def shape_of(raw: bytes) -> Iterator[JsonCounts]:
-    """Yields the shape of UTF-8 JSON so far, after each window; arbitrary numbers for text that is not JSON."""
-    shape, inside, escaped, depth = JsonCounts(), False, False, 0
+def json_counts(raw: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yields the containers, members and values of UTF-8 JSON so far, after each window; arbitrary numbers for text
+    that is not JSON."""
+    containers, members, commas, inside, escaped = 0, 0, 0, False, False
     for at in range(0, len(raw), WINDOW):
         window = raw[at : at + WINDOW]
         if escaped:
@@ -66,35 +54,19 @@ def shape_of(raw: bytes) -> Iterator[JsonCounts]:
         parts = window.split(b'"')
         outside = b" ".join(parts[1::2] if inside else parts[::2])
         inside ^= not len(parts) % 2
-        opened = outside.count(b"{") + outside.count(b"[")
-        shape.containers += opened
-        shape.members += outside.count(b":")
-        shape.values += outside.count(b",") + opened
-        if shape.containers <= MAX_CONTAINERS:
-            steps = np.frombuffer(outside.translate(_STEPS, _NO_BRACKETS), dtype=np.int8)
-            if len(steps):
-                depths = depth + np.cumsum(steps, dtype=np.int64)
-                shape.depth = max(shape.depth, int(depths.max()))
-                depth = int(depths[-1])
-        yield shape
+        containers += outside.count(b"{") + outside.count(b"[")
+        members += outside.count(b":")
+        commas += outside.count(b",")
+        yield containers, members, commas + containers
 
 
-_STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")
-"""Change of level by bracket, as int8."""
-_NO_BRACKETS = bytes(char for char in range(256) if char not in b"{}[]")
-
-
-def require_shape(raw: bytes, max_values: int) -> None:
+def require_few_values(raw: bytes, max_values: int) -> None:
     """Raise ApiError if parsing a body would take more than proportional time or memory."""
-    for shape in shape_of(raw):
-        for count, most, what in (
-            (shape.depth, MAX_DEPTH, "levels"),
-            (shape.containers, MAX_CONTAINERS, "objects and arrays"),
-            (shape.members, MAX_MEMBERS, "members of objects"),
-            (shape.values, max_values, "values"),
-        ):
+    kinds, limits = ("objects and arrays", "members of objects", "values"), (MAX_CONTAINERS, MAX_MEMBERS, max_values)
+    for counts in json_counts(raw):
+        for kind, count, most in zip(kinds, counts, limits, strict=True):
             if count > most:
-                message = f"there was an error parsing the body: it has {count} {what} or more, and {most} are allowed"
+                message = f"there was an error parsing the body: it has {count} {kind} or more, and {most} are allowed"
                 raise ApiError(400, message, code="invalid_json")
 
 
@@ -103,7 +75,7 @@ def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str =
 
     An error lives until it is answered (refusals may wait for seconds), and so do the frames that it passed through. So
     none of these frames holds the body's values, which may take tens of megabytes."""
-    require_shape(raw, max_values)
+    require_few_values(raw, max_values)
     found = _parsed(raw, model, unknown_fields)
     if isinstance(found, ApiError):
         raise found
@@ -112,12 +84,9 @@ def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str =
 
 def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiError:
     try:
-        value = json.loads(raw.decode())
-    except RecursionError:
-        return ApiError(400, "there was an error parsing the body: it is nested too deep", code="invalid_json")
-    except ValueError as error:  # also for invalid UTF-8 and numbers of thousands of digits
-        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
-        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+        value = from_json(raw)
+    except ValueError as error:  # also for 200 levels, numbers of thousands of digits and half a surrogate pair
+        return ApiError(400, f"the body cannot be read as JSON: {error}", code="invalid_json")
     try:
         return model.model_validate(value, context={"unknown_fields": unknown_fields})
     except ValidationError as error:

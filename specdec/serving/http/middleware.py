@@ -10,7 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.api_keys import bearer_token, by_name
+from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.body_time import BodyTime, BodyTimes
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
@@ -110,11 +110,9 @@ class Guard:
     are no keys.
     """
 
-    def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, named_keys: Mapping[str, str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
         self.app = app
-        self.api_keys = {name: key.encode() for name, key in by_name(api_keys, named_keys).items()}
+        self.api_keys = {name: key.encode() for name, key in api_keys.items()}
         self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,12 +188,7 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
     per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
     if per_minute or at_a_time:
         app.add_middleware(ClientLimits, per_minute=per_minute, at_a_time=at_a_time)
-    app.add_middleware(
-        Guard,
-        api_keys=settings.api_keys,
-        max_body_bytes=settings.max_body_bytes,
-        named_keys=settings.named_keys,
-    )
+    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(Paced)
     if settings.cors_origins:
         app.add_middleware(

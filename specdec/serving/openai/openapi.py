@@ -79,7 +79,6 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
     found = get_openapi(title=app.title, version=app.version, routes=app.routes, separate_input_output_schemas=False)
     if settings.root_path:
         found["servers"] = [{"url": settings.root_path}]
-    keys = bool(settings.api_keys or settings.named_keys)
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which this server never sends
         schemas.pop(name, None)
@@ -91,12 +90,12 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
         for entry in methods.values():
             answers = entry["responses"]
             answers.pop("422", None)
-            if keys and path.startswith(GUARDED):
+            if settings.api_keys and path.startswith(GUARDED):
                 answers["401"] = {"description": REFUSED[401], "content": ERROR}
                 entry["security"] = [{"bearer": []}]
             for status, answer in answers.items():
                 answer["headers"] = _headers(status)
-    if keys:
+    if settings.api_keys:
         found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return found
 

@@ -10,12 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-MAX_PER_KEY = 512
-"""Most responses that are kept for one API key."""
 MAX_KEY_BYTES = 16 << 20
 """Most bytes of responses that are kept for one API key."""
-MAX_RESPONSES = 4096
-"""Most responses that are kept for all keys together."""
 MAX_BYTES = 64 << 20
 """Most bytes of responses that are kept for all keys together."""
 
@@ -33,7 +29,7 @@ class StoredResponse:
 
     def to_bytes(self) -> bytes:
         parts = [self.response, self.inputs, self.messages]
-        # lone surrogates, which clients and models may write, are preserved
+        # lone surrogates, which models may write, are preserved
         return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
     @classmethod
@@ -70,18 +66,18 @@ class ResponseStore:
             return
         with self._lock:
             self._kept[key, stored.response["id"]] = kept
-            self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
-            self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
+            self._make_room([place for place in self._kept if place[0] == key], MAX_KEY_BYTES)
+            self._make_room(list(self._kept), MAX_BYTES)
 
     def delete(self, key: str, response_id: str) -> bool:
         """Delete a response. Returns whether it existed."""
         with self._lock:
             return self._kept.pop((key, response_id), None) is not None
 
-    def _make_room(self, places: list[tuple[str, str]], max_count: int, max_bytes: int) -> None:
-        """Drop the first of these responses until at most `max_count` of them and `max_bytes` bytes are left."""
-        count, left = len(places), sum(len(self._kept[place]) for place in places)
+    def _make_room(self, places: list[tuple[str, str]], max_bytes: int) -> None:
+        """Drop the first of these responses until the others have at most `max_bytes` bytes."""
+        left = sum(len(self._kept[place]) for place in places)
         for place in places:
-            if count <= max_count and left <= max_bytes:
+            if left <= max_bytes:
                 return
-            count, left = count - 1, left - len(self._kept.pop(place))
+            left -= len(self._kept.pop(place))

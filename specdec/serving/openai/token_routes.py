@@ -65,15 +65,12 @@ async def detokenize(body: DetokenizeRequest, state: StateDep) -> JsonResponse:
 async def _chat_tokens(body: TokenizeRequest, messages: Messages, state: ServeState) -> list[int]:
     if body.add_special_tokens:
         raise refused("add_special_tokens", "add_special_tokens=true: a chat's tokens are those of its template")
-    options = dict(body.chat_template_kwargs or {})
-    tools = {"tools": options.pop("tools")} if "tools" in options else {}
-    if body.tools:
-        tools = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]}
+    tools = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]} if body.tools else {}
     chat = ChatRequest(
         messages=messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=options,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     try:
         return await chat_prompt(chat, state, tools)

@@ -29,7 +29,9 @@ MAX_OTHER = 256
 
 
 class JsonToolParser(AnswerParser):
-    """Reads JSON, for formats that have it."""
+    """Reads JSON, for formats that have it. comma: text between two items, before white space that was read there."""
+
+    comma = ","
 
     def _json_calls(self, *, bare: bool = False) -> Reading[None]:
         """Read a call {"name": ..., "arguments": {...}}, or a list of calls. bare: arguments are required."""
@@ -134,25 +136,28 @@ class JsonToolParser(AnswerParser):
         closing = "}" if opened == "{" else "]"
         char = yield from self._json_solid(sink)
         while char != closing:
-            if opened == "[":
-                self._back()
-            else:
-                require_syntax(char == '"')
-                sink(char)
-                yield from self._json_string(sink)
-                require_syntax((yield from self._json_solid(sink)) == ":")
-                sink(":")
+            self._back()
+            if opened == "{":
+                yield from self._json_key(sink)
             yield from self._json_value(sink, depth)
             char = yield from self._json_solid(sink)
             require_syntax(char in (",", closing))
             if char == ",":
-                after = [","]
+                after = [self.comma]
                 char = yield from self._json_solid(after.append)
                 if char != closing:  # otherwise it was a trailing comma
                     self._back()
                     sink("".join(after))
                     yield from self._next()
         sink(closing)
+
+    def _json_key(self, sink: Callable[[str], None]) -> Reading[None]:
+        """Read a key and its colon."""
+        require_syntax((yield from self._next()) == '"')
+        sink('"')
+        yield from self._json_string(sink)
+        require_syntax((yield from self._json_solid(sink)) == ":")
+        sink(":")
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
         """Read the rest of a string with its last quote, escaping what JSON requires."""

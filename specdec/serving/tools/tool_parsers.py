@@ -7,7 +7,7 @@ for delta in engine.stream(...): events = reader.read(delta)
 
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.errors import require_one_of
@@ -83,10 +83,12 @@ class MistralParser(JsonToolParser):
 
 
 class GemmaParser(JsonToolParser):
-    """Gemma 4: <|tool_call>call:NAME{key:<|"|>text<|"|>,count:2}<tool_call|>."""
+    """Gemma 4: <|tool_call>call:NAME{key:<|"|>text<|"|>,count:2}<tool_call|>. Only the quotes of keys and texts differ
+    from JSON."""
 
     opens, closes, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
     special = (opens, closes, quote)
+    comma = ", "
 
     def _call(self) -> Reading[None]:
         yield from self._expect(f"{self.opens}call:")
@@ -94,66 +96,51 @@ class GemmaParser(JsonToolParser):
         yield from self._expect("{")
         self._back()
         self._begin_call(name)
-        yield from self._value()
+        yield from self._json_value(self._arguments)
         yield from self._close(self.closes)
 
-    def _value(self, depth: int = 0) -> Reading[None]:
-        """Read a value as JSON. Only the quotes of keys and texts differ in this format."""
+    def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
         char = yield from self._solid()
         if char in self.quote[0] + '"':
             self._back()
-            yield from self._text()
+            yield from self._text(sink)
         elif char in "{[" and depth < MAX_DEPTH:
-            yield from self._members("}" if char == "{" else "]", depth + 1)
+            sink(char)
+            yield from self._json_items(char, sink, depth + 1)
         else:
             require_syntax(char not in "{}[],:")
             while (yield from self._next()) not in ",}]\n":
                 char += self._held[-1]
             self._back()
-            self._arguments(typed(char.strip(), NO_TYPE))
+            sink(typed(char.strip(), NO_TYPE))
 
-    def _members(self, closing: str, depth: int) -> Reading[None]:
-        self._arguments("{" if closing == "}" else "[")
-        char = yield from self._solid()
-        while char != closing:
-            self._back()
-            if closing == "}":
-                yield from self._key()
-            yield from self._value(depth)
-            char = yield from self._solid()
-            require_syntax(char in (",", closing))
-            if char == "," and (char := (yield from self._solid())) != closing:  # else it was one too many
-                self._back()
-                self._arguments(", ")
-                yield from self._next()
-        self._arguments(closing)
-
-    def _key(self) -> Reading[None]:
-        if (yield from self._next()) in self.quote[0] + '"':
-            self._back()
-            yield from self._text()
-            yield from self._solid()
-        else:
-            self._back()
-            key = ""
-            while (char := (yield from self._next())) not in ':{}[],"':
-                key += char
-            require_syntax(key.strip() and char == ":")
-            self._arguments(quoted(key.strip()) + ": ")
+    def _json_key(self, sink: Callable[[str], None]) -> Reading[None]:
+        quoted_key = (yield from self._next()) in self.quote[0] + '"'
+        self._back()
+        if quoted_key:
+            yield from self._text(sink)
+            require_syntax((yield from self._solid()) == ":")
+            sink(": ")
             return
-        require_syntax(self._held[-1:] == [":"])
-        self._arguments(": ")
+        key = ""
+        while (char := (yield from self._next())) not in ':{}[],"':
+            key += char
+        require_syntax(key.strip() and char == ":")
+        sink(quoted(key.strip()) + ": ")
 
-    def _text(self) -> Reading[None]:
+    def _json_solid(self, sink: Callable[[str], None]) -> Reading[str]:
+        return (yield from self._solid())
+
+    def _text(self, sink: Callable[[str], None]) -> Reading[None]:
         if (yield from self._next()) == '"':
-            self._arguments('"')
-            yield from self._json_string(self._arguments)
+            sink('"')
+            yield from self._json_string(sink)
             return
         self._back()
         yield from self._expect(self.quote)
-        self._arguments('"')
-        yield from self._until(self.quote, lambda text: self._arguments(quoted(text)[1:-1]))
-        self._arguments('"')
+        sink('"')
+        yield from self._until(self.quote, lambda text: sink(quoted(text)[1:-1]))
+        sink('"')
 
 
 class FunctionGemmaParser(GemmaParser):
@@ -199,15 +186,13 @@ def require_parser(name: str) -> None:
     require_one_of("tool_parser", name, ("auto", "none", *PARSERS))
 
 
-def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[AnswerParser] | None:
-    """The parser class for a chat template; None if the template has no tools. Make one instance per answer.
-
-    template: default: the tokenizer's. name: a key of `PARSERS` to choose explicitly, or "none".
-    """
+def tool_parser_for(tokenizer: Any, name: str = "auto") -> type[AnswerParser] | None:
+    """The parser class for a tokenizer's chat template; None if the template has no tools. Make one instance per
+    answer. name: a key of `PARSERS` to choose explicitly, or "none"."""
     require_parser(name)
     if name != "auto":
         return PARSERS.get(name)
-    template = template or getattr(tokenizer, "chat_template", None)
+    template = getattr(tokenizer, "chat_template", None)
     texts: list[str] = list(template.values()) if isinstance(template, Mapping) else [template or ""]
     taught = (
         parser
