@@ -13,8 +13,7 @@ from crowd import Asked, each_alone, make_crowd, require_empty, require_no_leak,
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
-from inside import capture_on_tape
-from marks import deep, deep_cases, examples, usual
+from marks import deep_cases, examples, usual
 from tiny_models import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
@@ -105,18 +104,3 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(name, size, checks, crowd, monk
         return engine
 
     require_no_leak(served)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("name", "checks"), [("mtp-tree", "sanitized"), deep("eagle3-tree", ""), deep("plain", "sanitized")]
-)
-def test_a_crowd_of_captured_rounds_too(name, checks, crowd, monkeypatch) -> None:
-    """A tape in the place of graphs: launched before the round in front has been settled."""
-    requests = crowd(20, 12)
-    monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
-    capture_on_tape(monkeypatch)
-    engine = requests.engine(*CASES[name])
-    outputs = serve_crowd(engine, requests.asked)
-    assert wrong_requests(requests.asked, outputs, requests.alone) == []
-    require_empty(engine)

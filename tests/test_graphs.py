@@ -7,8 +7,6 @@ import logging
 import random
 
 import pytest
-import torch
-from tape import NotCapturable, record
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
@@ -17,7 +15,6 @@ from specdec.runtime.rounds.captured_rounds import batch_buckets, prefix_buckets
 
 from inside import FinalStates, assert_idle, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep_cases, examples
-from tiny_models import few_layers
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 TREE = SpecConfig(3, 2, 6)
@@ -96,23 +93,6 @@ def small_engine(monkeypatch, make_target, make_engine):
         )
 
     return make
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the tape records interpreted ones")
-def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
-    """Tables, attention and tree selection as interpreted kernels on the tape."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
-    layers = few_layers()
-    assistant = make_assistant(make_target("gemma4-e2b", **layers))
-    outputs = []
-    for on in (True, False):
-        settings = {"spec": SpecConfig(2, 2, 4), "page_size": 2, "max_batch_size": 1, "attention": "triton"}
-        settings["layers"] = layers
-        engine = small_engine(assistant, on, **settings)
-        outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]))
-    assert outputs[0] == outputs[1]
 
 
 @deep_cases("32-shapes0", "15-shapes2")
@@ -254,37 +234,3 @@ def test_the_sizes_that_rounds_are_captured_for() -> None:
     assert prefix_buckets(300) == [300]
     assert prefix_buckets(4096) == [4096]
     assert prefix_buckets(40_000) == [4096, 32_768, 40_000]
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda x: x + x.sum().item(),
-        lambda x: x[x > 1],
-        lambda x: x.nonzero(),
-        lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
-    ],
-    ids=["a value read", "a mask", "nonzero", "a list uploaded"],
-)
-def test_the_tape_refuses_what_a_graph_cannot_hold(program) -> None:
-    with pytest.raises(NotCapturable):
-        record(lambda: program(torch.arange(3.0)))
-
-
-def test_the_tape_does_again_what_was_done_to_tensors() -> None:
-    """x = 1 2 3; each replay adds y to it and returns twice the sum: what Python knew of y does not matter."""
-    x, y, runs = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(10.0), []
-
-    def program() -> torch.Tensor:
-        runs.append(1)
-        x.add_(y)
-        return x.sum() * 2
-
-    replay, out = record(program)
-    assert x.tolist() == [1, 2, 3]
-    replay()
-    assert x.tolist() == [11, 12, 13] and out == 72
-    y.fill_(1.0)
-    replay()
-    assert x.tolist() == [12, 13, 14] and out == 78
-    assert len(runs) == 1

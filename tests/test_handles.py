@@ -1,10 +1,8 @@
 """Requests in hand: `submit`, `step` and `abort`, what handles give out, and who may call them from where."""
 
 import gc
-import threading
 
 import pytest
-from side_by_side import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import CapacityError, ConfigError, SpecDecError
@@ -106,30 +104,6 @@ def test_a_closed_engine_ends_its_handles_and_streams(make_target, make_engine, 
 # several threads
 
 
-def test_all_threads_may_step(make_target, make_engine, greedy_oracle, random_prompt):
-    """Some step by themselves, some iterate, some call generate: each gets its own."""
-    model, prompts = make_target("gemma4-e2b"), [random_prompt(1 + n % 23) for n in range(18)]
-    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    engine = make_engine(model, "ngram", max_batch_size=3, full_slots=160, swa_slots=160)
-    got = {}
-
-    def job(first):
-        for n in range(first, len(prompts), 3):
-            if first == 0:
-                got[n] = engine.generate(prompts[n], PARAMS)[0].token_ids
-            elif first == 1:
-                got[n] = [t for delta in engine.submit(prompts[n], PARAMS) for t in delta.token_ids]
-            else:
-                handle = engine.submit(prompts[n], PARAMS, priority=-1)
-                while not handle.finished:
-                    engine.step()
-                got[n] = handle.output().token_ids
-
-    in_threads([lambda first=first: job(first) for first in range(3)])
-    assert [got[n] for n in range(len(prompts))] == truths
-    assert_idle(engine)
-
-
 def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, random_prompt):
     engine = make_engine(make_target("llama"))
     handle = engine.submit(random_prompt(5), PARAMS)
@@ -143,28 +117,3 @@ def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, rando
     other = engine._in_turn(step_of_this_thread)
     assert handle.finished and other.output().finish_reason == "length"
     assert_idle(engine)
-
-
-def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):
-    """A thread that steps without pause once kept the others out for as long as it liked."""
-    engine = make_engine(make_target("llama"))
-    inside, waiting, order = threading.Event(), threading.Event(), []
-
-    def first_turn():
-        inside.set()
-        waiting.wait()
-        while not engine._turns.awaited:  # the other stands in the queue
-            pass
-
-    def busy():
-        engine._in_turn(first_turn)
-        for _ in range(50):
-            engine._in_turn(lambda: order.append("busy"))
-
-    def patient():
-        inside.wait()
-        waiting.set()
-        engine._in_turn(lambda: order.append("patient"))
-
-    in_threads([busy, patient])
-    assert order[0] == "patient" and len(order) == 51

@@ -127,18 +127,6 @@ def test_freeing_twice_raises():
     a.check()
 
 
-def test_free_after_evict_gives_the_swa_page_back_once():
-    a = make(full=4, swa=2)
-    old = a.alloc(1)
-    a.evict(SWA, old)
-    new = a.alloc(1)  # takes over the SWA page of `old`
-    assert a.translate(SWA, new).tolist() == [2, 3]
-    a.free(old)
-    assert a.translate(SWA, new).tolist() == [2, 3]
-    assert (a.primary.held_pages, a.pools[SWA].held_pages) == (1, 1)
-    a.check()
-
-
 # `check` finds every kind of corruption. Seeded in: pages 1, 2 held (slots 2-5), page 1 evicted, pages 3, 4 free
 
 

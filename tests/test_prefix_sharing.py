@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import ConfigError
+from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
@@ -302,26 +301,6 @@ def test_kv_of_weights_that_are_gone_are_not_served(
     assert other is not model
 
 
-def test_weights_are_looked_at_once_a_step(make_target, make_engine, random_prompt):
-    """However many begin in it and keep a chunk: the sum over all versions is a tenth of a millisecond and more."""
-    engine = make_engine(make_target("llama"), "ngram", max_batch_size=4, prefill_chunk=8)
-    [weights, *_] = engine.state.weights._weights
-    updates, looks = weights.updates, list[int]()
-    weights.updates = lambda: looks.append(0) or updates()
-    for seed in range(4):
-        engine.submit(random_prompt(20, seed=seed), SamplingParams(max_new_tokens=2))
-    steps = 1
-    while engine.step():
-        steps += 1
-    assert len(looks) == steps > 3
-    stream = engine.stream(random_prompt(9, seed=9), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
-    next(stream)
-    looks.clear()
-    next(stream)  # a round, in which nobody begins or ends
-    assert not looks
-    stream.close()
-
-
 def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf_forward):
     model, prompt = make_target("llama", fresh=True), random_prompt(40)
     engine = make_engine(model, "ngram")
@@ -362,12 +341,6 @@ def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
         assert ends(engine, prompt) == (greedy_oracle(engine.target.model, prompt, NEW), 0)
         assert engine.table.allocator.primary.evictable_pages == 0
     engine.clear_prefix_cache()
-
-
-@pytest.mark.parametrize("wrong", ["auto", 1, None])
-def test_it_is_on_or_off(wrong):
-    with pytest.raises(ConfigError, match=r"prefix_cache=.*: True or False is expected"):
-        EngineConfig(prefix_cache=wrong)
 
 
 def test_a_closed_engine_keeps_nothing(build, random_prompt):

@@ -151,7 +151,9 @@ def test_what_the_engine_decides_is_no_argument_of_a_template(name, engine):
 
 def test_without_a_template_its_arguments_have_no_reader(byte_tokenizer, make_target, make_engine):
     engine = make_engine(make_target("llama", vocab_size=300), tokenizer=byte_tokenizer)
-    assert engine.decode(engine.chat_prompt("Hi")) == "Hi"
+    assert engine.decode(engine.chat_prompt("Hi")) == "Hi"  # the text as it is
+    with pytest.raises(SpecDecError, match="no chat template, so it cannot put messages into words"):
+        engine.chat_prompt([SAY])
     with pytest.raises(SpecDecError) as error:
         engine.chat_prompt("Hi", enable_thinking=False)
     one_line(error, "no chat template", "enable_thinking")
