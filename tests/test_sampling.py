@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from specdec import DraftTree, SamplingParams
-from specdec.draft_models.base import StatelessDrafter
 from specdec.sampling.noise import gumbel_noise
 from specdec.sampling.reference_sampler import EditInputs, past_tokens
 
@@ -295,28 +294,6 @@ def test_same_tokens_with_and_without_speculation(
     assert sum(sum(out.stats.accepted_counts) for out in outputs) > examples(
         10, 20
     )  # of the trees: speculation took part
-
-
-def test_a_fitting_drafter_draws_what_the_target_draws(make_target, make_engine, random_prompt):
-    """With the target's own logits a drafter that samples through `batch.sample` is always accepted."""
-    model = make_target("llama")
-
-    class Clairvoyant(StatelessDrafter):
-        name = "clairvoyant"
-
-        def propose(self, batch):
-            tokens = batch.history
-            assert len(tokens) == 1
-            for step in range(batch.num_steps):
-                logits = model(tokens, use_cache=False).logits[:, -1:]
-                drawn = batch.sample(logits, batch.history_len[:, None] + step)
-                tokens = torch.cat([tokens, drawn], dim=1)
-            return DraftTree.chain(tokens[:, -1 - batch.num_steps :])
-
-    params = SamplingParams(max_new_tokens=13, temperature=1.2, top_p=0.9, seed=3)
-    [out] = make_engine(model, Clairvoyant(), num_steps=3).generate(random_prompt(9), params)
-    assert out.stats.acceptance_length == 4
-    assert out.token_ids == make_engine(model).generate(random_prompt(9), params)[0].token_ids
 
 
 def test_seeds_differ_and_none_draws_one(make_target, make_engine, random_prompt):
