@@ -3,13 +3,14 @@
 import copy
 import json
 import pickle
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from refusals import one_sentence
 from safetensors.torch import load_file, save_file
 from samplers import sampler_of
 from torch import nn
@@ -50,18 +51,6 @@ def huge(slots):
     return EngineConfig(full_slots=slots, max_model_len=64)
 
 
-@contextmanager
-def one_sentence(kind, *parts):
-    """Within the block this error is raised: a single line that holds all the parts."""
-    with pytest.raises(kind) as error:
-        yield error
-    text = str(error.value)
-    assert isinstance(error.value, SpecDecError)
-    assert "\n" not in text and 15 < len(text) < 400, text
-    for part in parts:
-        assert part in text, f"{part!r} is not in {text!r}"
-
-
 @pytest.fixture
 def engine(make_target, make_engine):
     return make_engine(make_target("llama"), max_batch_size=2)
@@ -93,6 +82,14 @@ def is_untouched(engine):
         (5, ["5", "list of token ids"]),
         (None, ["None", "list of token ids"]),
         (torch.tensor([1.5]), ["1.5"]),
+        (torch.zeros(30, 30), ["0.0", "integers"]),
+        (torch.zeros(2, 30, 30, dtype=torch.int64), ["[0, 0, 0", "integers"]),
+        (nn.Linear(2, 2), ["<Linear>", "list of token ids"]),
+        ([[torch.zeros(30, 30)]], ["shape (30, 30)", "integers"]),
+        ((x for x in [1]), ["gen", "list of token ids"]),
+        ([[np.bool_(True)]], ["True", "integers"]),
+        (SamplingParams(), ["<SamplingParams>"]),
+        ([list(range(96)), 5.5], ["5.5"]),
         (torch.tensor(3), ["3"]),
         ([[torch.tensor(1.5)]], ["1.5", "integers"]),
         (b"abc", ["b'abc'"]),
@@ -102,7 +99,7 @@ def is_untouched(engine):
         ("a0b1", ["tokenizer=", "token ids"]),
         (["a0b1"], ["tokenizer=", "token ids"]),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, (Iterator, nn.Module, torch.Tensor)) else None,
 )
 def test_prompts(prompt, parts, engine):
     with one_sentence(ConfigError, *parts):
@@ -334,9 +331,8 @@ def test_dtypes_by_name():
 def test_a_setting_is_never_printed_whole(value):
     for make, names in ((SamplingParams, NUMBERS), (EngineConfig, CONFIG), (SpecConfig, ["topk"])):
         for name in names:
-            with one_sentence(ConfigError, name) as error:
+            with one_sentence(ConfigError, name):
                 make(**{name: value})
-            assert "tensor(" not in str(error.value) and "in_features" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The engine around the rounds: queueing, streams, stop conditions, statistics, capacity, and what it leaves behind."""
 
 import copy
-import gc
 import itertools
 from dataclasses import replace
 
@@ -47,7 +46,8 @@ def test_kinds_of_prompts(make_target, make_engine, greedy_oracle, pair_tokenize
     for prompt in ("a1a0d5b7j4", ids, tuple(ids), torch.tensor(ids), np.array(ids), boxed):
         [out] = engine.generate(prompt, params)
         assert out.token_ids == want and out.prompt_token_ids == ids
-    for prompts in ([ids, "a1a0d5b7j4"], torch.tensor([ids, ids]), [tuple(ids), ids], [np.array(ids), boxed]):
+    texts = np.array(["a1a0d5b7j4"] * 2)
+    for prompts in ([ids, texts[0]], texts, torch.tensor([ids, ids]), [tuple(ids), ids], [np.array(ids), boxed]):
         outputs = engine.generate(prompts, params)
         assert [out.token_ids for out in outputs] == [want, want]
     assert {out.text for out in outputs} == {pair_tokenizer.decode(want)}
@@ -133,7 +133,6 @@ def test_an_abandoned_stream_frees_all_slots(how, make_target, make_engine, rand
     if how.endswith("close"):
         stream.close()
     del stream
-    gc.collect()
     assert_idle(engine)
 
 

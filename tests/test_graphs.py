@@ -7,6 +7,7 @@ import logging
 import random
 
 import pytest
+import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
@@ -15,6 +16,7 @@ from specdec.runtime.rounds.captured_rounds import batch_buckets, prefix_buckets
 
 from inside import FinalStates, assert_idle, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep_cases, examples
+from tiny_models import few_layers
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 TREE = SpecConfig(3, 2, 6)
@@ -93,6 +95,23 @@ def small_engine(monkeypatch, make_target, make_engine):
         )
 
     return make
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the tape records interpreted ones")
+def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
+    """Tables, attention and tree selection as interpreted kernels on the tape."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
+    layers = few_layers()
+    assistant = make_assistant(make_target("gemma4-e2b", **layers))
+    outputs = []
+    for on in (True, False):
+        settings = {"spec": SpecConfig(2, 2, 4), "page_size": 2, "max_batch_size": 1, "attention": "triton"}
+        settings["layers"] = layers
+        engine = small_engine(assistant, on, **settings)
+        outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]))
+    assert outputs[0] == outputs[1]
 
 
 @deep_cases("32-shapes0", "15-shapes2")
