@@ -1,9 +1,9 @@
 """Many requests at once, in pools for a tenth of them: each gets its lone run's tokens, and nothing is left behind.
 
-SPECDEC_CROWD=full: prompts and outputs of up to 200 tokens (7 minutes on one core).
+`python -m bench crowd` is a larger one, on a GPU.
 """
 
-import os
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +13,7 @@ from crowd import Asked, each_alone, make_crowd, require_empty, require_no_leak,
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep_cases, examples, usual
+from marks import examples, usual
 from tiny_models import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
@@ -71,25 +71,13 @@ def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crow
     return of
 
 
-USUAL = [("mtp-tree", "sanitized"), ("eagle3-tree", "")]  # what others do in a crowd, trees of a model do, too
-SMALL, LARGE = "small", "large"
-SIZES = {SMALL: (examples(16, 60), 24), LARGE: (200, 200)}  # requests, longest
-FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
-
-
-@deep_cases("mtp-tree-small-sanitized")
 @pytest.mark.parametrize(
-    ("name", "size", "checks"),
-    [
-        *usual(
-            ((name, SMALL, checks) for name in CASES for checks in ("", "sanitized")),
-            lambda name, _, checks: (name, checks) in USUAL,
-        ),
-        *((name, LARGE, checks) for name in CASES if FULL for checks in ("", "sanitized")),
-    ],
+    ("name", "checks"),
+    usual(itertools.product(CASES, ("", "sanitized")), lambda *case: case == ("eagle3-tree", "")),
 )
-def test_each_of_a_crowd_gets_what_it_gets_alone(name, size, checks, crowd, monkeypatch) -> None:
-    case, requests = CASES[name], crowd(*SIZES[size])
+def test_each_of_a_crowd_gets_what_it_gets_alone(name, checks, crowd, monkeypatch) -> None:
+    """What others do in a crowd, trees of a head do, too."""
+    case, requests = CASES[name], crowd(examples(16, 60), 24)
     monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
 
     def served() -> Engine:

@@ -247,17 +247,13 @@ def test_log_probabilities_are_of_the_model(engine_of, prompts):
 # what goes on around it
 
 
-def test_samples_streams_and_aborts(engine_of, prompts, alone):
+def test_samples_and_aborts(engine_of, prompts, alone):
     engine = engine_of("tree", max_batch_size=4)
     one = SamplingParams(max_new_tokens=MOST, json_schema=PERSON, temperature=1.0, seed=4, n=3)
     outs = engine.generate([prompts[3]], one)
     assert outs[0].token_ids == alone[3].token_ids and len({tuple(out.token_ids) for out in outs}) > 1
     for out in outs:
         jsonschema.validate(json.loads(out.text), PERSON)
-    stream = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
-    deltas = list(stream)
-    assert [t for delta in deltas for t in delta.token_ids] == alone[2].token_ids
-    assert "".join(delta.text for delta in deltas) == alone[2].text
     leaving = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
     next(leaving)
     leaving.close()
