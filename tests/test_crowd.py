@@ -27,48 +27,37 @@ CASES = {
 }
 
 
-class Crowd:
-    """The requests of one size, and their lone runs, made once."""
+COUNT, LONGEST = examples(16, 60), 24
 
-    def __init__(self, count: int, longest: int, make: Callable[..., Engine]) -> None:
-        self.count, self.longest, self.make = count, longest, make
-        self.asked: list[Asked] = make_crowd(count, longest, VOCAB)
+
+class Crowd:
+    """The requests, and their lone runs, made once."""
+
+    def __init__(self, make: Callable[..., Engine]) -> None:
+        self.make = make
+        self.asked: list[Asked] = make_crowd(COUNT, LONGEST, VOCAB)
         self.alone = each_alone(make(None, max_batch_size=1), self.asked)
 
-    def engine(self, drafter: str | None, spec: SpecConfig, page_size: int, **config: Any) -> Engine:
+    def engine(self, drafter: str | None, spec: SpecConfig, page_size: int) -> Engine:
         """Rows for two thirds of the crowd; slots for a tenth of it, of windows for three: they bound who is let in."""
-        roomy = self.make(drafter, spec=spec, page_size=page_size, max_batch_size=1)
+        shape = {"spec": spec, "page_size": page_size}
+        roomy = self.make(drafter, **shape, max_batch_size=1)
         sizes = [slots_needed(roomy.table, len(a.prompt), a.params.max_new_tokens) for a in self.asked]
         full, *windows = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
-        rows = self.count * 16 // 25
-        return self.make(
-            drafter,
-            spec=spec,
-            page_size=page_size,
-            max_batch_size=rows,
-            full_slots=full,
-            swa_slots=3 * max(windows),
-            **config,
-        )
+        slots = {"full_slots": full, "swa_slots": 3 * max(windows)}
+        return self.make(drafter, **shape, **slots, max_batch_size=COUNT * 16 // 25)
 
 
 @pytest.fixture(scope="module")
-def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crowd]:
-    """crowd(count, longest)."""
+def crowd(make_target, make_assistant, make_engine) -> Crowd:
     model = make_target("gemma4-e2b", vocab_size=VOCAB)
-    made: dict[tuple[int, int], Crowd] = {}
 
-    def of(count: int, longest: int) -> Crowd:
-        def make(drafter: str | None, **settings: Any) -> Engine:
-            modules = {"mtp": make_assistant, "eagle3": random_eagle3}
-            module = modules[drafter](model) if drafter in modules else drafter
-            return make_engine(model, module, max_model_len=2 * longest, **settings)
+    def make(drafter: str | None, **settings: Any) -> Engine:
+        modules = {"mtp": make_assistant, "eagle3": random_eagle3}
+        module = modules[drafter](model) if drafter in modules else drafter
+        return make_engine(model, module, max_model_len=2 * LONGEST, **settings)
 
-        if (count, longest) not in made:
-            made[count, longest] = Crowd(count, longest, make)
-        return made[count, longest]
-
-    return of
+    return Crowd(make)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +66,17 @@ def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crow
 )
 def test_each_of_a_crowd_gets_what_it_gets_alone(name, checks, crowd, monkeypatch) -> None:
     """What others do in a crowd, trees of a head do, too."""
-    case, requests = CASES[name], crowd(examples(16, 60), 24)
     monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
 
     def served() -> Engine:
-        engine = requests.engine(*case)
-        outputs = serve_crowd(engine, requests.asked)
-        assert wrong_requests(requests.asked, outputs, requests.alone) == []
+        engine = crowd.engine(*CASES[name])
+        outputs = serve_crowd(engine, crowd.asked)
+        assert wrong_requests(crowd.asked, outputs, crowd.alone) == []
         assert {out.finish_reason for out in outputs} == {"stop", "length", "abort"}
         require_empty(engine)
         stats = engine.stats()
         assert stats.preemptions > 0 and stats.cached_tokens > 0
-        assert case[0] is None or sum(stats.accepted_counts) > 0
+        assert name == "plain" or sum(stats.accepted_counts) > 0
         return engine
 
     require_no_leak(served)
