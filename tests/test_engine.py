@@ -11,7 +11,7 @@ import torch
 from specdec import SamplingParams
 from specdec.errors import CapacityError
 
-from inside import assert_idle, slots_needed
+from inside import assert_idle
 from marks import deep, deep_cases, each_value, examples, pairs, slow, usual, usual_cases
 
 NEW = 16
@@ -251,26 +251,6 @@ def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, ra
 
 
 # capacity
-
-
-def test_preempted_samples_are_the_same(make_target, make_engine, random_prompt, pair_tokenizer):
-    model = make_target("gemma4-e2b")
-    prompts = [random_prompt(n) for n in (11, 25, 40)]
-    params = [
-        SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=s, repetition_penalty=1.2, logprobs=1)
-        for s in range(3)
-    ]
-    roomy = make_engine(model, "ngram", tokenizer=pair_tokenizer)
-    want = [(out.token_ids, out.text) for out in roomy.generate(prompts, params)]
-    full, swa = slots_needed(roomy.table, 40, NEW)
-    engine = make_engine(model, "ngram", tokenizer=pair_tokenizer, full_slots=full, swa_slots=2 * swa)
-    outputs = engine.generate(prompts, params)
-    assert [(out.token_ids, out.text) for out in outputs] == want
-    assert engine.stats().preemptions > 0
-    for out in outputs:
-        assert [item.token_id for item in out.logprobs] == out.token_ids
-        assert out.stats.output_tokens == NEW
-    assert_idle(engine)
 
 
 @pytest.mark.parametrize(

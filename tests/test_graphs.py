@@ -5,9 +5,11 @@ Tokens are those of the same rounds run as they are, whoever joins and leaves, a
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from crowd import make_crowd
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
@@ -24,24 +26,10 @@ SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
 
 
 def requests(count: int, seed: int = 1) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and outputs of many lengths, greedy and sampled, some with penalties and log-probabilities."""
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(3, 90) for _ in range(draw.randrange(1, 30))] for _ in range(count)]
-    params = [
-        SamplingParams(
-            max_new_tokens=draw.randrange(1, 20),
-            temperature=draw.choice([0, 0, 0.8]),
-            top_k=draw.choice([0, 12]),
-            repetition_penalty=draw.choice([1, 1.2]),
-            frequency_penalty=draw.choice([0, 0, 0.5]),
-            logit_bias=draw.choice([None, None, {7: 4.0}, dict.fromkeys(range(20), 2.0)]),
-            logprobs=draw.choice([None, None, 2]),
-            seed=i,
-            ignore_eos=True,
-        )
-        for i in range(count)
-    ]
-    return prompts, params
+    """Prompts and outputs of many lengths, greedy and sampled, some with edits of logits and log-probabilities."""
+    crowd = make_crowd(count, 24, 87, seed=seed)
+    prompts = [[token + 3 for token in each.prompt] for each in crowd]
+    return prompts, [replace(each.params, speculation=None) for each in crowd]
 
 
 def serve(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

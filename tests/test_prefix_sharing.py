@@ -97,20 +97,6 @@ def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt)
     assert seen[0] == seen[1]
 
 
-def test_samples_of_one_prompt_share_it(build, random_prompt):
-    case, prompt = DRAFTERS["eagle3-tree"], random_prompt(50)
-    params = [SamplingParams(max_new_tokens=NEW, temperature=1.0, top_k=20, seed=seed) for seed in range(6)]
-    alone = build(case, prefix_cache=False)
-    want = [out.token_ids for out in alone.generate([prompt] * 6, params)]
-    engine = build(case, max_batch_size=6)
-    with prompt_chunks() as lengths:
-        outs = engine.generate([prompt] * 6, params)
-    assert [out.token_ids for out in outs] == want
-    assert sum(lengths) == 50 + 5
-    assert len(set(map(tuple, want))) > 1
-    assert_idle(engine)
-
-
 def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
     """They come from tokens, not from K/V."""
     prompt = random_prompt(30)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kv_rig import FROZEN_EXTRA_KEYS, PRIMARY, SWA, KVLayout, KVRig, Move, PrimaryLoc, ints, layer_spec
 
-from specdec.errors import KVStateError, OutOfSlotsError
+from specdec.errors import KVStateError
 
 from snapshots import kv_contents
 
@@ -88,36 +88,6 @@ def test_rows_are_taken_in_order_and_reused():
     assert table.active_rows.tolist() == [1]
     assert table.open_row() == 0
     assert table.padding_row == 2
-    table.check()
-
-
-def test_ensure_takes_whole_pages_and_no_more_than_needed():
-    table = make(page_size=4)
-    row = table.open_row()
-    assert table.pages_needed(row, 5) == 2
-    table.ensure_slots(row, 5)
-    assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]
-    assert table.capacity[row] == 8
-    before = kv_contents(table)
-    assert table.pages_needed(row, 8) == 0
-    table.ensure_slots(row, 8)
-    assert kv_contents(table) == before
-    table.ensure_slots(row, 9)
-    assert table.capacity[row] == 12
-    table.check()
-
-
-def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
-    table = make(page_size=4, pages=3, max_len=20, lookahead=4)
-    row = table.open_row()
-    table.ensure_slots(row, 4)
-    before = kv_contents(table)
-    with pytest.raises(OutOfSlotsError, match="3 pages needed; free: 2 of 3"):
-        table.ensure_slots(row, 16)
-    with pytest.raises(OutOfSlotsError, match="row 0: 25 slots needed, a row has 24"):
-        table.ensure_slots(row, 25)
-    assert kv_contents(table) == before
-    table.ensure_slots(row, 12)
     table.check()
 
 
