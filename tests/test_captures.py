@@ -319,24 +319,3 @@ def test_a_class_changes_no_token():
     assert share(SamplerUses.from_params([]), None, on_kernels=True) == share(
         exact.uses._replace(bias=0), None, on_kernels=True
     )
-
-
-@pytest.fixture
-def grammar_engine(make_target, engine_with, byte_tokenizer):
-    pytest.importorskip("llguidance")
-    return lambda capture, **config: engine_with(
-        capture, "ngram", make_target("gemma4-e2b", vocab_size=300), tokenizer=byte_tokenizer, **config
-    )
-
-
-def test_masks_are_sent_for_rows_with_a_grammar_only(grammar_engine, random_prompt, monkeypatch):
-    """One of four rows has one: no more words than those of its nodes leave the host at once."""
-    engine = grammar_engine(None)
-    sent, from_numpy = [], torch.from_numpy
-    monkeypatch.setattr(torch, "from_numpy", lambda array: (sent.append(array), from_numpy(array))[1])
-    params = [SamplingParams(max_new_tokens=6, regex="[ab]{9}"), GREEDY, GREEDY, GREEDY]
-    outs = engine.generate([random_prompt(n) for n in (4, 5, 6, 7)], params)
-    words = [array.size for array in sent if array.dtype == np.int32]
-    assert set(outs[0].text) <= set("ab")
-    assert words and max(words) <= (engine.spec.num_nodes + 16) * -(-300 // 32)
-    assert len([array for array in sent if array.dtype == np.int32 and array.shape[0] > 1]) == 0

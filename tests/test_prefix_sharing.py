@@ -189,7 +189,7 @@ def test_nobody_waits_for_one_that_is_served_behind_it(build, random_prompt):
     urgent = engine.submit([*prefix, 3], SamplingParams(max_new_tokens=NEW), priority=0)
     engine.step()
     assert [request.number for request in engine.scheduler.running] == [urgent.id, slow_one.id]
-    assert 0 < urgent.output().stats.cached_tokens < 100 if urgent.finished else True
+    assert 0 < urgent.output().stats.cached_tokens < 100  # those of the first step
     while engine.step():
         pass
     assert_idle(engine)
