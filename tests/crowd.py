@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: float = 0.1) -> list[Asked]:
     """Prompts and outputs of 1 to `longest` tokens; half of the prompts begin with one of three common texts."""
-    draw = random.Random(seed)
+    draw, edit = random.Random(seed), random.Random(seed)
     shared = [[draw.randrange(vocab) for _ in range(longest)] for _ in range(3)]
     crowd = []
     for number in range(count):
@@ -42,6 +42,8 @@ def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: f
             min_p=draw.choice((0.0, 0.0, 0.05)),
             top_n_sigma=draw.choice((0.0, 0.0, 1.5)),
             repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
+            frequency_penalty=edit.choice((0.0, 0.0, 0.5)),
+            logit_bias=edit.choice((None, None, {7: 4.0}, dict.fromkeys(range(20), 2.0))),
             logprobs=draw.choice((None, None, None, 2)),
             stop_token_ids=draw.choice(((), (), (draw.randrange(vocab),))),
             speculation=draw.choice((None, None, False, SpecConfig(1), SpecConfig(2))),
@@ -86,6 +88,8 @@ def serve_crowd(engine: Engine, crowd: Sequence[Asked], *, seed: int = 0) -> lis
         while (delta := handle.read()) is not None:
             tokens += delta.token_ids
         assert tokens == output.token_ids, "deltas are not the output"
+        scored = output.logprobs is None or [one.token_id for one in output.logprobs] == tokens
+        assert scored, "log-probabilities are of other tokens"
     return outputs
 
 

@@ -21,11 +21,18 @@ from marks import examples
 
 
 def make(
-    rows: int, pages: int, *, window: int | None = None, max_len: int = 600, chunk: int = 64, page_size: int = 1
+    rows: int,
+    pages: int,
+    *,
+    window: int | None = None,
+    max_len: int = 600,
+    chunk: int = 64,
+    page_size: int = 1,
+    pairs: bool = False,
 ) -> Scheduler:
     allocator = make_allocator(pages, [window] if window else [], page_size=page_size)
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
-    prefixes = Prefixes(SimpleNamespace(table=table, models=[None], state_cache=lambda: None), lambda: 0)  # type: ignore[arg-type]
+    prefixes = Prefixes(SimpleNamespace(table=table, models=[None] * (1 + pairs), state_cache=lambda: None), lambda: 0)  # type: ignore[arg-type]
     return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_room=PromptRoom(10**6, 10**6, chunk))
 
 
@@ -220,6 +227,34 @@ def test_a_salt_that_looks_like_a_page_names_another_text():
     prefill(scheduler)
     assert not set(scheduler.table.pages(one.row, 31)) & set(scheduler.table.pages(two.row, 31))
     scheduler.table.check()
+
+
+def test_what_requests_that_end_together_have_made_is_kept():
+    """Their outputs too: two tokens each, of which the second has no K/V yet."""
+    scheduler = make(rows=4, pages=2000)
+    prompts = [list(range(first, first + 60)) for first in (0, 100)]
+    requests = [submit(scheduler, number, prompt) for number, prompt in enumerate(prompts)]
+    scheduler.admit_requests()
+    prefill(scheduler)
+    scheduler.next_decode()
+    scheduler.table.commit_chunk_on_host(np.array([0, 1]), np.array([1, 1]))
+    for request in requests:
+        request.settle([2])
+    scheduler.release_requests(*requests)
+    again = [submit(scheduler, 2 + number, [*prompt, 1, 2]) for number, prompt in enumerate(prompts)]
+    scheduler.admit_requests()
+    assert [request.stats.cached_tokens for request in again] == [61, 61]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_key_that_grows_is_that_of_all_tokens(pairs: bool):
+    scheduler = make(rows=1, pages=2000, pairs=pairs)
+    request, prefixes = submit(scheduler, 0, [3, 5, 7], max_new_tokens=9), scheduler.prefixes
+    for emitted in ([], [4], [9], [8, 2, 6]):
+        if emitted:
+            request.settle(emitted)
+        for _ in range(2):
+            assert prefixes._key(request).tolist() == prefixes._cache.key(request.tokens).tolist()
 
 
 # nobody starves, whatever is shared

@@ -3,13 +3,14 @@
 import copy
 import json
 import pickle
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from refusals import one_sentence
 from safetensors.torch import load_file, save_file
 from samplers import sampler_of
 from torch import nn
@@ -50,18 +51,6 @@ def huge(slots):
     return EngineConfig(full_slots=slots, max_model_len=64)
 
 
-@contextmanager
-def one_sentence(kind, *parts):
-    """Within the block this error is raised: a single line that holds all the parts."""
-    with pytest.raises(kind) as error:
-        yield error
-    text = str(error.value)
-    assert isinstance(error.value, SpecDecError)
-    assert "\n" not in text and 15 < len(text) < 400, text
-    for part in parts:
-        assert part in text, f"{part!r} is not in {text!r}"
-
-
 @pytest.fixture
 def engine(make_target, make_engine):
     return make_engine(make_target("llama"), max_batch_size=2)
@@ -93,6 +82,14 @@ def is_untouched(engine):
         (5, ["5", "list of token ids"]),
         (None, ["None", "list of token ids"]),
         (torch.tensor([1.5]), ["1.5"]),
+        (torch.zeros(30, 30), ["0.0", "integers"]),
+        (torch.zeros(2, 30, 30, dtype=torch.int64), ["[0, 0, 0", "integers"]),
+        (nn.Linear(2, 2), ["<Linear>", "list of token ids"]),
+        ([[torch.zeros(30, 30)]], ["shape (30, 30)", "integers"]),
+        ((x for x in [1]), ["gen", "list of token ids"]),
+        ([[np.bool_(True)]], ["True", "integers"]),
+        (SamplingParams(), ["<SamplingParams>"]),
+        ([list(range(96)), 5.5], ["5.5"]),
         (torch.tensor(3), ["3"]),
         ([[torch.tensor(1.5)]], ["1.5", "integers"]),
         (b"abc", ["b'abc'"]),
@@ -102,7 +99,7 @@ def is_untouched(engine):
         ("a0b1", ["tokenizer=", "token ids"]),
         (["a0b1"], ["tokenizer=", "token ids"]),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, (Iterator, nn.Module, torch.Tensor)) else None,
 )
 def test_prompts(prompt, parts, engine):
     with one_sentence(ConfigError, *parts):
@@ -180,6 +177,9 @@ NUMBERS = {
     "prompt_logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
     "stop": (["", [""], ["a", ""], [1], 5, b"x", None], "non-empty string"),
     "stop_token_ids": (["1", 3, 3.0, [1.0], [True], [-1], ["1"], None], ""),
+    "min_tokens": ([-1, True, "1", 0.5], "integer from 0"),
+    "allowed_token_ids": ([[], [1.5], [True]], ""),
+    "include_stop_str_in_output": ([1, 0, None], "True or False"),
     "ignore_eos": ([1, 0, "yes", None], "True or False"),
     "presence_penalty": ([-2.1, 2.1, NAN, INF, True, "1", None], "from -2 to 2"),
     "frequency_penalty": ([-2.1, 2.1, NAN, INF, True, "1", None], "from -2 to 2"),
@@ -204,6 +204,8 @@ CONFIG = {
     "max_capture_bytes": ([0, -1, 1.5, "1GB", True], "integer from 1"),
     "attention": (["flash", None, ""], "torch"),
     "cuda_graphs": ([True, "on", None], "'auto' or False"),
+    "prefix_cache": (["auto", 1, None], "True or False"),
+    "kv_dtype": (["int8"], "choose one of fp8"),
     "deterministic": ([1, "yes", None], "False"),
     "fused": (["on", None, 1, ""], "'auto', True or False"),
     "dtype": (["float33", "int8", "nn", torch.int8, 32], "torch.dtype"),
@@ -332,9 +334,8 @@ def test_dtypes_by_name():
 def test_a_setting_is_never_printed_whole(value):
     for make, names in ((SamplingParams, NUMBERS), (EngineConfig, CONFIG), (SpecConfig, ["topk"])):
         for name in names:
-            with one_sentence(ConfigError, name) as error:
+            with one_sentence(ConfigError, name):
                 make(**{name: value})
-            assert "tensor(" not in str(error.value) and "in_features" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -420,6 +421,7 @@ CALLS = [
     ("./no-such-folder", None, {}, CheckpointError, ["'./no-such-folder'", "not a folder"]),
     ("a/b/c", None, {}, CheckpointError, ["'a/b/c'", "not a folder"]),
     (5, None, {}, ConfigError, ["5", "transformers model"]),
+    (torch.zeros(3, 4), None, {}, ConfigError, ["<Tensor of shape (3, 4)>"]),
     (None, None, {}, ConfigError, ["None", "transformers model"]),
     (b"x", None, {}, ConfigError, ["b'x'", "transformers model"]),
     (LLAMA, "ngrm", {}, SpecDecError, ["'ngrm'", "tiny-gemma4-mtp", "ngram"]),
@@ -536,22 +538,6 @@ def refused(folder, *parts, drafter_of=None):
     assert isinstance(error.value, OSError) and "not a folder" not in str(error.value)
 
 
-def test_a_whole_checkpoint_is_loaded(checkpoint, make_target, greedy_oracle):
-    engine = Engine.from_pretrained(str(checkpoint), config=SMALL)
-    [out] = engine.generate([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=5))
-    assert out.token_ids == greedy_oracle(make_target("llama"), [1, 2, 3, 4, 5], 5)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        engine.generate("text")
-
-
-def cut(keep):
-    def shorten(folder):
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:keep])
-
-    return shorten
-
-
 def without(*parts):
     """Takes out the tensors whose names contain one of these."""
 
@@ -583,9 +569,6 @@ SPOILED = {
     "no type": (config("{}"), []),
     "an unknown type": (config('{"model_type": "no-such-type"}'), []),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
-    "no bytes": (cut(0), []),
-    "100 bytes": (cut(100), []),
-    "5000 bytes": (cut(5000), []),
     "no projection": (without(UP_PROJ), [UP_PROJ, "1 tensor"]),
     "no norm": (without("model.norm.weight"), ["model.norm.weight", "1 tensor"]),
     "no head": (without("lm_head.weight"), ["lm_head.weight", "1 tensor"]),

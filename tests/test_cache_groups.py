@@ -328,6 +328,16 @@ def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     texts.table.check()
 
 
+def test_of_two_rows_kept_at_once_the_second_revives_what_the_first_had_given_up() -> None:
+    texts, text = Texts([2, 5]), list(range(9))
+    first, second = grown(texts.table, 9), grown(texts.table, 9)
+    texts.table.evict_unseen(ints(first), slack_pages=0)
+    texts.cache.insert([first, second], [texts.cache.key(text)] * 2)
+    texts.table.check()
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 9, 9]
+    assert texts.cache.match_prefix(texts.cache.key(text))[:4].tolist() == texts.table.pages(second, 4).tolist()
+
+
 @pytest.mark.parametrize("short", [PRIMARY, NARROW, WIDE])
 def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
     """Each pool in turn is the one that is full: only its peers, or its pages with theirs, are given up."""

@@ -5,7 +5,6 @@ One failure refuses one shape; memory is bounded; parameters that are data share
 
 import gc
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +13,16 @@ import pytest
 import torch
 from samplers import sampler_of
 from tape import record
-from test_deterministic import interpreted
 
 import specdec.engine
-from specdec import Engine, SamplingParams, SpecConfig
-from specdec.config import EngineConfig
+from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
-from inside import StorageWatch, captured_rounds
+from inside import captured_rounds
 from marks import deep_cases
 
 NEW = 10
@@ -324,114 +320,3 @@ def test_a_class_changes_no_token():
     assert share(SamplerUses.from_params([]), None, on_kernels=True) == share(
         exact.uses._replace(bias=0), None, on_kernels=True
     )
-
-
-@pytest.fixture
-def grammar_engine(make_target, engine_with, byte_tokenizer):
-    pytest.importorskip("llguidance")
-    return lambda capture, **config: engine_with(
-        capture, "ngram", make_target("gemma4-e2b", vocab_size=300), tokenizer=byte_tokenizer, **config
-    )
-
-
-def int32_storages(round: Any) -> set[int]:
-    """Addresses of tensors that a round keeps, however deep."""
-    found, left, seen = set(), [round.__dict__], set()
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor) and value.dtype == torch.int32:
-            found.add(value.untyped_storage().data_ptr())
-        elif isinstance(value, dict):
-            left += value.values()
-        elif type(value).__name__ == "MaskBuffer":
-            left.append(value.__dict__)
-    return found
-
-
-def test_one_mask_buffer_serves_all_batch_sizes(grammar_engine, random_prompt):
-    engine = grammar_engine(None)
-    params = SamplingParams(max_new_tokens=4, regex="[ab]{9}")
-    for count in (1, 2, 3, 4):
-        engine.generate([random_prompt(4 + count)] * count, params)
-    assert len(int32_storages(engine.state)) == 1
-
-
-def test_masks_are_sent_for_rows_with_a_grammar_only(grammar_engine, random_prompt, monkeypatch):
-    """One of four rows has one: no more words than those of its nodes leave the host at once."""
-    engine = grammar_engine(None)
-    sent, from_numpy = [], torch.from_numpy
-    monkeypatch.setattr(torch, "from_numpy", lambda array: (sent.append(array), from_numpy(array))[1])
-    params = [SamplingParams(max_new_tokens=6, regex="[ab]{9}"), GREEDY, GREEDY, GREEDY]
-    outs = engine.generate([random_prompt(n) for n in (4, 5, 6, 7)], params)
-    words = [array.size for array in sent if array.dtype == np.int32]
-    assert set(outs[0].text) <= set("ab")
-    assert words and max(words) <= (engine.spec.num_nodes + 16) * -(-300 // 32)
-    assert len([array for array in sent if array.dtype == np.int32 and array.shape[0] > 1]) == 0
-
-
-def test_prompts_send_what_they_need_by_pinned_copies_alone(engine_with, random_prompt, monkeypatch):
-    """`upload` pins on a GPU; nothing else of a prompt's step makes a tensor of host numbers."""
-    engine = engine_with(None)
-    callers, from_numpy = set(), torch.from_numpy
-
-    def noted(array: Any) -> torch.Tensor:
-        callers.add(sys._getframe(1).f_code.co_name)
-        return from_numpy(array)
-
-    monkeypatch.setattr(torch, "from_numpy", noted)
-    handle = engine.submit(random_prompt(20), GREEDY)
-    while not handle.num_output:
-        engine.step()
-    on_the_host = {"alloc", "evict", "evict_unseen", "free", "_least_squares"}  # the allocator's books, and three times
-    assert callers - on_the_host == {"upload"}
-
-
-def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypatch):
-    """Steps of replayed rounds and prompts, with the prefix cache."""
-    engine = engine_with(record, prefill_chunk=8)
-    serve(engine, random_prompt)
-    looks, moved = [], StorageWatch.moved
-    monkeypatch.setattr(StorageWatch, "moved", lambda self: looks.append(0) or moved(self))
-    engine.submit(random_prompt(8), GREEDY)
-    counts = []
-    for i in range(6):
-        looks.clear()
-        if i == 2:
-            engine.submit(random_prompt(8), GREEDY)
-        engine.step()
-        counts.append(len(looks))
-    assert max(counts[1:]) == 1, counts
-
-
-@pytest.mark.deep
-@interpreted
-def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypatch):
-    """A round marks what it commits, not the whole history; and the tokens are those of torch."""
-    marked: list[int] = []
-    for module in (kernel_sampler, token_bitmaps):
-        mark = module.mark_seen
-
-        def noted(bits: Any, row: Any, tokens: Any, length: Any, mark: Any = mark) -> None:
-            marked.append(tokens.shape[1])
-            mark(bits, row, tokens, length)
-
-        monkeypatch.setattr(module, "mark_seen", noted)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(
-        "specdec.runtime.rounds.device_state.runs_on_kernels", lambda backend, device: backend.name == "triton"
-    )
-    small = {"vocab_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    model = make_target("llama", **small)
-    penal = {"repetition_penalty": 1.6, "ignore_eos": True}
-    params = [SamplingParams(max_new_tokens=7, **penal), SamplingParams(max_new_tokens=6, logprobs=1, **penal), GREEDY]
-    prompts = [[1, 5, 2, 9, 9, 3, 7], [4, 2], [8]]
-    outputs = []
-    for attention in ("torch", "triton"):
-        config = EngineConfig(attention=attention, max_batch_size=2, max_model_len=64)
-        engine = Engine.from_pretrained(model, "ngram", spec=SpecConfig(2), config=config)
-        outputs.append([out.token_ids for out in engine.generate(prompts, params)])
-    assert outputs[0] == outputs[1]
-    assert marked and max(marked) <= 3

@@ -1,9 +1,9 @@
 """Many requests at once, in pools for a tenth of them: each gets its lone run's tokens, and nothing is left behind.
 
-SPECDEC_CROWD=full: prompts and outputs of up to 200 tokens (7 minutes on one core).
+`python -m bench crowd` is a larger one, on a GPU.
 """
 
-import os
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +13,7 @@ from crowd import Asked, each_alone, make_crowd, require_empty, require_no_leak,
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
-from inside import capture_on_tape
-from marks import deep, deep_cases, examples, usual
+from marks import examples, usual
 from tiny_models import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
@@ -28,95 +27,56 @@ CASES = {
 }
 
 
-class Crowd:
-    """The requests of one size, and their lone runs, made once."""
+COUNT, LONGEST = examples(16, 60), 24
 
-    def __init__(self, count: int, longest: int, make: Callable[..., Engine]) -> None:
-        self.count, self.longest, self.make = count, longest, make
-        self.asked: list[Asked] = make_crowd(count, longest, VOCAB)
+
+class Crowd:
+    """The requests, and their lone runs, made once."""
+
+    def __init__(self, make: Callable[..., Engine]) -> None:
+        self.make = make
+        self.asked: list[Asked] = make_crowd(COUNT, LONGEST, VOCAB)
         self.alone = each_alone(make(None, max_batch_size=1), self.asked)
 
-    def engine(self, drafter: str | None, spec: SpecConfig, page_size: int, **config: Any) -> Engine:
+    def engine(self, drafter: str | None, spec: SpecConfig, page_size: int) -> Engine:
         """Rows for two thirds of the crowd; slots for a tenth of it, of windows for three: they bound who is let in."""
-        roomy = self.make(drafter, spec=spec, page_size=page_size, max_batch_size=1)
+        shape = {"spec": spec, "page_size": page_size}
+        roomy = self.make(drafter, **shape, max_batch_size=1)
         sizes = [slots_needed(roomy.table, len(a.prompt), a.params.max_new_tokens) for a in self.asked]
         full, *windows = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
-        rows = self.count * 16 // 25
-        return self.make(
-            drafter,
-            spec=spec,
-            page_size=page_size,
-            max_batch_size=rows,
-            full_slots=full,
-            swa_slots=3 * max(windows),
-            **config,
-        )
+        slots = {"full_slots": full, "swa_slots": 3 * max(windows)}
+        return self.make(drafter, **shape, **slots, max_batch_size=COUNT * 16 // 25)
 
 
 @pytest.fixture(scope="module")
-def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crowd]:
-    """crowd(count, longest)."""
+def crowd(make_target, make_assistant, make_engine) -> Crowd:
     model = make_target("gemma4-e2b", vocab_size=VOCAB)
-    made: dict[tuple[int, int], Crowd] = {}
 
-    def of(count: int, longest: int) -> Crowd:
-        def make(drafter: str | None, **settings: Any) -> Engine:
-            modules = {"mtp": make_assistant, "eagle3": random_eagle3}
-            module = modules[drafter](model) if drafter in modules else drafter
-            return make_engine(model, module, max_model_len=2 * longest, **settings)
+    def make(drafter: str | None, **settings: Any) -> Engine:
+        modules = {"mtp": make_assistant, "eagle3": random_eagle3}
+        module = modules[drafter](model) if drafter in modules else drafter
+        return make_engine(model, module, max_model_len=2 * LONGEST, **settings)
 
-        if (count, longest) not in made:
-            made[count, longest] = Crowd(count, longest, make)
-        return made[count, longest]
-
-    return of
+    return Crowd(make)
 
 
-USUAL = [("mtp-tree", "sanitized"), ("eagle3-tree", "")]  # what others do in a crowd, trees of a model do, too
-SMALL, LARGE = "small", "large"
-SIZES = {SMALL: (examples(16, 60), 24), LARGE: (200, 200)}  # requests, longest
-FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
-
-
-@deep_cases("mtp-tree-small-sanitized")
 @pytest.mark.parametrize(
-    ("name", "size", "checks"),
-    [
-        *usual(
-            ((name, SMALL, checks) for name in CASES for checks in ("", "sanitized")),
-            lambda name, _, checks: (name, checks) in USUAL,
-        ),
-        *((name, LARGE, checks) for name in CASES if FULL for checks in ("", "sanitized")),
-    ],
+    ("name", "checks"),
+    usual(itertools.product(CASES, ("", "sanitized")), lambda *case: case == ("eagle3-tree", "")),
 )
-def test_each_of_a_crowd_gets_what_it_gets_alone(name, size, checks, crowd, monkeypatch) -> None:
-    case, requests = CASES[name], crowd(*SIZES[size])
+def test_each_of_a_crowd_gets_what_it_gets_alone(name, checks, crowd, monkeypatch) -> None:
+    """What others do in a crowd, trees of a head do, too."""
     monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
 
     def served() -> Engine:
-        engine = requests.engine(*case)
-        outputs = serve_crowd(engine, requests.asked)
-        assert wrong_requests(requests.asked, outputs, requests.alone) == []
+        engine = crowd.engine(*CASES[name])
+        outputs = serve_crowd(engine, crowd.asked)
+        assert wrong_requests(crowd.asked, outputs, crowd.alone) == []
         assert {out.finish_reason for out in outputs} == {"stop", "length", "abort"}
         require_empty(engine)
         stats = engine.stats()
         assert stats.preemptions > 0 and stats.cached_tokens > 0
-        assert case[0] is None or sum(stats.accepted_counts) > 0
+        assert name == "plain" or sum(stats.accepted_counts) > 0
         return engine
 
     require_no_leak(served)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("name", "checks"), [("mtp-tree", "sanitized"), deep("eagle3-tree", ""), deep("plain", "sanitized")]
-)
-def test_a_crowd_of_captured_rounds_too(name, checks, crowd, monkeypatch) -> None:
-    """A tape in the place of graphs: launched before the round in front has been settled."""
-    requests = crowd(20, 12)
-    monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
-    capture_on_tape(monkeypatch)
-    engine = requests.engine(*CASES[name])
-    outputs = serve_crowd(engine, requests.asked)
-    assert wrong_requests(requests.asked, outputs, requests.alone) == []
-    require_empty(engine)

@@ -9,7 +9,6 @@ import torch
 from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import ConfigError
 from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
 from specdec.kvcache.layout import CacheField
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
@@ -185,11 +184,6 @@ def test_a_pool_takes_what_its_rows_take(make_target, make_engine) -> None:
     assert narrow.bytes_by_group()["full"] * 32 == wide.bytes_by_group()["full"] * 12
     field = CacheField("k", 8, 128)
     assert field._replace(fp8=True).bytes(torch.bfloat16) / field.bytes(torch.bfloat16) < 0.52
-
-
-def test_what_cannot_be_kept_in_8_bits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_dtype='int8' is unknown; choose one of fp8"):
-        EngineConfig(kv_dtype="int8")
 
 
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), deep("tiny-gemma4-eagle3")])

@@ -5,10 +5,11 @@ Tokens are those of the same rounds run as they are, whoever joins and leaves, a
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from tape import NotCapturable, record
+from crowd import make_crowd
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
@@ -25,24 +26,10 @@ SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
 
 
 def requests(count: int, seed: int = 1) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and outputs of many lengths, greedy and sampled, some with penalties and log-probabilities."""
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(3, 90) for _ in range(draw.randrange(1, 30))] for _ in range(count)]
-    params = [
-        SamplingParams(
-            max_new_tokens=draw.randrange(1, 20),
-            temperature=draw.choice([0, 0, 0.8]),
-            top_k=draw.choice([0, 12]),
-            repetition_penalty=draw.choice([1, 1.2]),
-            frequency_penalty=draw.choice([0, 0, 0.5]),
-            logit_bias=draw.choice([None, None, {7: 4.0}, dict.fromkeys(range(20), 2.0)]),
-            logprobs=draw.choice([None, None, 2]),
-            seed=i,
-            ignore_eos=True,
-        )
-        for i in range(count)
-    ]
-    return prompts, params
+    """Prompts and outputs of many lengths, greedy and sampled, some with edits of logits and log-probabilities."""
+    crowd = make_crowd(count, 24, 87, seed=seed)
+    prompts = [[token + 3 for token in each.prompt] for each in crowd]
+    return prompts, [replace(each.params, speculation=None) for each in crowd]
 
 
 def serve(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
@@ -254,37 +241,3 @@ def test_the_sizes_that_rounds_are_captured_for() -> None:
     assert prefix_buckets(300) == [300]
     assert prefix_buckets(4096) == [4096]
     assert prefix_buckets(40_000) == [4096, 32_768, 40_000]
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda x: x + x.sum().item(),
-        lambda x: x[x > 1],
-        lambda x: x.nonzero(),
-        lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
-    ],
-    ids=["a value read", "a mask", "nonzero", "a list uploaded"],
-)
-def test_the_tape_refuses_what_a_graph_cannot_hold(program) -> None:
-    with pytest.raises(NotCapturable):
-        record(lambda: program(torch.arange(3.0)))
-
-
-def test_the_tape_does_again_what_was_done_to_tensors() -> None:
-    """x = 1 2 3; each replay adds y to it and returns twice the sum: what Python knew of y does not matter."""
-    x, y, runs = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(10.0), []
-
-    def program() -> torch.Tensor:
-        runs.append(1)
-        x.add_(y)
-        return x.sum() * 2
-
-    replay, out = record(program)
-    assert x.tolist() == [1, 2, 3]
-    replay()
-    assert x.tolist() == [11, 12, 13] and out == 72
-    y.fill_(1.0)
-    replay()
-    assert x.tolist() == [12, 13, 14] and out == 78
-    assert len(runs) == 1

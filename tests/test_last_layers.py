@@ -184,38 +184,27 @@ def test_tokens_are_those_of_transformers(family, drafter, make_target, engine, 
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "eagle3-middle"])
-def test_drafts_are_the_same(drafter, make_target, engine, random_prompt, monkeypatch):
-    """A drafter that were shown another state would only draft worse: what it proposes is compared."""
-    model, prompts = make_target("gemma4-e2b"), [random_prompt(length, seed=length) for length in (21, 3, 40)]
+def test_a_resumed_request_drafts_from_its_last_state(drafter, make_target, engine, random_prompt, monkeypatch):
+    """A drafter that is shown another state only drafts worse, so what it proposes is compared. What a resumed request
+    had is read again, in chunks; none of them draws a token, yet the next draft starts where they end."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(30, seed=1), random_prompt(21, seed=2)]
     seen = []
     for whole in (False, True):
         if whole:
             run_whole(monkeypatch)
         made = engine(model, drafter, prefill_chunk=8, max_batch_size=2)
         drafts = drafts_of(made)
-        made.generate(prompts, GREEDY)
-        seen.append(drafts)
-    assert seen[0] == seen[1] and len(seen[0]) > 5
-
-
-def test_a_resumed_request_drafts_from_its_last_state(make_target, engine, random_prompt, monkeypatch):
-    """What it had is read again, in chunks; none of them draws a token, yet the next draft starts where they end."""
-    model, prompts = make_target("gemma4-e2b"), [random_prompt(30, seed=1), random_prompt(21, seed=2)]
-    seen = []
-    for whole in (False, True):
-        if whole:
-            run_whole(monkeypatch)
-        made = engine(model, "mtp", prefill_chunk=8, max_batch_size=2)
         handles = made.submit_many(prompts, [SamplingParams(max_new_tokens=20)] * 2)
         while any(request.num_output < 2 for request in made.scheduler.running) or made.scheduler.waiting:
             made.step()
+        before = len(drafts)
         made.steps.restart(list(made.scheduler.running))
-        drafts = drafts_of(made)
         while not made.scheduler.idle:
             made.step()
         seen.append(drafts)
+        assert 0 < before < len(drafts) - 2
         assert [len(handle.output().token_ids) for handle in handles] == [20, 20]
-    assert seen[0] == seen[1] and len(seen[0]) > 2
+    assert seen[0] == seen[1]
 
 
 @usual_cases("0")

@@ -1,13 +1,14 @@
-"""All rows of a step at once: what is allocated, evicted and settled is what one row after the other gets."""
+"""All rows of a step at once: slots, claims on pages, chunks, tokens and settings, in cases to check by eye.
 
-import copy
-import random
+Random histories of many rows at once are in `test_kv_state_machine.py` and `test_scheduler_machine.py`.
+"""
+
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_allocator
+from kv_rig import SWA, MirroredArray, PagePool, RequestTable, flush, ints, make_allocator
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
@@ -25,7 +26,6 @@ from inside import (
     restricted,
     settle_round,
 )
-from marks import deep_cases
 from snapshots import contents
 
 LOOKAHEAD = 2
@@ -85,19 +85,6 @@ def test_rows_that_lack_nothing_take_nothing(page_size: int):
     assert contents(table) == before
 
 
-@pytest.mark.parametrize("window_pages", [None, 3], ids=["full", "swa"])
-def test_when_one_is_short_nobody_takes_anything(window_pages: int | None):
-    """Three pages: for row 0 and for row 1, but not for row 2."""
-    table = make(page_size=4, pages=3 if window_pages is None else 20, window_pages=window_pages)
-    table.ensure_slots(1, 4)
-    before = contents(table)
-    with pytest.raises(OutOfSlotsError, match=r"3 pages needed; free: .*2 of 3"):
-        table.ensure_slots(ints(0, 1, 2), ints(1, 4, 5))
-    assert contents(table) == before
-    table.ensure_slots(ints(0, 1, 2), ints(1, 4, 4))
-    table.check()
-
-
 def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
     table = make()
     table.close_rows(1)
@@ -130,50 +117,24 @@ def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
     pool.check()
 
 
-def two_that_begin_alike(page_size: int) -> RequestTable:
-    """Rows 0 and 1 begin with the same two pages, row 2 has its own; then 12 more tokens each."""
-    table = make(page_size, pages=40)
-    table.ensure_slots(0, 2 * page_size)
-    table.commit_chunk_on_host(ints(0), ints(2 * page_size))
-    table.adopt_pages(1, table.pages(0, 2))
-    grow(table, [12, 12, 12])
-    return table
-
-
-def test_a_page_that_another_row_still_sees_stays_mapped():
-    table = two_that_begin_alike(1)
-    shared = table.pages(0, 2)
-    table.evict_unseen(ints(0, 2))
-    assert table.allocator.is_mapped(SWA, shared).all()
-    table.check()
-    table.evict_unseen(ints(1, 2))
-    assert not table.allocator.is_mapped(SWA, shared).any()
-    table.check()
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
-    draw = random.Random(page_size)
-    for _ in range(30):
-        table = make(page_size, pages=80, rows=6)
-        table.ensure_slots(0, 9 // page_size * page_size)
-        table.commit_chunk_on_host(ints(0), ints(9 // page_size * page_size))
-        for row in range(1, draw.randint(1, 6)):
-            table.adopt_pages(row, table.pages(0, draw.randint(0, 9 // page_size)))
-        for _ in range(3):
-            grow(table, [draw.randint(0, 4) for _ in range(6)])
-            rows = np.array(draw.sample(range(6), draw.randint(0, 6)), dtype=np.int64)
-            twin, slack = copy.deepcopy(table), draw.choice((0, 1))
-            freed = table.evict_unseen(rows, slack_pages=slack)
-            assert freed == sum(twin.evict_unseen(row, slack_pages=slack) for row in rows[:, None])
-            pages = np.arange(81)
-            for mine, theirs in (
-                (table.evicted_len, twin.evicted_len),
-                (table.allocator.maps.host[SWA], twin.allocator.maps.host[SWA]),
-                (table.allocator.pools[SWA].row_refs(pages), twin.allocator.pools[SWA].row_refs(pages)),
-            ):
-                assert (mine == theirs).all()
-            table.check()
+def test_rows_name_a_page_once_each() -> None:
+    """Rows 0 and 1 begin with page 1; row 1 has given up its peer."""
+    table = make(2)
+    table.ensure_slots(0, 2)
+    table.commit_chunk_on_host(ints(0), ints(2))
+    table.adopt_pages(1, table.pages(0, 1))
+    free, slots, before = table.allocator.free, torch.tensor([2, 3, 2, 3]), contents(table)
+    for rows in (ints(0, 0, 0, 0), ints(1, 1, 1, 1)):
+        with pytest.raises(DoubleFreeError, match="named twice"):
+            free(slots, rows=rows)
+    with pytest.raises(DoubleFreeError, match="named twice"):
+        table.close_rows(ints(0, 0))
+    with pytest.raises(DoubleFreeError, match="not held"):
+        free(torch.tensor([2, 3, 2, 3, 2, 3]), rows=ints(0, 0, 1, 1, 2, 2))
+    assert contents(table) == before
+    free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([[False] * 4, [True, True, False, False]]))
+    assert table.allocator.primary.held_pages == 0
+    assert table.allocator.pools[SWA].row_refs(ints(1)).tolist() == [1]
 
 
 # who runs
@@ -202,18 +163,6 @@ def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
         request.state = RequestState.PREFILL if length % 2 else RequestState.DECODE
         scheduler.running.append(request)
     return scheduler
-
-
-def slots_one_after_the_other(scheduler: Scheduler) -> None:
-    """Each by rank, whoever comes last makes room."""
-    table = scheduler.table
-    for request in list(scheduler.running):
-        while request.state is RequestState.DECODE:
-            rows, wanted = ints(request.row), table.committed_len.host[[request.row]] + LOOKAHEAD
-            if table.pages_needed(rows, wanted).sum() <= table.allocator.available_pages:
-                table.ensure_slots(rows, wanted)
-                break
-            scheduler._make_room()
 
 
 def test_only_the_last_makes_room_and_only_when_slack_does_not():
@@ -255,29 +204,20 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
     assert table.evicted_len[1, rows].tolist() == [40 - 4 - 1] * 2  # a window of 3, 2 keys more, the slack
 
 
-@deep_cases("1")
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: int):
-    draw = random.Random(page_size)
-    outcomes = set()
-    for _ in range(300):
-        lengths = [draw.randint(1, 20) for _ in range(6)]
-        held = sum(-(-length // page_size) for length in lengths)
-        window, window_pages = draw.choice(((None, None), (3, held + draw.randint(0, 8))))
-        table = make(page_size, pages=held + draw.randint(0, 8), window_pages=window_pages, window=window, rows=6)
-        grow(table, lengths)
-        scheduler = scheduler_of(table, lengths)
-        twin = copy.deepcopy(scheduler)
-        decoding = scheduler.next_decode()
-        slots_one_after_the_other(twin)
-        assert [r.number for r in scheduler.running] == [r.number for r in twin.running]
-        assert [r.number for r in scheduler.waiting] == [r.number for r in twin.waiting]
-        assert (table.capacity == twin.table.capacity).all() and (table.evicted_len == twin.table.evicted_len).all()
-        assert decoding == [r for r in scheduler.running if r.state is RequestState.DECODE]
-        assert all(table.capacity[r.row] >= table.committed_len.host[r.row] + LOOKAHEAD for r in decoding)
-        table.check()
-        outcomes.add((len(scheduler.waiting), bool(table.evicted_len.any())))
-    assert {(0, False), (0, True), (1, False), (1, True)} <= outcomes
+def test_prompts_get_the_pages_that_are_left_and_then_those_of_the_last() -> None:
+    """Three read 8 tokens each, where 10 pages are free: of 8, 2 and none. The fourth gives up its 3."""
+    table = make(pages=13, window=None, rows=4)
+    grow(table, [0, 0, 0, 3])
+    scheduler = Scheduler(table, max_model_len=22, prompt_room=PromptRoom(24, 24, 8))
+    for row in range(4):
+        request = request_of(row, 9)
+        request.seat(row)
+        request.state = RequestState.PREFILL
+        scheduler.running.append(request)
+    requests, chunk_len = scheduler.next_prefill()
+    assert [request.number for request in requests] == [0, 1, 2] and chunk_len.tolist() == [8, 2, 3]
+    assert [request.number for request in scheduler.waiting] == [3] and table.capacity[:4].tolist() == [8, 2, 3, 0]
+    table.check()
 
 
 # what a round brought
@@ -355,3 +295,25 @@ def test_what_a_batch_uses_is_that_of_this_batch():
     table.uses(mine)
     mine[0] = sampled
     assert table.uses(mine).sampled
+
+
+def test_rows_that_are_taken_together_sample_as_asked() -> None:
+    table = SamplingTable(5, torch.device("cpu"))
+    asked = [
+        (SamplingParams(temperature=0.5, top_k=7), -3),
+        (SamplingParams(), 1 << 61),
+        (SamplingParams(min_p=0.25), 5),
+    ]
+    table.load(ints(4, 0, 1), asked)
+    assert table.cells.host[[4, 0, 1, 2], :2].tolist() == [[-3, 7], [1 << 61, 0], [5, 0], [0, 0]]
+    table.cells.check()
+
+
+def test_a_cell_is_sent_once(monkeypatch) -> None:
+    array, sent = MirroredArray((6,), torch.device("cpu")), []
+    for cells in (ints(5, 3, 5), ints(0), ints(3)):
+        array[cells] = cells + len(sent)
+    monkeypatch.setattr(torch, "from_numpy", lambda packed: sent.append(packed.tolist()) or torch.tensor(packed))
+    flush([array])
+    assert sent == [[[0, 3, 5], [0, 3, 5]]]
+    array.check()

@@ -186,7 +186,7 @@ def test_drafts_are_those_that_each_makes_alone(model, spec):
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     """All drafts are captured when the engine is made, and none later."""
-    config = EngineConfig(max_batch_size=2, max_model_len=200, finished_tokens=300, device="cpu")
+    config = EngineConfig(max_batch_size=examples(1, 2), max_model_len=200, finished_tokens=300, device="cpu")
     params = SamplingParams(max_new_tokens=examples(10, 40), ignore_eos=True)
     outputs = []
     for captured in (False, True):

@@ -4,7 +4,7 @@ That K/V in every adopted and every kept page are those of its text is shown by 
 their matches and exchanges by `test_cache_groups.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -317,47 +317,42 @@ def test_reset_forgets_rows_and_cache():
 # `check` finds every kind of corruption
 
 
-def corrupt(rig: Rig, how: str) -> None:
-    match how:
-        case "lost node":
-            rig.cache._root.children.popitem()
-        case "lost page":
-            [node] = rig.cache._by_age
-            node.key, node.pages = node.key[:-1], node.pages[:-1]
-        case "one claim too many":
-            rig.allocator.primary.share(np.array([1]))
-        case "one swa claim too many":
-            rig.allocator.pools[SWA].share(np.array([1]))
-        case "peers miscounted":
-            next(iter(rig.cache._by_age)).num_peers[SWA] -= 1
-        case "wrong name":
-            next(iter(rig.cache._by_age)).key[0] = 77
-        case "page of nobody":
-            rig.allocator.alloc(1)
-        case "forgotten by the pool":
-            rig.allocator.primary._cached[1] = False
-        case _:
-            raise AssertionError(how)
+def lose_a_page(rig: Rig) -> None:
+    [node] = rig.cache._by_age
+    node.key, node.pages = node.key[:-1], node.pages[:-1]
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("lost node", "the nodes by age are not those of the tree"),
-        ("lost page", "num_peers|other pages are kept"),
-        ("one claim too many", "more claims than rows|belongs to no row|the cache's alone"),
-        ("one swa claim too many", "more rows hold the peers of|claims on the peer|the cache's alone"),
-        ("peers miscounted", "num_peers"),
-        ("wrong name", "a node is not where its key says"),
-        ("page of nobody", "a held page belongs to no row"),
-        ("forgotten by the pool", "num_peers|held 0|the cache's alone|other pages are kept"),
-    ],
-)
-def test_check_finds(how: str, message: str):
+CORRUPTED = {
+    # what is done to a tree of one node, words of the assertion
+    "lost node": (lambda rig: rig.cache._root.children.popitem(), "the nodes by age are not those of the tree"),
+    "lost page": (lose_a_page, "num_peers|other pages are kept"),
+    "one claim too many": (
+        lambda rig: rig.allocator.primary.share(np.array([1])),
+        "more claims than rows|belongs to no row|the cache's alone",
+    ),
+    "one swa claim too many": (
+        lambda rig: rig.allocator.pools[SWA].share(np.array([1])),
+        "more rows hold the peers of|claims on the peer|the cache's alone",
+    ),
+    "peers miscounted": (lambda rig: next(iter(rig.cache._by_age)).num_peers.__setitem__(SWA, 99), "num_peers"),
+    "wrong name": (
+        lambda rig: next(iter(rig.cache._by_age)).key.__setitem__(0, 77),
+        "a node is not where its key says",
+    ),
+    "page of nobody": (lambda rig: rig.allocator.alloc(1), "a held page belongs to no row"),
+    "forgotten by the pool": (
+        lambda rig: rig.allocator.primary._cached.__setitem__(1, False),
+        "num_peers|held 0|the cache's alone|other pages are kept",
+    ),
+}
+
+
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTED.values(), ids=CORRUPTED)
+def test_check_finds(corrupt: Callable[[Rig], object], message: str):
     rig = Rig.make(window=4)
     rig.serve(list(range(10)))
     rig.begin([*range(10), 0])
     rig.table.check()
-    corrupt(rig, how)
+    corrupt(rig)
     with pytest.raises(AssertionError, match=message):
         rig.table.check()

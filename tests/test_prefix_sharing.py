@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import ConfigError
+from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
@@ -96,20 +95,6 @@ def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt)
         seen.append([(out.token_ids, out.drafted, out.stats.accepted_counts) for out in outs])
         assert any(out.stats.cached_tokens for out in outs) is prefix_cache
     assert seen[0] == seen[1]
-
-
-def test_samples_of_one_prompt_share_it(build, random_prompt):
-    case, prompt = DRAFTERS["eagle3-tree"], random_prompt(50)
-    params = [SamplingParams(max_new_tokens=NEW, temperature=1.0, top_k=20, seed=seed) for seed in range(6)]
-    alone = build(case, prefix_cache=False)
-    want = [out.token_ids for out in alone.generate([prompt] * 6, params)]
-    engine = build(case, max_batch_size=6)
-    with prompt_chunks() as lengths:
-        outs = engine.generate([prompt] * 6, params)
-    assert [out.token_ids for out in outs] == want
-    assert sum(lengths) == 50 + 5
-    assert len(set(map(tuple, want))) > 1
-    assert_idle(engine)
 
 
 def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
@@ -204,7 +189,7 @@ def test_nobody_waits_for_one_that_is_served_behind_it(build, random_prompt):
     urgent = engine.submit([*prefix, 3], SamplingParams(max_new_tokens=NEW), priority=0)
     engine.step()
     assert [request.number for request in engine.scheduler.running] == [urgent.id, slow_one.id]
-    assert 0 < urgent.output().stats.cached_tokens < 100 if urgent.finished else True
+    assert 0 < urgent.output().stats.cached_tokens < 100  # those of the first step
     while engine.step():
         pass
     assert_idle(engine)
@@ -302,26 +287,6 @@ def test_kv_of_weights_that_are_gone_are_not_served(
     assert other is not model
 
 
-def test_weights_are_looked_at_once_a_step(make_target, make_engine, random_prompt):
-    """However many begin in it and keep a chunk: the sum over all versions is a tenth of a millisecond and more."""
-    engine = make_engine(make_target("llama"), "ngram", max_batch_size=4, prefill_chunk=8)
-    [weights, *_] = engine.state.weights._weights
-    updates, looks = weights.updates, list[int]()
-    weights.updates = lambda: looks.append(0) or updates()
-    for seed in range(4):
-        engine.submit(random_prompt(20, seed=seed), SamplingParams(max_new_tokens=2))
-    steps = 1
-    while engine.step():
-        steps += 1
-    assert len(looks) == steps > 3
-    stream = engine.stream(random_prompt(9, seed=9), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
-    next(stream)
-    looks.clear()
-    next(stream)  # a round, in which nobody begins or ends
-    assert not looks
-    stream.close()
-
-
 def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf_forward):
     model, prompt = make_target("llama", fresh=True), random_prompt(40)
     engine = make_engine(model, "ngram")
@@ -362,12 +327,6 @@ def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
         assert ends(engine, prompt) == (greedy_oracle(engine.target.model, prompt, NEW), 0)
         assert engine.table.allocator.primary.evictable_pages == 0
     engine.clear_prefix_cache()
-
-
-@pytest.mark.parametrize("wrong", ["auto", 1, None])
-def test_it_is_on_or_off(wrong):
-    with pytest.raises(ConfigError, match=r"prefix_cache=.*: True or False is expected"):
-        EngineConfig(prefix_cache=wrong)
 
 
 def test_a_closed_engine_keeps_nothing(build, random_prompt):

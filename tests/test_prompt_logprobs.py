@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tape import record
@@ -308,25 +307,3 @@ def test_a_text_has_the_same_scores_as_output_and_as_prompt(make_target, make_en
     [written] = engine.generate(prompt, SamplingParams(max_new_tokens=12, logprobs=5, temperature=1.0, seed=2))
     [read] = engine.generate([[*prompt, *written.token_ids]], SamplingParams(max_new_tokens=0, prompt_logprobs=5))
     assert read.prompt_logprobs is not None and read.prompt_logprobs[17:] == written.logprobs
-
-
-# the numbers on the host
-
-
-def test_scores_are_filled_in_from_the_front():
-    scores = PromptLogProbs(5, 1)
-
-    def part(*chosen: float) -> TokenScores:
-        column = np.array(chosen, dtype=np.float32)
-        return TokenScores(column, np.stack([column, column - 1], 1), np.tile(np.int32([7, 8]), (len(chosen), 1)))
-
-    assert scores.entries() == [None] * 5 and not scores.complete
-    scores.fill(1, part(-1, -2))
-    scores.fill(1, part(-9, -9))  # another sample had computed the same
-    scores.fill(2, part(-9, -3))
-    assert scores.known == 4
-    assert scores.entries() == [None, (-1.0, {7: -1.0}), (-2.0, {7: -2.0}), (-3.0, {7: -3.0}), None]
-    scores.fill(4, part(-4))
-    assert scores.complete and scores.entries()[4] == (-4.0, {7: -4.0})
-    with pytest.raises(AssertionError):
-        PromptLogProbs(9, 0).fill(3, part(-1))  # a gap

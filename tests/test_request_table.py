@@ -7,9 +7,8 @@ import pytest
 import torch
 from kv_rig import FROZEN_EXTRA_KEYS, PRIMARY, SWA, KVLayout, KVRig, Move, PrimaryLoc, ints, layer_spec
 
-from specdec.errors import KVStateError, OutOfSlotsError
+from specdec.errors import KVStateError
 
-from marks import deep_cases, examples, slow
 from snapshots import kv_contents
 
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
@@ -92,45 +91,6 @@ def test_rows_are_taken_in_order_and_reused():
     table.check()
 
 
-def test_ensure_takes_whole_pages_and_no_more_than_needed():
-    table = make(page_size=4)
-    row = table.open_row()
-    assert table.pages_needed(row, 5) == 2
-    table.ensure_slots(row, 5)
-    assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]
-    assert table.capacity[row] == 8
-    before = kv_contents(table)
-    assert table.pages_needed(row, 8) == 0
-    table.ensure_slots(row, 8)
-    assert kv_contents(table) == before
-    table.ensure_slots(row, 9)
-    assert table.capacity[row] == 12
-    table.check()
-
-
-def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
-    table = make(page_size=4, pages=3, max_len=20, lookahead=4)
-    row = table.open_row()
-    table.ensure_slots(row, 4)
-    before = kv_contents(table)
-    with pytest.raises(OutOfSlotsError, match="3 pages needed; free: 2 of 3"):
-        table.ensure_slots(row, 16)
-    with pytest.raises(OutOfSlotsError, match="row 0: 25 slots needed, a row has 24"):
-        table.ensure_slots(row, 25)
-    assert kv_contents(table) == before
-    table.ensure_slots(row, 12)
-    table.check()
-
-
-def test_the_swa_pool_can_be_the_one_that_is_exhausted():
-    table = make(pages=10, window_pages=4)
-    row = table.open_row()
-    before = kv_contents(table)
-    with pytest.raises(OutOfSlotsError, match="4 of 4 in the window 6 pool"):
-        table.ensure_slots(row, 5)
-    assert kv_contents(table) == before
-
-
 @PAGE_SIZES
 def test_close_gives_everything_back_also_after_eviction(page_size: int):
     table = make(page_size)
@@ -154,17 +114,6 @@ def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
     with pytest.raises(KVStateError, match=f"row {row} is not open"):
         getattr(table, operation)(*((row,) if operation == "close_rows" else (row, 0)))
     assert kv_contents(table) == before
-
-
-def test_without_a_window_there_is_nothing_to_evict():
-    table = make(window=None)
-    row = opened(table, [float(i) for i in range(30)])
-    before = kv_contents(table)
-    table.evict_unseen(ints(row))
-    assert table.allocator.windowed == ()
-    assert kv_contents(table) == before
-    assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
-    table.check()
 
 
 # commit
@@ -192,37 +141,6 @@ def test_commit_moves_rows_at_larger_pages():
     assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]
     for layer in (SLIDING_LAYER, FULL_LAYER):
         assert held(table, row, 0, 5, layer) == [100.0, 101.0, 0.0, 2.0, 4.0]
-    table.check()
-
-
-PATHS = {
-    "root": [0],
-    "prefix": [0, 1, 2],
-    "whole": [0, 1, 2, 3, 4],
-    "gap": [0, 4],
-    "overlap": [0, 2, 3],
-    "shifted-overlap": [0, 3, 4],
-    "late-branch": [0, 1, 3, 4],
-    "long-overlap": [0, 2, 3, 4],
-    "not-sorted": [0, 4, 1, 3],
-    "cut-to-none": [],
-}
-
-
-@PAGE_SIZES
-@pytest.mark.parametrize("window", [6, None], ids=["swa", "full-only"])
-@pytest.mark.parametrize("behind", [0, 4], ids=["ends", "goes-on"])
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_the_committed_positions_hold_the_path(page_size: int, window: int | None, path: list[int], behind: int):
-    """Also where the path goes on behind the length that is committed."""
-    table = make(page_size, window=window)
-    row = opened(table, [100.0, 101.0, 102.0])
-    put(table, row, 3, [0.0, 1.0, 2.0, 3.0, 4.0])
-    padded = np.array([path + [behind] * (5 - len(path))], dtype=np.int64)
-    table.commit(ints(row), ints(len(path)), padded)
-    assert table.committed_len.host[row] == 3 + len(path)
-    for layer in (SLIDING_LAYER, FULL_LAYER):
-        assert held(table, row, 0, 3 + len(path), layer) == [100.0, 101.0, 102.0, *map(float, path)]
     table.check()
 
 
@@ -274,15 +192,6 @@ def test_a_path_past_the_slots_a_row_owns_raises(page_size: int, node: int):
     assert kv_contents(table) == before
 
 
-def test_rows_with_less_room_do_not_limit_the_others():
-    table = make(page_size=1, lookahead=4)
-    narrow, wide = opened(table, [100.0]), opened(table, [200.0])
-    table.commit(ints(narrow), ints(3))  # one slot of the lookahead is left
-    put(table, wide, 1, [20.0, 21.0, 22.0, 23.0])
-    table.commit(ints(narrow, wide), ints(1, 2), np.array([[0, 0], [0, 3]]))
-    assert held(table, wide, 0, 3, FULL_LAYER) == [200.0, 20.0, 23.0]
-
-
 # moving
 
 
@@ -332,39 +241,6 @@ def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     table.evict_unseen(ints(row))
     assert kv_contents(table) == before
     table.check()
-
-
-@deep_cases("1", "4")
-@pytest.mark.parametrize("page_size", [slow(1), slow(3), 4])
-def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
-    """However many rounds: the SWA pool stays at the size of window, slack, lookahead and rounding."""
-    rounds, lookahead, retain = examples(400, 1000), 5, 7
-    limit = -(-(retain + 2 * page_size - 1 + lookahead + page_size - 1) // page_size)
-    table = make(
-        page_size,
-        pages=rounds * 5 // page_size,
-        window_pages=limit,
-        max_requests=1,
-        max_len=rounds * 4,
-        lookahead=lookahead,
-    )
-    rng = np.random.default_rng(0)
-    row = table.open_row()
-    most = 0
-    for i in range(rounds):
-        start = int(table.committed_len.host[row])
-        table.ensure_slots(row, start + lookahead)  # raises if one SWA page too many is held
-        most = max(most, table.allocator.pools[SWA].held_pages)
-        path = np.sort(rng.permutation(4)[: rng.integers(0, 4)] + 1)
-        table.commit(ints(row), ints(1 + len(path)), np.array([[0, *path]]))
-        table.evict_unseen(ints(row))
-        if i % 100 == 0:
-            table.check()
-    table.check()
-    length = int(table.committed_len.host[row])
-    assert length > 2 * rounds
-    assert most <= limit
-    assert table.allocator.primary.held_pages * page_size >= length
 
 
 # `check` itself

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from specdec import DraftTree, SamplingParams
-from specdec.draft_models.base import StatelessDrafter
 from specdec.sampling.noise import gumbel_noise
 from specdec.sampling.reference_sampler import EditInputs, past_tokens
 
@@ -297,28 +296,6 @@ def test_same_tokens_with_and_without_speculation(
     )  # of the trees: speculation took part
 
 
-def test_a_fitting_drafter_draws_what_the_target_draws(make_target, make_engine, random_prompt):
-    """With the target's own logits a drafter that samples through `batch.sample` is always accepted."""
-    model = make_target("llama")
-
-    class Clairvoyant(StatelessDrafter):
-        name = "clairvoyant"
-
-        def propose(self, batch):
-            tokens = batch.history
-            assert len(tokens) == 1
-            for step in range(batch.num_steps):
-                logits = model(tokens, use_cache=False).logits[:, -1:]
-                drawn = batch.sample(logits, batch.history_len[:, None] + step)
-                tokens = torch.cat([tokens, drawn], dim=1)
-            return DraftTree.chain(tokens[:, -1 - batch.num_steps :])
-
-    params = SamplingParams(max_new_tokens=13, temperature=1.2, top_p=0.9, seed=3)
-    [out] = make_engine(model, Clairvoyant(), num_steps=3).generate(random_prompt(9), params)
-    assert out.stats.acceptance_length == 4
-    assert out.token_ids == make_engine(model).generate(random_prompt(9), params)[0].token_ids
-
-
 def test_seeds_differ_and_none_draws_one(make_target, make_engine, random_prompt):
     engine = make_engine(make_target("llama"))
     prompts = [random_prompt(9)] * 6
@@ -350,16 +327,6 @@ def assert_follows(counts, law):
     df = int(keep.sum()) - 1
     assert df >= 1
     assert statistic < wilson_hilferty(df), f"chi-square {statistic:.1f} at {df} degrees of freedom"
-
-
-def test_the_chi_square_test_rejects():
-    law = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    assert_follows(torch.tensor([5010, 2490, 1250, 1250]), law)
-    with pytest.raises(AssertionError, match="chi-square"):
-        assert_follows(torch.tensor([5300, 2300, 1200, 1200]), law)
-    with pytest.raises(AssertionError, match="impossible"):
-        assert_follows(torch.tensor([5, 5, 1]), torch.tensor([0.5, 0.5, 0.0]))
-    assert wilson_hilferty(10) == pytest.approx(35.56, rel=0.02)  # tabulated
 
 
 @pytest.mark.parametrize(

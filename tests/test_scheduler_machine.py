@@ -15,20 +15,18 @@ aborted, preempted, and begun again; rounds accept paths of any length out of tr
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial, partialmethod
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import SWA, DraftTree, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
+from kv_rig import SWA, DraftTree, KVLayout, KVPlan, KVRig, layer_spec
 
 from specdec import SamplingParams
-from specdec.errors import CapacityError, KVStateError
+from specdec.errors import CapacityError
 from specdec.runtime import scheduler
 
 from inside import (
@@ -301,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.everything_is_free()
 
 
-def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> int:
+def run(page_size: int, cached: bool, examples: int) -> int:
     """-> tokens that came out of the cache."""
     machine = type(f"SchedulerMachine{page_size}", (SchedulerMachine,), {"page_size": page_size, "cached": cached})
     machine.TestCase.settings = settings(
@@ -310,7 +308,6 @@ def run(page_size: int, cached: bool, examples: int, *, shrink: bool = True) -> 
         deadline=None,
         derandomize=True,
         database=None,
-        phases=list(Phase) if shrink else [Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
@@ -358,56 +355,3 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
             made.release_requests(request)
     assert order.index(patient.number) == level * scheduler.PATIENCE
     assert [number for number in order if number] == list(range(1, len(order)))
-
-
-# the machine is known to be able to fail
-
-
-Seed = Callable[[Callable[..., Any], Any], Any]
-"""What stands in the place of a method: it gets the method, and what that is called with."""
-
-
-def admit_the_last(right: Callable[..., Any], scheduler: Scheduler) -> list[Request]:
-    scheduler.waiting.reverse()
-    admitted: list[Request] = right(scheduler)
-    scheduler.waiting.sort(key=rank)
-    return admitted
-
-
-def preempt_the_first(right: Callable[..., Any], scheduler: Scheduler) -> None:
-    scheduler.running.reverse()
-    right(scheduler)
-    scheduler.running.sort(key=rank)
-
-
-def lose_who_is_preempted(right: Callable[..., Any], scheduler: Scheduler) -> None:
-    waiting = list(scheduler.waiting)
-    right(scheduler)
-    scheduler.waiting[:] = waiting
-
-
-def say_a_token_twice(right: Callable[..., Any], request: Request, emitted: list[int], *rest: Any) -> None:
-    right(request, emitted[:1] + emitted if len(emitted) == NODES else emitted, *rest)
-
-
-SEEDS: dict[str, tuple[type, str, Seed]] = {
-    "admit the last": (Scheduler, "admit_requests", admit_the_last),
-    "preempt the first": (Scheduler, "_make_room", preempt_the_first),
-    "lose who is preempted": (Scheduler, "_make_room", lose_who_is_preempted),
-    "keep the row": (RequestTable, "close_rows", lambda right, table, rows: None),
-    "evict what is seen": (
-        *(RequestTable, "evict_unseen"),
-        lambda right, table, rows, slack_pages=1: right(table, rows, slack_pages=slack_pages - 3),
-    ),
-    "say a token twice": (Request, "settle", say_a_token_twice),
-}
-
-
-@deep_cases("preempt the first", "lose who is preempted", "admit the last")
-@pytest.mark.parametrize("name", SEEDS)
-def test_a_seeded_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends at the first that fails; which one that is depends on what is imported."""
-    owner, method, wrong = SEEDS[name]
-    monkeypatch.setattr(owner, method, partialmethod(partial(wrong, getattr(owner, method))))
-    with pytest.raises((AssertionError, KVStateError)):
-        run(1, True, 300, shrink=False)

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-import specdec.serving.async_engine
 from specdec import SamplingParams
 from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
 from specdec.serving.async_engine import AsyncEngine
@@ -264,27 +263,6 @@ def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene)
 
 
 # served
-
-
-def test_a_task_whose_request_breaks_every_round_fails_alone(scene, monkeypatch):
-    """The newest one: a single thread hands them in, so that they arrive in the order of the calls."""
-    monkeypatch.setattr(specdec.serving.async_engine, "READERS", 1)
-    engine, prompts, truths = scene.engine, scene.prompts, scene.truths
-    breaks(engine, prompts[3])
-
-    async def run():
-        async with AsyncEngine(engine) as running:
-            results = []
-            for _ in range(4):  # more than rounds of all that would make the engine a broken one
-                calls = [running.generate(prompt, PARAMS) for prompt in prompts]
-                results.append(await asyncio.gather(*calls, return_exceptions=True))
-                until(lambda: running.open_requests == 0)  # a reader may see the end before its place is free
-                assert running.trouble is None
-            return results
-
-    for *others, failed in asyncio.run(run()):
-        assert isinstance(failed, RoundFailedError) and "no such thing" in str(failed)
-        assert [output.token_ids for [output] in others] == truths[:3]
 
 
 def test_requests_that_fail_one_after_the_other_are_no_broken_engine_while_others_gain_tokens(scene):

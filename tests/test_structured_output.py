@@ -11,14 +11,9 @@ import random
 import re
 
 import jsonschema
-import llguidance.hf
-import numpy as np
 import pytest
-import torch
-from samplers import sampler_of
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.gpu.mirrored_array import MirroredArray
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
@@ -156,30 +151,6 @@ def test_greedy_choices_are_those_of_a_loop_without_a_library(engine_of, model, 
         assert out.token_ids == output and out.text in CHOICES
 
 
-@deep_cases("sampled")
-@pytest.mark.parametrize(
-    "settings", [slow({}), {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"]
-)
-def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prompts, hf_forward, byte_tokenizer):
-    """The library's own bits, a forward a token, and the draw of `ReferenceSampler`."""
-    llg = llguidance.hf.from_tokenizer(byte_tokenizer, n_vocab=VOCAB)
-    source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(PERSON), grammar.JSON_OPTIONS)
-    matcher, output = llguidance.LLMatcher(llg, source), []
-    one = SamplingParams(max_new_tokens=60, json_schema=PERSON, **settings)
-    batch = sampler_of([one], [settings.get("seed", 0)])
-    while not output or output[-1] != EOS:
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:VOCAB]
-        logits = hf_forward(model, prompts[0] + output).logits[0, -1].float()
-        logits[torch.from_numpy(bits == 0)] = -torch.inf
-        position = torch.tensor([[len(prompts[0]) + len(output)]])
-        output.append(int(batch.sample(logits[None, None], position)))
-        if output[-1] != EOS:
-            assert matcher.consume_token(output[-1])
-    for kind in (None, "tree"):
-        [out] = engine_of(kind).generate([prompts[0]], one)
-        assert out.token_ids == output
-
-
 @deep_cases("eagle3")
 @pytest.mark.parametrize("kind", ["mtp", slow("eagle3")])
 def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, params, alone, monkeypatch):
@@ -276,17 +247,13 @@ def test_log_probabilities_are_of_the_model(engine_of, prompts):
 # what goes on around it
 
 
-def test_samples_streams_and_aborts(engine_of, prompts, alone):
+def test_samples_and_aborts(engine_of, prompts, alone):
     engine = engine_of("tree", max_batch_size=4)
     one = SamplingParams(max_new_tokens=MOST, json_schema=PERSON, temperature=1.0, seed=4, n=3)
     outs = engine.generate([prompts[3]], one)
     assert outs[0].token_ids == alone[3].token_ids and len({tuple(out.token_ids) for out in outs}) > 1
     for out in outs:
         jsonschema.validate(json.loads(out.text), PERSON)
-    stream = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
-    deltas = list(stream)
-    assert [t for delta in deltas for t in delta.token_ids] == alone[2].token_ids
-    assert "".join(delta.text for delta in deltas) == alone[2].text
     leaving = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
     next(leaving)
     leaving.close()
@@ -357,15 +324,6 @@ def test_a_stop_ends_a_text_within_its_grammar(kind, stops, text, engine_of, pro
     assert out.text == text and out.finish_reason == "stop"
 
 
-@pytest.mark.deep
-def test_deterministic_engines_follow_too(engine_of, prompts, params):
-    plain, tree = (
-        engine_of(kind, deterministic=True, max_batch_size=3).generate(prompts[1:4], params[1:4])
-        for kind in (None, "tree")
-    )
-    assert [out.token_ids for out in plain] == [out.token_ids for out in tree]
-
-
 # captured rounds
 
 
@@ -393,24 +351,6 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
     assert engine.state.masks.num_bytes == 0
-
-
-class Unread(MirroredArray):
-    """Its device side is not looked at."""
-
-    @property
-    def tensor(self):
-        raise AssertionError("read for nobody")
-
-
-def test_free_requests_pay_nothing(engine_of, prompts):
-    """No operator reads starts of outputs, forced tokens, biases and masks unless a request has them."""
-    engine = engine_of("tree", max_batch_size=2)
-    engine.state.prompt_len.__class__ = engine.state.forced.__class__ = Unread
-    free = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=9, repetition_penalty=1.2, seed=1)
-    assert len(engine.generate(prompts[:2], free)) == 2
-    with pytest.raises(AssertionError, match="read for nobody"):
-        engine.generate(prompts[0], SamplingParams(presence_penalty=0.5))
 
 
 # many schemas

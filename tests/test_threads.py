@@ -39,11 +39,16 @@ def test_eight_threads_share_an_engine(
 
     def job(first: int) -> None:
         for n in range(first, len(prompts), 8):
-            if n % 2:
+            if n % 3 == 0:
                 got[n] = engine.generate(prompts[n], params)[0].token_ids
-            else:
+            elif n % 3 == 1:
                 got[n] = [token for delta in engine.stream(prompts[n], params) for token in delta.token_ids]
                 engine.stats()
+            else:
+                handle = engine.submit(prompts[n], params, priority=-1)
+                while not handle.finished:
+                    engine.step()
+                got[n] = handle.output().token_ids
 
     in_threads([lambda first=first: job(first) for first in range(8)])
     assert [got[n] for n in range(len(prompts))] == truths
