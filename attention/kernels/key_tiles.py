@@ -23,11 +23,30 @@ def page_slots(p_page: tl.tensor, o_column: tl.tensor, s_page: tl.tensor, PAGE_S
 
 
 @triton.jit
-def pairs_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Offsets and mask of the pairs of a row of DIM numbers in a tile of BLOCK."""
-    o_pair = tl.arange(0, BLOCK // 2)
-    m_pair = tl.full([BLOCK // 2], True, tl.int1) if DIM == BLOCK else o_pair < DIM // 2
-    return o_pair, m_pair
+def channels_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Offsets and mask of DIM channels in a tile of BLOCK."""
+    o_d = tl.arange(0, BLOCK)
+    return o_d, tl.full([BLOCK], True, tl.int1) if DIM == BLOCK else o_d < DIM
+
+
+@triton.jit
+def pool_of_head(
+    p_pool: tl.tensor,
+    p_scale: tl.tensor,  # or None
+    i_h: tl.tensor,
+    s_slot: tl.constexpr,
+    s_h: tl.tensor,
+    s_d: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tuple:
+    """K or V of one head as `load_tile` reads them: addresses of slot 0 and of its scale, offsets and mask of channels
+    (in fp8 of pairs of them), strides of slots and channels."""
+    o_d, m_d = channels_of(DIM, BLOCK)
+    if p_scale is not None:
+        p_scale += i_h
+        o_d, m_d = channels_of(DIM // 2, BLOCK // 2)
+    return p_pool + i_h * s_h, p_scale, o_d, m_d, s_slot, s_d
 
 
 @triton.jit
@@ -87,11 +106,7 @@ def load_tile(
     DTYPE: tl.constexpr,
 ) -> tl.tuple:
     """K [BK, BD] and V [BK, BV] at these slots, which must all exist, each followed by the factors of its scores or
-    weights, [1, BK] or [1, 1]: see `fp8_kernels.py`.
-
-    A pool is of one head: its address, that of its scales or None, offsets and mask of its channels (of pairs in fp8),
-    and the strides of slots and channels.
-    """
+    weights, [1, BK] or [1, 1]: see `fp8_kernels.py`. Pools: see `pool_of_head`."""
     p_k, p_k_scale, o_d, m_d, s_k, s_d = pool_k
     b_k = tl.load(p_k + b_slot * s_k + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
     k_parts, b_k_factor = (b_k,), tl.full([1, 1], 1.0, tl.float32)

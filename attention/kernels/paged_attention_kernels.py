@@ -17,12 +17,13 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     NOWHERE,
     add_values,
+    channels_of,
     decode_values,
     join_parts,
     load_tile,
     page_slots,
-    pairs_of,
     parts_of,
+    pool_of_head,
     scores_of,
     zero_parts,
 )
@@ -138,10 +139,8 @@ def paged_attention_kernel(
     committed_len = tl.load(p_committed_len + i_b).to(tl.int32)
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
-    o_v = tl.arange(0, BLOCK_V)
-    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
+    o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
+    o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
     m_row = o_node < num_rows
     b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
@@ -172,17 +171,9 @@ def paged_attention_kernel(
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
-    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_page = p_pages + i_b * s_page_b
-    p_pool_k += i_h * s_pk_h
-    p_pool_v += i_h * s_pv_h
-    if p_scale_k is not None:
-        p_scale_k += i_h
-        p_scale_v += i_h
-        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
-        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
-    pool_k = p_pool_k, p_scale_k, o_k, m_k, s_pk_t, s_pk_d
-    pool_v = p_pool_v, p_scale_v, o_x, m_x, s_pv_t, s_pv_d
+    pool_k = pool_of_head(p_pool_k, p_scale_k, i_h, s_pk_t, s_pk_h, s_pk_d, HEAD_DIM, BLOCK_D)
+    pool_v = pool_of_head(p_pool_v, p_scale_v, i_h, s_pv_t, s_pv_h, s_pv_d, VALUE_DIM, BLOCK_V)
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
@@ -197,6 +188,8 @@ def paged_attention_kernel(
         state = absorb(b_q, tile, m_seen, state, scaling, softcap)
 
     # split 0: the block
+    _, _, o_k, m_k, _, _ = pool_k
+    _, _, o_x, m_x, _, _ = pool_v
     for i_key in tl.range(0, tl.where(i_split == 0, num_keys, 0), BLOCK_N, num_stages=1):
         o_key = i_key + tl.arange(0, BLOCK_N)
         m_key = o_key < num_keys

@@ -15,10 +15,11 @@ keys at absolute positions, folded in ascending order, so that a row has the bit
 
 from specdec.attention.kernels.key_tiles import (
     LOG2E,
+    channels_of,
     join_parts,
     load_tile,
-    pairs_of,
     parts_of,
+    pool_of_head,
     zero_parts,
 )
 from specdec.attention.kernels.paged_attention_kernels import absorb
@@ -158,24 +159,14 @@ def ragged_kernel(
         lo = tl.maximum(lo, first_pos - window + 1)
     end = tl.where(is_real, first_pos + count, 0)
 
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
-    o_v = tl.arange(0, BLOCK_V)
-    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
+    o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
+    o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
-    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
     p_slots += line * s_line
-    p_pool_k += i_h * s_pk_h
-    p_pool_v += i_h * s_pv_h
-    if p_scale_k is not None:
-        p_scale_k += i_h
-        p_scale_v += i_h
-        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
-        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
-    pool_k = p_pool_k, p_scale_k, o_k, m_k, s_pk_t, s_pk_d
-    pool_v = p_pool_v, p_scale_v, o_x, m_x, s_pv_t, s_pv_d
+    pool_k = pool_of_head(p_pool_k, p_scale_k, i_h, s_pk_t, s_pk_h, s_pk_d, HEAD_DIM, BLOCK_D)
+    pool_v = pool_of_head(p_pool_v, p_scale_v, i_h, s_pv_t, s_pv_h, s_pv_d, VALUE_DIM, BLOCK_V)
     # without a window and a first key, every row sees every key before the tile's first token
     free_end = 0
     if GROWS and first_key is None:  # no window

@@ -21,11 +21,12 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     NOWHERE,
     add_values,
+    channels_of,
     join_parts,
     load_tile,
     page_slots,
-    pairs_of,
     parts_of,
+    pool_of_head,
     scores_of,
     zero_parts,
 )
@@ -186,25 +187,15 @@ def attend_kernel(
     first_split = split_of(request_lo, SPLIT_LEN, GROWS)
     num_splits = tl.where(request_lo < end, split_of(end - 1, SPLIT_LEN, GROWS) - first_split + 1, 0)
 
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
-    o_v = tl.arange(0, BLOCK_V)
-    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
+    o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
+    o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
     wait_for_previous(PDL)  # the plan was complete before its first layer; queries, keys and values may not be
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
     DTYPE: tl.constexpr = b_q[0].dtype
-    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_page = p_pages + i_b * s_page_b
-    p_pool_k += i_h * s_pk_h
-    p_pool_v += i_h * s_pv_h
-    if p_scale_k is not None:
-        p_scale_k += i_h
-        p_scale_v += i_h
-        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
-        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
-    pool_k = p_pool_k, p_scale_k, o_k, m_k, s_pk_t, s_pk_d
-    pool_v = p_pool_v, p_scale_v, o_x, m_x, s_pv_t, s_pv_d
+    pool_k = pool_of_head(p_pool_k, p_scale_k, i_h, s_pk_t, s_pk_h, s_pk_d, HEAD_DIM, BLOCK_D)
+    pool_v = pool_of_head(p_pool_v, p_scale_v, i_h, s_pv_t, s_pv_h, s_pv_d, VALUE_DIM, BLOCK_V)
     own_begin = committed_len // BLOCK_K * BLOCK_K
     own_base = committed_len // ALIGN * ALIGN
     shared_end = tl.minimum(own_begin, (start + num_pages * PAGE_SIZE) // BLOCK_K * BLOCK_K)

@@ -189,7 +189,7 @@ class RecurrentKernels:
         assert state is not None
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)
-        _, pool_k, pool_u, pool_g = kept.fields
+        inputs = q, k, v, g, beta
         heads, v_dim = v.shape[1:]
         write = plan.write_slots(kept.group)
         block = _block(v_dim, FORM.columns)
@@ -204,10 +204,10 @@ class RecurrentKernels:
             "CHUNK": CHUNK,
         }
         sizes = {"BLOCK_V": block, **FORM.options}
-        strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
+        strides = tuple(x.stride(0) for x in (*inputs, slots.table))
         make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
         out = make(v.shape, dtype=torch.float32, device=v.device)
-        given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
+        given = inputs, out, state.matrices, kept.fields[1:]
         if plan.pack is None:
             tree = _tree_arguments(plan)
             requests = plan.rows, plan.committed_len, slots.table, slots.begin, write
@@ -216,7 +216,7 @@ class RecurrentKernels:
             if not self._deterministic and records <= MAX_RECORDS:
                 block_k = _block(k.shape[2], 4096)
                 fast_tree_kernel[grid](
-                    *(*given, *requests, tree.tensors[1], *strides, *tree.strides[1:], tree.num_nodes),
+                    *(*given, *requests, tree.tensors[1], strides, *tree.strides[1:], tree.num_nodes),
                     **{name: size for name, size in shape.items() if name != "CHUNK"},
                     PAGE=slots.page_size,
                     RECORDS=records,
@@ -229,7 +229,7 @@ class RecurrentKernels:
             many = tree.num_nodes > FOLD
             totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.float32, device=v.device)
             tree_kernel[grid](
-                *(*given, totals, *requests, *tree.tensors, *strides, *tree.strides, tree.num_nodes),
+                *(*given, totals, *requests, *tree.tensors, strides, *tree.strides, tree.num_nodes),
                 **shape,
                 **sizes,
                 NODES=tree.padded,
@@ -237,9 +237,9 @@ class RecurrentKernels:
             )
             return out
         pack = plan.pack
-        runs = pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write
+        runs = (pack.rows, pack.start, pack.length, pack.cu_len), slots.table, slots.begin, write, strides
         if self._deterministic:
-            run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)
+            run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, **shape, **sizes)
             return out
         spans = self._spans = self._spans or Spans.of_pack(pack)
         parts, dtype = SPAN_PARTS
@@ -251,15 +251,14 @@ class RecurrentKernels:
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
         weights_kernel[(heads, len(spans.run_of))](
-            *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
-            *(x.stride(0) for x in (q, k, g, beta)),
-            *of_parts,
+            *((q, k, g, beta), *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
+            *(tuple(x.stride(0) for x in (q, k, g, beta)), *of_parts),
             **{name: size for name, size in shape.items() if name not in ("V_DIM", "CHUNK")},
             CHUNK=_block(k.shape[2], WEIGHT_CHUNK),
             num_warps=WEIGHT_WARPS,
         )
         spans_kernel[(heads, triton.cdiv(v_dim, block), len(pack.rows))](
-            *(*given[1:], *made, *runs, *strides[1:], *of_parts, len(v)),
+            *(*given, *made, *runs, *of_parts, len(v)),
             **shape,
             BLOCK_K=_block(k.shape[2], 4096),
             BLOCK_V=block,
