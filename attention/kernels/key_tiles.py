@@ -40,7 +40,7 @@ def pool_of_head(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """K or V of one head as `load_tile` reads them: addresses of slot 0 and of its scale, offsets and mask of channels
+    """K or V of one head as `load_kv` reads them: addresses of slot 0 and of its scale, offsets and mask of channels
     (in fp8 of pairs of them), strides of slots and channels."""
     o_d, m_d = channels_of(DIM, BLOCK)
     if p_scale is not None:
@@ -98,7 +98,7 @@ def add_values(b_acc: tl.tuple, b_decay: tl.tensor, b_p: tl.tensor, b_v: tl.tupl
 
 
 @triton.jit
-def load_tile(
+def load_kv(
     pool_k: tl.tuple,
     pool_v: tl.tuple,
     b_slot: tl.tensor,  # [BK, 1]

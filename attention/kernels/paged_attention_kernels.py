@@ -20,7 +20,7 @@ from specdec.attention.kernels.key_tiles import (
     channels_of,
     decode_values,
     join_parts,
-    load_tile,
+    load_kv,
     page_slots,
     parts_of,
     pool_of_head,
@@ -42,7 +42,7 @@ def absorb(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tl.tuple:
-    """One step of the online softmax, base 2: b_q [BM, BD] in parts, the keys of a `load_tile`, m_seen [BM, BK], [1,
+    """One step of the online softmax, base 2: b_q [BM, BD] in parts, the keys of a `load_kv`, m_seen [BM, BK], [1,
     BK], or None; state: maximum and sum [BM], accumulator [BM, BV] in parts."""
     b_k, b_k_scale, b_v, b_v_scale = tile
     b_max, b_sum, b_acc = state
@@ -179,7 +179,7 @@ def paged_attention_kernel(
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
-        tile = load_tile(pool_k, pool_v, b_slot, KV_HEADS, b_q[0].dtype)
+        tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, b_q[0].dtype)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)

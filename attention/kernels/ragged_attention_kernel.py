@@ -17,7 +17,7 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     channels_of,
     join_parts,
-    load_tile,
+    load_kv,
     parts_of,
     pool_of_head,
     zero_parts,
@@ -61,7 +61,7 @@ def _walk(
             if MASKED:
                 o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
             b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
-            tile = load_tile(pool_k, pool_v, b_slot, KV_HEADS, b_q[0].dtype)
+            tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, b_q[0].dtype)
             if MASKED:
                 m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
                 if window is not None:

@@ -23,7 +23,7 @@ from specdec.attention.kernels.key_tiles import (
     add_values,
     channels_of,
     join_parts,
-    load_tile,
+    load_kv,
     page_slots,
     parts_of,
     pool_of_head,
@@ -63,7 +63,7 @@ def split_begin(split: tl.tensor, SPLIT_LEN: tl.constexpr, GROWS: tl.constexpr) 
 @triton.jit
 def absorb_in_order(
     b_q: tl.tuple,  # [BM, BD] in parts, as K and V: see `parts_of`
-    tile: tl.tuple,  # of `load_tile`
+    tile: tl.tuple,  # of `load_kv`
     m_seen: tl.tensor,  # [BM, BK], or None: every row sees every key
     state: tl.tuple,  # maximum [BM]; sum [BM, 16], 16 times; accumulator [BM, BV] in parts
     scaling: tl.tensor,
@@ -233,7 +233,7 @@ def attend_kernel(
                 m_seen = m_exists if m_seen is None else m_seen & m_exists
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
-            tile = load_tile(pool_k, pool_v, b_slot, KV_HEADS, DTYPE)
+            tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, DTYPE)
             state = absorb_in_order(b_q, tile, m_seen, state, scaling, softcap)
 
         # the node's own tiles: one loop for each run of nodes on one path
@@ -260,7 +260,7 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                tile = load_tile(pool_k, pool_v, b_slot, KV_HEADS, DTYPE)
+                tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, DTYPE)
                 state = absorb_in_order(b_q, tile, m_seen, state, scaling, softcap)
             node = run_end + 1
 
