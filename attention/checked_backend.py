@@ -18,6 +18,7 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
+from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
@@ -124,6 +125,7 @@ class CheckedBackend:
 
     def _check_pages(self, plan: KVPlan, group: GroupId) -> None:
         """Check the pages of the prefixes, and that they cover what the group keeps."""
+        assert isinstance(plan.prefix, PageTables)
         page_size, length, real = plan.page_size, plan.committed_len[:, None], self._real(plan)[:, None]
         pages, start = plan.prefix.pages(group)  # [B, P], [B]
         positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size

@@ -37,8 +37,6 @@ class PrefixTables(Protocol):
 
     @property
     def write(self) -> ByGroup[GroupLoc]: ...
-    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. Used for checks."""
 
 
 class PlanBackend(KVOperations, Protocol):

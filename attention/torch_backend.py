@@ -1,6 +1,7 @@
 """The backend in plain torch. It runs anywhere, and is the reference for the Triton backend."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
-from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
+from specdec.attention.runs import RunsAttention, dense_run, exact_run, masked_runs
 from specdec.attention.trees.beam import reference_expand
 from specdec.attention.trees.tree_builder import reference_select_tree
 from specdec.kvcache.frozen import KVView
@@ -37,10 +38,11 @@ class TorchBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
+            lines = plan.prefix.group_table(group)
             if self.captured and not self.deterministic:
-                return MaskedRuns(plan.pack, plan.prefix.group_table(group), window, plan.first_key)
+                return partial(masked_runs, pack=plan.pack, lines=lines, window=window, first_key=plan.first_key)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.from_pack(make, plan.pack, plan.prefix.group_table(group), window, plan.first_key)
+            return RunsAttention.from_pack(make, plan.pack, lines, window, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         if self.deterministic:
             table = plan.prefix.group_table(group)

@@ -8,7 +8,7 @@ import torch
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
-from specdec.attention.kernels.ragged_attention import RaggedAttention
+from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
@@ -40,8 +40,16 @@ class TritonBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            lines = plan.prefix.group_table(group)
-            return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
+            lines, exact, first = plan.prefix.group_table(group), self.deterministic, plan.first_key
+            return partial(
+                ragged_attention,
+                pack=plan.pack,
+                lines=lines,
+                window=window,
+                first_key=first,
+                exact=exact,
+                shares=shares,
+            )
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=shares)
         return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)

@@ -50,6 +50,7 @@ class PageTables(NamedTuple):
         return self.tables[group], None if group == PRIMARY else self.start[group]
 
     def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids [B, P], and the position [B] of each first page."""
         return self.tables[group], self.start[group]
 
     def slots(self, group: GroupId, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
