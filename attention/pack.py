@@ -72,7 +72,7 @@ class RunSlots(NamedTuple):
 
 
 class PackTables(NamedTuple):
-    """Slots that a forward over a pack reads and writes (`PrefixTables`). Lines of the primary group are those of the
+    """Slots that a forward over a pack reads and writes. Lines of the primary group are those of the
     request table. Lines of a windowed group are made for the forward: they hold the keys that some token of the run
     sees, so they are O(window + longest run) wide."""
 

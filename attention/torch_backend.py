@@ -19,7 +19,8 @@ from specdec.attention.trees.beam import reference_expand
 from specdec.attention.trees.tree_builder import reference_select_tree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
+from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -52,8 +53,8 @@ class TorchBackend:
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         return CopiedDraftBlock(store, draft)
 
-    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference_store_kv(k, v, slots, layer.k, layer.v)
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)

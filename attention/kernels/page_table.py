@@ -38,8 +38,8 @@ address."""
 
 
 class PageTables(NamedTuple):
-    """The `PrefixTables` of one launch: page ids [B, width] of each group, the position `start` [groups, B] of each
-    first column, and the slots [B, N] to write."""
+    """Tables of committed prefixes: page ids [B, width] of each group, the position `start` [groups, B] of each first
+    column, and the slots [B, N] of the N positions after each prefix, which a forward writes."""
 
     tables: ByGroup[torch.Tensor]
     start: torch.Tensor

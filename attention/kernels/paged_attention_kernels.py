@@ -94,18 +94,9 @@ def paged_attention_kernel(
     num_keys: tl.tensor,  # M
     num_splits: tl.tensor,
     num_pages: tl.tensor,
-    s_q_b: tl.tensor,
-    s_q_h: tl.tensor,
-    s_q_n: tl.tensor,
-    s_q_d: tl.tensor,
-    s_bk_b: tl.tensor,
-    s_bk_h: tl.tensor,
-    s_bk_n: tl.tensor,
-    s_bk_d: tl.tensor,
-    s_bv_b: tl.tensor,
-    s_bv_h: tl.tensor,
-    s_bv_n: tl.tensor,
-    s_bv_d: tl.tensor,
+    s_q: tl.tuple,
+    s_bk: tl.tuple,
+    s_bv: tl.tuple,
     s_pk_t: tl.constexpr,
     s_pk_h: tl.tensor,
     s_pk_d: tl.tensor,
@@ -143,6 +134,7 @@ def paged_attention_kernel(
     o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
     m_row = o_node < num_rows
     b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
+    s_q_b, s_q_h, s_q_n, s_q_d = s_q
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
 
@@ -188,6 +180,8 @@ def paged_attention_kernel(
         state = absorb(b_q, tile, m_seen, state, scaling, softcap)
 
     # split 0: the block
+    s_bk_b, s_bk_h, s_bk_n, s_bk_d = s_bk
+    s_bv_b, s_bv_h, s_bv_n, s_bv_d = s_bv
     _, _, o_k, m_k, _, _ = pool_k
     _, _, o_x, m_x, _, _ = pool_v
     for i_key in tl.range(0, tl.where(i_split == 0, num_keys, 0), BLOCK_N, num_stages=1):

@@ -129,10 +129,7 @@ def attend_kernel(
     num_pages: tl.tensor,
     own_rows: tl.tensor,
     own_width: tl.tensor,
-    s_q_b: tl.tensor,
-    s_q_h: tl.tensor,
-    s_q_n: tl.tensor,
-    s_q_d: tl.tensor,
+    s_q: tl.tuple,
     s_pk_t: tl.constexpr,
     s_pk_h: tl.tensor,
     s_pk_d: tl.tensor,
@@ -190,6 +187,7 @@ def attend_kernel(
     o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
     o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
     wait_for_previous(PDL)  # the plan was complete before its first layer; queries, keys and values may not be
+    s_q_b, s_q_h, s_q_n, s_q_d = s_q
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
     DTYPE: tl.constexpr = b_q[0].dtype
