@@ -1,21 +1,14 @@
 """The choice of cases: every two values of two parameters meet, in a fixed order and few cases."""
 
 import itertools
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 
 from marks import (
-    deep,
     deep_cases,
-    examples,
-    leave_out_deep,
     mark_deep_cases,
     pairs,
-    quick,
-    slow,
-    usual,
     usual_cases,
 )
 
@@ -33,46 +26,6 @@ def test_every_two_values_meet(sizes):
         assert {(case[a], case[b]) for case in cases} == set(itertools.product(choices[a], choices[b]))
     most, second = sorted(sizes)[-1], sorted(sizes)[-2]
     assert most * second <= len(cases) < 1.7 * most * second
-
-
-def test_what_is_not_wanted_is_slow_and_what_is_unusual_is_deep():
-    cases = quick([(1, "a"), (2, "b"), (3, "c"), (4, "d")], lambda number, _: number % 2 == 1)
-    assert usual(cases, lambda number, _: number < 3) == [(1, "a"), slow(2, "b"), deep(3, "c"), deep(4, "d")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expression", "in_depth", "ran"),
-    [
-        (["tests"], "", False, "x[1] x[3]"),
-        (["tests"], "not slow", False, "x[1] x[3]"),  # pytest itself leaves out what is slow
-        (["tests"], "", True, "x[1] x[2] x[3] y"),
-        (["tests"], "deep", False, "x[1] x[2] x[3] y"),
-        (["tests"], "not deep", False, "x[1] x[2] x[3] y"),  # here, too
-        (["tests/test_a.py::x[2]"], "", False, "x[1] x[2] x[3]"),
-        (["tests/test_a.py::x"], "", False, "x[1] x[3]"),
-    ],
-)
-def test_deep_cases_run_where_they_are_asked_for(arguments, expression, in_depth, ran):
-    marks = {"x[1]": "", "x[2]": "deep", "x[3]": "slow", "y": "deep"}
-    items = [Item(f"tests/test_a.py::{name}", mark) for name, mark in marks.items()]
-    config = mock.Mock(args=arguments, option=mock.Mock(markexpr=expression), **{"getoption.return_value": in_depth})
-    left_out = [item for item in items if item.nodeid.split("::")[1] not in ran.split()]
-    leave_out_deep(config, items)
-    assert [item.nodeid.split("::")[1] for item in items] == ran.split()
-    told = [call.kwargs["items"] for call in config.hook.pytest_deselected.call_args_list]
-    assert told == ([left_out] if left_out else [])
-
-
-class Item(NamedTuple):
-    nodeid: str
-    mark: str
-
-    def get_closest_marker(self, name):
-        return name == self.mark
-
-
-def test_examples_go_by_the_profile(request):
-    assert examples(5, 60) == (60 if request.config.getoption("--deep") else 5)
 
 
 def test_named_cases_become_deep_and_one_that_is_gone_is_an_error():

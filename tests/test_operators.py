@@ -48,19 +48,6 @@ def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool.shutdown()
 
 
-def test_slow_prompts_of_clients_that_have_left_hold_no_thread_and_none_begins():
-    pool = FairPool(2, "test")
-    go, jobs = blocked(pool, 6, "slow")
-    until(lambda: jobs[0].begun)
-    # those that wait first: the one that has begun leaves its place to the next that waits
-    assert [pool.give_up(job) for job in jobs[::-1]] == [True] * 5 + [False]
-    CLIENT.set("slow")
-    assert pool.submit(lambda: 7).future.result(120) == 7  # another thread took the place of the one that hangs
-    go.set()
-    assert [job.begun for job in jobs].count(True) == 1
-    pool.shutdown()
-
-
 def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
     async def scene(pool):
         go, jobs = blocked(pool, 2, "")

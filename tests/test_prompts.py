@@ -162,26 +162,6 @@ def test_chat_ids_are_plain_integers(tokenizer):
     assert all(type(token) is int for token in chat_ids(tokenizer, [SAY]))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "parts"),
-    [
-        (torch.zeros(30, 30), ["0.0", "integers"]),
-        (torch.zeros(2, 30, 30, dtype=torch.int64), ["[0, 0, 0", "integers"]),
-        (nn.Linear(2, 2), ["<Linear>", "list of token ids"]),
-        ([[torch.zeros(30, 30)]], ["shape (30, 30)", "integers"]),
-        ((x for x in [1]), ["gen", "list of token ids"]),
-        ([[np.bool_(True)]], ["True", "integers"]),
-        (SamplingParams(), ["<SamplingParams>"]),
-        ([list(range(500)), 5.5], ["5.5"]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_prompts_of_wrong_kinds(prompts, parts):
-    with pytest.raises(SpecDecError) as error:
-        as_prompt_list(prompts)
-    one_line(error, *parts)
-
-
 def test_prompts_in_every_box():
     ids = [[1, 2], [3]]
     boxes = [
