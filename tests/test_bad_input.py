@@ -3,14 +3,13 @@
 import copy
 import json
 import pickle
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from refusals import one_sentence
 from samplers import sampler_of
 from torch import nn
 from transformers import (
@@ -48,18 +47,6 @@ SMALL_PAGE = EngineConfig(full_slots=8, swa_slots=3, page_size=4)
 
 def huge(slots):
     return EngineConfig(full_slots=slots, max_model_len=64)
-
-
-@contextmanager
-def one_sentence(kind, *parts):
-    """Within the block this error is raised: a single line that holds all the parts."""
-    with pytest.raises(kind) as error:
-        yield error
-    text = str(error.value)
-    assert isinstance(error.value, SpecDecError)
-    assert "\n" not in text and 15 < len(text) < 400, text
-    for part in parts:
-        assert part in text, f"{part!r} is not in {text!r}"
 
 
 @pytest.fixture
@@ -108,13 +95,6 @@ def test_prompts(prompt, parts, engine):
     with one_sentence(ConfigError, *parts):
         engine.generate(prompt, SHORT)
     assert is_untouched(engine)
-
-
-def test_an_empty_text(make_target, make_engine, pair_tokenizer):
-    engine = make_engine(make_target("llama"), tokenizer=pair_tokenizer)
-    for ask in (engine.generate, engine.stream):
-        with pytest.raises(ConfigError, match="prompt 0 is empty"):
-            ask("")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(make_target, make_engine, byte_tokenizer):
@@ -189,6 +169,7 @@ NUMBERS = {
     "regex": (["", 5, b"a"], "non-empty string"),
     "choice": ([[], [""], ["a", 5], "ab", 5], "non-empty strings"),
     "n": ([0, -1, True, "2", 1.5, None], "integer from 1"),
+    "cache_salt": (["", 7, b"x"], "1 to 1024 characters is expected"),
     "speculation": ([True, 0, 4, "no"], "None (as the engine), False (none) or a SpecConfig"),
 }
 
@@ -332,9 +313,8 @@ def test_dtypes_by_name():
 def test_a_setting_is_never_printed_whole(value):
     for make, names in ((SamplingParams, NUMBERS), (EngineConfig, CONFIG), (SpecConfig, ["topk"])):
         for name in names:
-            with one_sentence(ConfigError, name) as error:
+            with one_sentence(ConfigError, name):
                 make(**{name: value})
-            assert "tensor(" not in str(error.value) and "in_features" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -522,60 +502,15 @@ def checkpoint(make_target, tmp_path):
     return tmp_path
 
 
-def change_tensors(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
-def refused(folder, *parts, drafter_of=None):
-    pair = (str(folder), None) if drafter_of is None else (drafter_of, str(folder))
-    with one_sentence(CheckpointError, str(folder), *parts) as error:
-        Engine.from_pretrained(*pair, config=SMALL)
-    assert isinstance(error.value, OSError) and "not a folder" not in str(error.value)
-
-
-def test_a_whole_checkpoint_is_loaded(checkpoint, make_target, greedy_oracle):
-    engine = Engine.from_pretrained(str(checkpoint), config=SMALL)
-    [out] = engine.generate([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=5))
-    assert out.token_ids == greedy_oracle(make_target("llama"), [1, 2, 3, 4, 5], 5)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        engine.generate("text")
-
-
-def cut(keep):
-    def shorten(folder):
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:keep])
-
-    return shorten
-
-
-def without(*parts):
-    """Takes out the tensors whose names contain one of these."""
-
-    def take_out(tensors):
-        for name in [name for name in tensors if any(part in name for part in parts)]:
-            tensors.pop(name)
-
-    return lambda folder: change_tensors(folder, take_out)
-
-
-def shorter(name):
-    return lambda folder: change_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
-
-
-def with_three_layers(folder):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
-
-
 def config(text):
     return lambda folder: (folder / "config.json").write_text(text)
 
 
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+def with_three_layers(folder):
+    described = json.loads((folder / "config.json").read_text())
+    config(json.dumps(described | {"num_hidden_layers": 3}))(folder)
+
+
 SPOILED = {
     # how a whole checkpoint is spoiled, words of the refusal
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
@@ -583,15 +518,7 @@ SPOILED = {
     "no type": (config("{}"), []),
     "an unknown type": (config('{"model_type": "no-such-type"}'), []),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
-    "no bytes": (cut(0), []),
-    "100 bytes": (cut(100), []),
-    "5000 bytes": (cut(5000), []),
-    "no projection": (without(UP_PROJ), [UP_PROJ, "1 tensor"]),
-    "no norm": (without("model.norm.weight"), ["model.norm.weight", "1 tensor"]),
-    "no head": (without("lm_head.weight"), ["lm_head.weight", "1 tensor"]),
-    "no layer": (without(".layers.1."), ["9 tensors", "model.layers.1."]),
-    "a shorter tensor": (shorter(UP_PROJ), []),
-    "a layer too many": (with_three_layers, ["model.layers.2."]),
+    "a layer too many": (with_three_layers, ["9 tensors", "model.layers.2."]),
 }
 
 
@@ -599,16 +526,9 @@ SPOILED = {
 def test_a_spoiled_checkpoint_is_not_made_up_for(how, checkpoint):
     spoil, parts = SPOILED[how]
     spoil(checkpoint)
-    refused(checkpoint, *parts)
-
-
-@pytest.mark.parametrize("name", ["masked_embedding.token_ordering", "pre_projection.weight"])
-def test_a_drafter_checkpoint_lacking_a_tensor(name, make_target, make_assistant, tmp_path):
-    target = make_target("gemma4-e2b")
-    make_assistant(target, ordered=True).save_pretrained(tmp_path)
-    assert Engine.from_pretrained(target, str(tmp_path), config=SMALL).drafter is not None
-    change_tensors(tmp_path, lambda tensors: tensors.pop(name))
-    refused(tmp_path, name, drafter_of=target)
+    with one_sentence(CheckpointError, str(checkpoint), *parts) as error:
+        Engine.from_pretrained(str(checkpoint), config=SMALL)
+    assert isinstance(error.value, OSError) and "not a folder" not in str(error.value)
 
 
 def test_an_encoder_is_no_drafter(checkpoint, make_target):
