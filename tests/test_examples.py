@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from specdec import Engine, EngineConfig, SamplingParams
+from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
@@ -214,17 +214,3 @@ def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):
     code, _, err = run(*command.split())
     assert code == 2
     assert says in err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_no_more_streams_than_a_batch_are_open(module):
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    config = EngineConfig(max_batch_size=2, max_model_len=64)
-    with Engine.from_pretrained("tiny-gemma4", config=config) as engine:  # plain: one token a round
-        prompts = [engine.encode(text) for text in ("one", "two and", "three")]
-        want = [out.token_ids for out in engine.generate(prompts, params)]
-        got: list[list[int]] = [[], [], []]
-        for row, delta in module("batch_stream").stream_all(engine, prompts, params):
-            got[row] += delta.token_ids
-            assert len(engine.scheduler.running) <= 2
-    assert got == want

@@ -41,6 +41,8 @@ def as_gemma(value, quote='<|"|>'):
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{as_gemma(each, quote)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(as_gemma(each, quote) for each in value) + "]"
     return json.dumps(value)
 
 

@@ -18,7 +18,6 @@ import torch
 from samplers import sampler_of
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.gpu.mirrored_array import MirroredArray
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
@@ -393,24 +392,6 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
     assert engine.state.masks.num_bytes == 0
-
-
-class Unread(MirroredArray):
-    """Its device side is not looked at."""
-
-    @property
-    def tensor(self):
-        raise AssertionError("read for nobody")
-
-
-def test_free_requests_pay_nothing(engine_of, prompts):
-    """No operator reads starts of outputs, forced tokens, biases and masks unless a request has them."""
-    engine = engine_of("tree", max_batch_size=2)
-    engine.state.prompt_len.__class__ = engine.state.forced.__class__ = Unread
-    free = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=9, repetition_penalty=1.2, seed=1)
-    assert len(engine.generate(prompts[:2], free)) == 2
-    with pytest.raises(AssertionError, match="read for nobody"):
-        engine.generate(prompts[0], SamplingParams(presence_penalty=0.5))
 
 
 # many schemas
