@@ -30,8 +30,6 @@ from transformers import (
     NemotronConfig,
     RecurrentGemmaConfig,
     StableLmConfig,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
@@ -595,6 +593,3 @@ def test_unsupported_architectures_are_refused_at_construction(name):
 def test_models_that_are_no_causal_lm():
     with one_sentence(UnsupportedModelError, "LlamaModel", "no language-model head"):
         Engine.from_pretrained(LlamaModel(LlamaConfig(**BASE)), config=SMALL)
-    config = T5Config(vocab_size=96, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
-    with one_sentence(UnsupportedModelError, "T5"):
-        Engine.from_pretrained(T5ForConditionalGeneration(config), config=SMALL)
