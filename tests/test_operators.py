@@ -48,6 +48,19 @@ def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool.shutdown()
 
 
+def test_slow_prompts_of_clients_that_have_left_hold_no_thread_and_none_begins():
+    pool = FairPool(2, "test")
+    go, jobs = blocked(pool, 6, "slow")
+    until(lambda: jobs[0].begun)
+    # those that wait first: the one that has begun leaves its place to the next that waits
+    assert [pool.give_up(job) for job in jobs[::-1]] == [True] * 5 + [False]
+    CLIENT.set("slow")
+    assert pool.submit(lambda: 7).future.result(120) == 7  # another thread took the place of the one that hangs
+    go.set()
+    assert [job.begun for job in jobs].count(True) == 1
+    pool.shutdown()
+
+
 def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
     async def scene(pool):
         go, jobs = blocked(pool, 2, "")
@@ -100,8 +113,9 @@ def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
 
 
 async def answer(scope, receive, send):
+    """Says whose share of intake the request is taken from."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": CLIENT.get().encode()})
 
 
 def guarded(root_path: str = "", **limits: int) -> TestClient:
@@ -258,6 +272,7 @@ def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_key
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
     client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), ["a", "b", "c"], 1000, {"key-1": "c"})))
     assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
+    assert [ask(client, key).text for key in "abc"] == ["key-2", "key-3", "key-1"]
     names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})
     assert names == {"key-1": "c", "key-3": "d", "key-2": "a", "key-4": "b"}
 

@@ -141,6 +141,7 @@ def test_drafts_are_shown_on_request(client, engine):
     [out] = answer_of(engine)
     body = {"speculation": {"show_drafts": True}}
     chunks = list(ask(client, max_tokens=NEW, stream=True, extra_body=body))
+    assert chunks[0].choices[0].delta.role == "assistant" and len({chunk.id for chunk in chunks}) == 1
     shown = [
         (choice.delta.content or "", getattr(choice, "drafted", [])) for chunk in chunks for choice in chunk.choices
     ]
