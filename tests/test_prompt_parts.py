@@ -370,7 +370,7 @@ def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(make_engine
     seen, load_chunks = set(), ChunkProgram.load_chunks
 
     def watched(program, rows, chunk_len):
-        lengths = program._round.cache.table.committed_len
+        lengths = program._state.cache.table.committed_len
         seen.add((int(lengths.host[rows[0]]), int(lengths._tensor[rows[0]])))
         load_chunks(program, rows, chunk_len)
 
