@@ -11,11 +11,7 @@ import random
 import re
 
 import jsonschema
-import llguidance.hf
-import numpy as np
 import pytest
-import torch
-from samplers import sampler_of
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime.rounds.decode_round import DecodeRound
@@ -153,30 +149,6 @@ def test_greedy_choices_are_those_of_a_loop_without_a_library(engine_of, model, 
             output.append(max(may_follow, key=lambda token: (float(logits[token]), -token)))
         [out] = engine_of("ngram").generate([prompt], SamplingParams(choice=CHOICES))
         assert out.token_ids == output and out.text in CHOICES
-
-
-@deep_cases("sampled")
-@pytest.mark.parametrize(
-    "settings", [slow({}), {"temperature": 0.9, "top_k": 20, "seed": 11}], ids=["greedy", "sampled"]
-)
-def test_masked_decoding_is_an_independent_loop(settings, engine_of, model, prompts, hf_forward, byte_tokenizer):
-    """The library's own bits, a forward a token, and the draw of `ReferenceSampler`."""
-    llg = llguidance.hf.from_tokenizer(byte_tokenizer, n_vocab=VOCAB)
-    source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(PERSON), grammar.JSON_OPTIONS)
-    matcher, output = llguidance.LLMatcher(llg, source), []
-    one = SamplingParams(max_new_tokens=60, json_schema=PERSON, **settings)
-    batch = sampler_of([one], [settings.get("seed", 0)])
-    while not output or output[-1] != EOS:
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:VOCAB]
-        logits = hf_forward(model, prompts[0] + output).logits[0, -1].float()
-        logits[torch.from_numpy(bits == 0)] = -torch.inf
-        position = torch.tensor([[len(prompts[0]) + len(output)]])
-        output.append(int(batch.sample(logits[None, None], position)))
-        if output[-1] != EOS:
-            assert matcher.consume_token(output[-1])
-    for kind in (None, "tree"):
-        [out] = engine_of(kind).generate([prompts[0]], one)
-        assert out.token_ids == output
 
 
 @deep_cases("eagle3")
