@@ -164,6 +164,7 @@ REFUSED = {
     "long-prompt": ({"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, None, "shorten the prompt by"),
     "two-limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "differ"),
     "top-alone": ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs=true"),
+    "many-top": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
     "usage-alone": ({"stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream=true"),
     "stored": ({"store": "yes"}, 400, "store", "store='yes': true or false is expected"),
     "template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "runs its own"),
