@@ -10,6 +10,7 @@ implementations.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from specdec.attention.backend import Backend
 from specdec.attention.pack import Pack
 from specdec.attention.plan import PrefixTables
 from specdec.attention.trees.tree import DraftTree
-from specdec.gpu.on_demand import OnDemand
 from specdec.gpu.operations import Operations
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView
@@ -78,16 +78,15 @@ class DraftBatch:
 
     rows: their rows of the request table. root: [B] the previous bonus token, at position S, whose K/V does not exist
     yet. num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
-    history: [B, L] all tokens of each request by position (root at index S), copied only if `propose` reads it;
-    history_len: [B], S + 1. prefix: the backend's tables of the committed prefixes, if already made. level_pos: the
-    result of `positions`, if already made. by_lookup: the lookup drafts, not the model next to it
-    (`model_and_lookup.py`). params: the sampling parameters of `sample` and `best`, for operations that draw without
-    full logits; None: draw through `sample` and `best`.
+    read_history: copies `history`; called only if `propose` reads it. history_len: [B], S + 1. prefix: the backend's
+    tables of the committed prefixes, if already made. level_pos: the result of `positions`, if already made. by_lookup:
+    the lookup drafts, not the model next to it (`model_and_lookup.py`). params: the sampling parameters of `sample` and
+    `best`, for operations that draw without full logits; None: draw through `sample` and `best`.
     """
 
     rows: Rows
     root: torch.Tensor
-    history: OnDemand = OnDemand()
+    read_history: Callable[[], torch.Tensor]
     history_len: torch.Tensor
     num_steps: int
     topk: int
@@ -98,6 +97,11 @@ class DraftBatch:
     prefix: PrefixTables | None = None
     level_pos: torch.Tensor | None = None
     by_lookup: bool = False
+
+    @cached_property
+    def history(self) -> torch.Tensor:
+        """All tokens of each request by position [B, L]; the root is at index S."""
+        return self.read_history()
 
     def positions(self) -> torch.Tensor:
         """Positions of the tokens on each level [num_steps + 1, B], the root's first."""

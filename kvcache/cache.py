@@ -17,7 +17,7 @@ from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD, StateCache
 from specdec.kvcache.sanitize import Sanitizer
-from specdec.kvcache.store import KVStore, LayerKV, RankStores
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import Move, RequestTable
 
 CHECKPOINTS = 3
@@ -97,7 +97,8 @@ class KVCache:
             for i, device in enumerate(devices)
         )
         if ranks is not None:
-            self.ranks, stores[0].split = ranks, RankStores(ranks, stores)
+            self.ranks = stores[0].ranks = ranks
+            stores[0].other_ranks = stores[1:]
         self.stores += stores
         if self.sanitizer is not None:
             for store in stores:

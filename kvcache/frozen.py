@@ -26,7 +26,7 @@ from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 class KVView:
     """Maps layer i of a worker to the K/V that it reads. `layer_map[i]` is the layer of the store that owns them.
 
-    ranks, other_ranks: the devices of a split store (`RankStores`), and the views of the ranks after the first, each
+    ranks, other_ranks: the devices of a split store, and the views of the ranks after the first, each
     with its rank's heads.
     """
 
@@ -38,10 +38,8 @@ class KVView:
         self._open = True
         self.layer_map = tuple(layer_map)
         self.writable = writable
-        split = store.split
-        others = () if split is None else split.stores[1:]
-        self.ranks: Ranks | None = None if split is None else split.ranks
-        self.other_ranks = tuple(KVView(allocator, other, layer_map, writable=writable) for other in others)
+        self.ranks: Ranks | None = store.ranks
+        self.other_ranks = tuple(KVView(allocator, each, layer_map, writable=writable) for each in store.other_ranks)
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:

@@ -107,19 +107,12 @@ class RecurrentLayers:
         return cls(table, sample.folded_len, shape, key_heads, sample, tuple(layers))
 
 
-class RankStores(NamedTuple):
-    """The stores of one model on several ranks. Each has the heads of its rank; all use the same slots."""
-
-    ranks: Ranks
-    stores: tuple["KVStore", ...]
-
-
 class KVStore:
     """Pools for every owner layer of a layout and every slot of an allocator, on one device.
 
-    rank: the rank whose heads this store holds, if the model is on several devices. split: the stores of all ranks;
-    only rank 0's store has it. num_states: states per recurrent layer: one per row of the request table and one per
-    copy.
+    rank: the rank whose heads this store holds, if the model is on several devices. ranks, other_ranks: these devices,
+    and the stores of the ranks after the first, which use the same slots; only rank 0's store knows them. num_states:
+    states per recurrent layer: one per row of the request table and one per copy.
     """
 
     def __init__(
@@ -135,7 +128,8 @@ class KVStore:
         self.layout = layout
         self.dtype = dtype
         self.rank = rank
-        self.split: RankStores | None = None
+        self.ranks: Ranks | None = None
+        self.other_ranks: tuple[KVStore, ...] = ()
         self.layers: dict[int, LayerKV] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
             for spec in layout.layers:
@@ -155,7 +149,7 @@ class KVStore:
     @property
     def by_rank(self) -> tuple["KVStore", ...]:
         """The stores of all ranks of the model, of which this is rank 0's."""
-        return (self,) if self.split is None else self.split.stores
+        return self, *self.other_ranks
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
         """All tensors that are indexed by the slots of one group."""

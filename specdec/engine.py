@@ -25,7 +25,7 @@ from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfi
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter, require_options_used
 from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.gpu.captures import CaptureStore, default_budget, max_captures
+from specdec.gpu.captures import CaptureStore, default_budget
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
 from specdec.layers.fuse import updates_are_counted, watched_weights
@@ -62,7 +62,7 @@ from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.request_builder import RequestBuilder
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_buckets, capture_for
+from specdec.runtime.rounds.captured_rounds import RoundGraphs, capture_for
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
@@ -150,8 +150,7 @@ class Engine:
         if capture is not None:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
-            num_drafts, num_sizes = len(choice.shapes) if choice else 1, len(batch_buckets(self.table.max_requests))
-            store = CaptureStore(capture, memory, budget, max_captures(num_sizes, num_drafts))
+            store = CaptureStore(capture, memory, budget)
             graphs = RoundGraphs(self.state, store, strict=strict)
             chunks = ChunkGraphs(self.state, store, strict=strict)
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward

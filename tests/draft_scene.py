@@ -122,7 +122,7 @@ class Scene:
         return DraftBatch(
             rows=Rows(rows, longest),
             root=torch.tensor([0 if s is None else 3 + s for s in seats], device=DEVICE),
-            history=torch.zeros((len(seats), longest + 1), dtype=torch.int64, device=DEVICE),
+            read_history=lambda: torch.zeros((len(seats), longest + 1), dtype=torch.int64, device=DEVICE),
             history_len=length + 1,
             num_steps=steps,
             topk=topk,

@@ -1,10 +1,12 @@
 """Every launcher of the project, called as engines call it: shapes of published models, each dtype, each kind of call.
 
-tests/test_kernels_compile.py runs it for an absent GPU. Each group of launchers has a function, and `usual` lists the
-arguments that make another program of a kernel: a dtype, a constant, a None, an integer that Triton specialises on.
+tests/test_kernels_compile.py runs it for an absent GPU. Fused layers are run as they are, of published shapes; each
+other group of launchers has a function. `usual` lists the arguments that make another program of a kernel: a dtype, a
+constant, a None, an integer that Triton specialises on.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,8 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import select_tree
 from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
+from specdec.evaluation.model_shapes import SHAPES, Shrink
+from specdec.evaluation.phases.random_weights import FORMS, build_model, pack_layers
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
     EMPTY,
@@ -37,8 +41,9 @@ from specdec.gpu.exchange_kernels import (
     next_round_kernel,
     pull_kernel,
 )
-from specdec.gpu.operations import KERNELS
+from specdec.gpu.operations import FAST, KERNELS, Operations
 from specdec.gpu.stage_clock import StageClock
+from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
@@ -46,20 +51,19 @@ from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 from specdec.kvcache.store import LayerKV, PoolAddresses, RecurrentLayers, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.decoder import FusedLayer, embed_inputs
+from specdec.layers.decoder_parts import DecoderParts, LayerParts
 from specdec.layers.embedding import embed, embed_and_norm
-from specdec.layers.gated_delta import DeltaHeads, delta_heads, delta_inputs, gate_norm
-from specdec.layers.head_gates import gate_channels, gate_heads
-from specdec.layers.latent import LatentParts, expand_latent
-from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear, vendor_linear
-from specdec.layers.moe.dense_and_moe import mlp_and_experts
+from specdec.layers.fuse import fuse
+from specdec.layers.linear import gated_linear, linear, linear_parts
 from specdec.layers.moe.experts import Experts, apply_experts
-from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
-from specdec.layers.moe.routing import Router, Routing, route
+from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
-from specdec.layers.per_layer_embedding import gated_projection, layer_inputs, vendor_gated_projection
+from specdec.layers.per_layer_embedding import per_layer_inputs
 from specdec.layers.product import Product, cut_of, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
+from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
@@ -67,6 +71,8 @@ from specdec.sampling.row_scores import SeenTokens
 from specdec.sampling.sampling_table import REAL, WHOLE, ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
+
+from no_gpu import PretendedTensor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -329,237 +335,88 @@ def prompts(
 # layers
 
 
-def products(dtype: torch.dtype, num_rows: int, activation: str, *, bias: bool = False) -> None:
-    x = numbers(num_rows, 2560, dtype=dtype)
-    for height in (512, 4096, 20480):
-        finish(linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype) if bias else None))
-    gated_linear(x, numbers(20480, 2560, dtype=dtype), activation)
-    linear(x[:, :1000], numbers(4096, 1000, dtype=dtype))  # a K that tiles do not divide
-    vendor_gated_linear(numbers(257, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+class LayerRows:
+    """The context of layers: K/V are stored; what attention and recurrences give is any numbers."""
+
+    def __init__(self, layers: Sequence[LayerParts], num_rows: int, dtype: torch.dtype) -> None:
+        self.layers, self.num_rows, self.dtype = layers, num_rows, dtype
+
+    def destination(self, layer: int) -> Destination | None:
+        heads = self.layers[layer].heads
+        pools = (numbers(9999, heads.num_kv, dim, dtype=self.dtype) for dim in (heads.head_dim, heads.v_dim))
+        return Destination(*pools, PrimaryLoc(integers(self.num_rows))) if heads.num_kv else None
+
+    def attend_rows(self, layer: int, q: torch.Tensor, *own: object, **options: object) -> torch.Tensor:
+        return numbers(self.num_rows, q.shape[1], self.layers[layer].heads.v_dim, dtype=self.dtype)
+
+    def convolve(self, layer: int, inputs: torch.Tensor, *weights: object) -> torch.Tensor:
+        return inputs
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        return rows.v.float()
 
 
-def some_products(dtype: torch.dtype, num_rows: int, activation: str) -> None:
-    """In any order: of E4B, and of weights that are cut otherwise, with a bias."""
-    x = numbers(num_rows, 2560, dtype=dtype)
-    for height in (256, 2560, 6144, 20480, 262144):
-        finish(vendor_linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype)))
-    for height in (20480, 28672):
-        vendor_gated_linear(x, numbers(height, 2560, dtype=dtype), activation)
-    gate, inputs = parts_of(5, num_rows, 256, dtype), numbers(num_rows, 256, dtype=dtype)
-    vendor_gated_projection(gate, inputs, numbers(2560, 256, dtype=dtype), activation)
-
-
-def weight(form: str, *shape: int, dtype: torch.dtype) -> Any:
-    """A weight [.., N, K]: "" is plain; "int4", "int4-zeros", "e2m1", "e4m3" with a scale a row, "e4m3-block"."""
-    if not form:
-        return numbers(*shape, dtype=dtype)
+def weight(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
+    """A weight [.., N, K] on `meta`: "int4", "int4-zeros", "e2m1", "e4m3" with a scale a row, "e4m3-block"."""
     *leading, n, k = shape
     code, _, kind = form.partition("-")
-    group = 32 if BITS[code] == 4 else 128 if kind == "block" else k
-    scales = numbers(*leading, k // group, n, dtype=FP32 if code == "e4m3" else dtype)
-    words = numbers(*leading, n, k * BITS[code] // 32, dtype=torch.int32)
-    return PackedWeight(code, words, scales, numbers(*scales.shape, dtype=dtype) if kind == "zeros" else None, group)
+    group = 32 if BITS[code] == 4 else 128 if kind == "block" and k % 128 == 0 else k
+    sizes = {"scales": (*leading, k // group, n), "words": (*leading, n, k * BITS[code] // 32)}
+    scales = torch.empty(sizes["scales"], dtype=FP32 if code == "e4m3" else dtype, device="meta")
+    words = torch.empty(sizes["words"], dtype=torch.int32, device="meta")
+    return PackedWeight(code, words, scales, scales if kind == "zeros" else None, group)
 
 
-def packed_products(dtype: torch.dtype, num_rows: int, form: str) -> None:
-    x = numbers(num_rows, 2560, dtype=dtype)
-    for height in (2560, 20480):
-        finish(linear(x, weight(form, height, 2560, dtype=dtype)))
-    gated_linear(x, weight(form, 20480, 2560, dtype=dtype), "gelu_tanh")
-    linear(numbers(num_rows, 2880, dtype=dtype), weight(form.removesuffix("-block"), 4096, 2880, dtype=dtype))
-    for rows in (65, 1200):  # decoded once for all rows, and dequantised
-        vendor_gated_linear(numbers(rows, 2560, dtype=dtype), weight(form, 20480, 2560, dtype=dtype), "silu")
-    gate, inputs = parts_of(1, num_rows, 256, dtype), numbers(num_rows, 256, dtype=dtype)
-    gated_projection(gate, inputs, weight(form, 2560, 256, dtype=dtype), "gelu_tanh")
+@functools.cache
+def decoder_of(shape: str, dtype: torch.dtype, form: str) -> tuple[DecoderParts, torch.Tensor]:
+    """The first layers of a published shape as fused layers read them, and the weight of its head."""
+    model: Any = build_model(SHAPES[shape].target(Shrink(layers=4)), torch.device("meta"), dtype)
+    for module in model.modules():
+        if hasattr(module, "embed_scale"):  # a number that is read
+            module.embed_scale = torch.ones(())
+    if form:
+        pack_layers(model, FORMS["int4-g32"], lambda size: weight(form, *size, dtype=dtype))
+    decoder = model.get_decoder()
+    parts = fuse(private_copy(getattr(decoder, "language_model", decoder)), KERNELS).parts
+    on_gpu = partial(torch.Tensor.as_subclass, cls=PretendedTensor)
+    return map_tensors(parts, on_gpu), on_gpu(model.get_output_embeddings().weight.detach())
 
 
-def fp8_products() -> None:
-    """Products of some rows: tiles of one height and of two, ranges that programs hold, per-layer embeddings."""
-    for rows in (128, 256, 512):
-        vendor_gated_linear(numbers(rows, 2560), weight("e4m3", 20480, 2560, dtype=BF16), "silu")
-    finish(linear(numbers(64, 2560), weight("e4m3", 256, 2560, dtype=BF16)))
-    for rows in (64, 256):
-        gate, inputs = parts_of(5, rows, 256, BF16), numbers(rows, 256)
-        gated_projection(gate, inputs, weight("e4m3", 2560, 256, dtype=BF16), "gelu_tanh")
+def layers(shape: str, dtype: torch.dtype, num_rows: int, form: str = "", ops: Operations = KERNELS) -> None:
+    """A forward. form: of packed weights, as `weight` names it."""
+    parts, head = decoder_of(shape, dtype, form)
+    tokens, positions, factor = integers(num_rows), integers(num_rows), numbers(1, dtype=FP32)
+    embedded = embed(tokens, head, factor if parts.embeddings else None)
+    inputs = per_layer_inputs(parts.embeddings, embedded, tokens, ops)
+    hidden, normed, shared = embed_inputs(parts, embedded, positions, inputs, ops)
+    context = LayerRows(parts.layers, num_rows, dtype)
+    for index, (layer, next_norm) in enumerate(zip(parts.layers, parts.next_norms, strict=True)):
+        fused = FusedLayer(index, layer, next_norm, ops)
+        hidden, normed = fused(hidden, normed, shared, specdec_ctx=context)  # type: ignore[arg-type]
+    norm(Product.from_value(hidden), pre=parts.final_norm)
+    finish(ops(linear)(hidden, head))
 
 
-def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
-    rows, width = 5, 2560
-    gain, residual = gain_of(width, dtype, round_first=rounds), numbers(rows, width, dtype=dtype)
-    part = parts_of(splits, rows, width, dtype, bias=rounds)
-    norm(Product.from_value(residual), pre=gain)
-    norm(part, residual=residual, pre=gain)
-    norm(part, post=gain, residual=residual, scale=numbers(1, dtype=dtype), pre=gain)
-    norm(part, post=gain, residual=residual)
-    norm(part, residual=residual, factor=0.22, pre=gain)
-    qk_norm(part, gain_of(1280, dtype, round_first=rounds), gain_of(640, dtype, round_first=rounds))
-    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
-    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), Product.from_value(residual), gain, gain)
-    for other in ({"plus_one": True}, {"centred": True}):
-        shaped = gain_of(width, dtype)._replace(**other)
-        norm(part, post=shaped, residual=residual, pre=shaped)
-
-
-def forks(dtype: torch.dtype) -> None:
-    rows, width = 5, 2816
-    plain, rounded = gain_of(width, dtype), gain_of(width, dtype, round_first=True)
-    part, residual = parts_of(4, rows, width, dtype), numbers(rows, width, dtype=dtype)
-    fork_norm(part, post=plain, residual=residual, mlp=plain, experts=plain, router=rounded, factor=0.02)
-    for scale, pre in ((None, None), (numbers(1, dtype=dtype), plain)):
-        join_norm(
-            part, parts_of(8, rows, width, dtype), dense_gain=plain, chosen_gain=plain, post=plain,
-            residual=residual, scale=scale, pre=pre,
-        )  # fmt: skip
-
-
-def heads(
-    dtype: torch.dtype, head_dim: int, *, rotated: int, normed: bool, rounds: bool, stored: bool, kv: int
-) -> None:
-    rows = 5
-    cos, sin = rotary(integers(rows), numbers(rotated // 2, dtype=FP32), 1.0, dtype)
-    gain = gain_of(head_dim, dtype, round_first=rounds) if normed else None
-    layout = Heads(8, kv, head_dim, gain, gain, gain, values_are_keys=normed and head_dim == 512)
-    pool = numbers(9999, kv, head_dim, dtype=dtype)
-    destination = Destination(pool, pool, PrimaryLoc(integers(rows))) if stored else None
-    rope_store(parts_of(3, rows, layout.width, dtype, bias=not normed), layout, Rotary(cos, sin), destination)
-    if not normed:
-        layout = layout._replace(interleaved=True)
-        rope_store(parts_of(3, rows, layout.width, dtype), layout, Rotary(cos, sin), destination)
-        rope_store(parts_of(3, rows, layout.width, dtype), layout, Rotary(cos[:, :0], sin[:, :0]), destination)
-    elif not rounds:
-        shaped = gain_of(head_dim, dtype)._replace(plus_one=True)
-        layout = layout._replace(q_norm=shaped, k_norm=shaped, v_norm=None)
-        rope_store(parts_of(3, rows, layout.width, dtype), layout, Rotary(cos, sin), destination)
-
-
-def embeddings(dtype: torch.dtype, num_rows: int) -> None:
-    tokens, table = integers(num_rows), numbers(99, 2560, dtype=dtype)
-    embed(tokens, table)
-    embed(tokens, table, numbers(1, dtype=FP32), numbers(num_rows, 256, dtype=dtype))
-    context, inputs = parts_of(2, num_rows, 35 * 256, dtype), numbers(99, 35 * 256, dtype=dtype)
-    for rounds in (False, True):
-        gain = gain_of(256, dtype, round_first=rounds)
-        e = layer_inputs(context, tokens, inputs, gain, context_scale=0.5, table_scale=16.0)
-        gated_projection(parts_of(2, num_rows, 256, dtype), e[:, 3], numbers(2560, 256, dtype=dtype), "gelu_tanh")
-
-
-# mixtures
-
-
-def mixture(
-    dtype: torch.dtype,
-    num_rows: int,
-    activation: str,
-    sizes: tuple[int, int] = (2880, 2880),
-    form: str = "",
-    *,
-    normalised: bool,
-    bias: bool,
-    interleaved: bool,
-) -> None:
-    (hidden, width), num_experts, top_k = sizes, 32, 4
-    x = numbers(num_rows, hidden, dtype=dtype)
-    scale = None if bias else numbers(num_experts, dtype=dtype)
-    router = Router(
-        numbers(num_experts, hidden, dtype=dtype), top_k, numbers(num_experts, dtype=dtype) if bias else None,
-        expert_scale=scale, normalised=normalised,
-    )  # fmt: skip
-    routing: Routing = route(x, router)
-    up, down = (weight(form, num_experts, *shape, dtype=dtype) for shape in ((2 * width, hidden), (hidden, width)))
-    biases = (numbers(num_experts, 2 * width, dtype=dtype), numbers(num_experts, hidden, dtype=dtype))
-    apply_experts(x, routing, Experts(up, down, activation, *(biases if bias else (None, None)), interleaved, 1.7, 7.0))
-    if interleaved and not form:  # the checkpoint's own order of axes
-        up, down = up.mT.contiguous().mT, down.mT.contiguous().mT
-        apply_experts(x, routing, Experts(up, down, activation, *biases, interleaved, 1.7, 7.0))
-
-
-def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: int, kept: int, *, form: str) -> None:
-    """GLM, DeepSeek, Step and the like: sigmoids with a correction, of some groups, next to a shared expert; and
-    ERNIE's softmax with one. form: of weights, as `packed` names it, or ""."""
-    hidden, width, top_k, weights = 4096, 1408, 8, partial(weight, form, dtype=dtype)
-    x, correction = numbers(num_rows, hidden, dtype=dtype), numbers(num_experts, dtype=FP32)
-    router = Router(
-        numbers(num_experts, hidden, dtype=dtype), top_k, sigmoid=True, float_logits=True, correction=correction,
-        groups=groups, kept_groups=kept, min_sum=1e-20, scaling=2.5,
-    )  # fmt: skip
-    softmax = router._replace(sigmoid=False, groups=1, kept_groups=1)
-    for other in (router, softmax, router._replace(correction=None, normalised=False)):
-        route(x, other)
-    route(x, router._replace(owned=(num_experts // 2, num_experts // 2)))
-    route(x, softmax._replace(weight=numbers(num_experts, hidden, dtype=FP32)))
-    up, down = weights(num_experts, 2 * width, hidden), weights(num_experts, hidden, width)
-    fork, mlp = Fork(x, x, x, x), Mlp(weights(2 * width, hidden), "silu", weights(hidden, width))
-    dense, chosen = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))
-    gain = gain_of(hidden, dtype, round_first=True)
-    norm(chosen, residual=x, pre=gain, beside=dense)
-    apply_experts(x, route(x, router), Experts(up, down, "silu_clamped", limit=7.0))
-    gated_linear(x, mlp.gate_up, "silu", 16.0)
-    norm(
-        chosen,
-        residual=x,
-        pre=gain,
-        beside=Product.from_value(gate_heads(finish(dense)[:, None], gates(num_rows, 1, dtype))[:, 0]),
-    )
-
-
-def gates(num_rows: int, num_heads: int, dtype: torch.dtype) -> Product:
-    return linear(numbers(num_rows, 4096, dtype=dtype), numbers(num_heads, 4096, dtype=dtype))
-
-
-def gated_heads(dtype: torch.dtype, num_rows: int) -> None:
-    """Step's attention, whose layers have 64 heads or 96."""
-    for num_heads in (64, 96):
-        gate_heads(numbers(num_rows, num_heads, 128, dtype=dtype), gates(num_rows, num_heads, dtype))
-
-
-def gated_delta(dtype: torch.dtype, num_rows: int, num_v: int, *, splits: int, groups: int = 1) -> None:
-    """Qwen3.5's layers, one of which attends, whose gates are its queries' neighbours, and Qwen3-Next's."""
-    heads = DeltaHeads(16, num_v, 128, 128, groups)
-    product = parts_of(splits, num_rows, heads.width + (2 * num_v if groups > 1 else 0), dtype)
-    gates = product if groups > 1 else parts_of(4, num_rows, 2 * num_v, dtype)
-    made = delta_inputs(product, gates, numbers(num_v, dtype=FP32), numbers(num_v, dtype=dtype), heads)
-    delta_heads(made.inputs, heads, "silu")
-    gate_norm(numbers(num_rows, num_v, 128, dtype=FP32), made.z, gain_of(128, dtype, round_first=True), "silu")
-    shaped = gain_of(256, dtype)._replace(plus_one=True)
-    attention = Heads(num_v // 2, 4, 256, shaped, shaped, gated=True)
-    product, pool = parts_of(splits, num_rows, attention.width, dtype), numbers(9999, 4, 256, dtype=dtype)
-    cos, sin = rotary(integers(num_rows), numbers(32, dtype=FP32), 1.0, dtype)
-    destination = Destination(pool, pool, PrimaryLoc(integers(num_rows)))
-    rope_store(product, attention, Rotary(cos, sin), destination)
-    gate_channels(numbers(num_rows, num_v // 2, 256, dtype=dtype), product)
-
-
-def latents(dtype: torch.dtype, num_rows: int, *, low_rank: bool) -> None:
-    """GLM-4.7-Flash, and DeepSeek's without a latent of queries; then K and V of unequal sizes, as MiMo-V2 has them."""
-    heads = Heads(20, 20, 256, last=True, narrow_v_dim=256 if low_rank else 128)
-    ranks = (768 if low_rank else heads.num_q * heads.head_dim), 512
-    parts = LatentParts(
-        q=numbers(heads.num_q * heads.head_dim, ranks[0], dtype=dtype) if low_rank else None,
-        q_norm=gain_of(ranks[0], dtype, round_first=True) if low_rank else None,
-        kv=numbers(heads.num_kv * (192 + heads.v_dim), 512, dtype=dtype),
-        kv_norm=gain_of(512, dtype, round_first=True), rotated=64, interleaved=low_rank,
-    )  # fmt: skip
-    cos, sin = rotary(integers(num_rows), numbers(32, dtype=FP32), 1.0, dtype)
-    pools = (numbers(9999, heads.num_kv, dim, dtype=dtype) for dim in (heads.head_dim, heads.v_dim))
-    product = expand_latent(parts_of(3, num_rows, sum(ranks) + 64, dtype), parts, heads, KERNELS)
-    rope_store(product, heads, Rotary(cos, sin), Destination(*pools, PrimaryLoc(integers(num_rows))))
-    narrow = Heads(16, 8, 192, narrow_v_dim=128, v_scale=0.707)
-    pools = (numbers(9999, 8, dim, dtype=dtype) for dim in (192, 128))
-    product = parts_of(3, num_rows, narrow.width, dtype)
-    rope_store(product, narrow, Rotary(cos, sin), Destination(*pools, PrimaryLoc(integers(num_rows))))
-
-
-def beside(dtype: torch.dtype, num_rows: int, form: str = "") -> None:
-    """Gemma 4 26B-A4B, in few experts."""
-    hidden, num_experts, top_k, weights = 2816, 16, 8, partial(weight, form, dtype=dtype)
-    x = Fork(*(numbers(num_rows, hidden, dtype=dtype) for _ in Fork._fields))
-    mlp = Mlp(weights(4224, hidden), "gelu_tanh", weights(hidden, 2112))
-    router = Router(numbers(num_experts, hidden, dtype=dtype), top_k, expert_scale=numbers(num_experts, dtype=dtype))
-    up, down = weights(num_experts, 1408, hidden), weights(num_experts, hidden, 704)
-    mlp_and_experts(x, mlp, router, Experts(up, down, "gelu_tanh"))
-    if not form:
-        routing = route(x.router, router._replace(owned=(8, 8)))  # of one rank of two
-        apply_experts(x.experts, routing, Experts(up[8:], down[8:], "gelu_tanh", shared=True))
+def other_families(dtype: torch.dtype) -> None:
+    """What other families have than the shapes below: a K that tiles do not divide, biases, limits, norms over all
+    heads or of values, factors, groups of experts and a part of them."""
+    width, num_experts = 1000, 24
+    many, part, tokens = numbers(600, width, dtype=dtype), parts_of(3, 5, 1280, dtype, bias=True), integers(5)
+    x, gain, half = many[:5], gain_of(1280, dtype, round_first=True), gain_of(320, dtype)
+    weights, correction = numbers(num_experts, width, dtype=dtype), numbers(num_experts, dtype=FP32)
+    for rows in (x, many):
+        finish(linear(rows, numbers(4096, width, dtype=dtype), numbers(4096, dtype=dtype)))
+    gated_linear(numbers(5, 4096, dtype=dtype), numbers(1408, 4096, dtype=dtype), "silu", 7.0)
+    embed(tokens, weights, right=x)
+    embed_and_norm(tokens, numbers(99, 1280, dtype=dtype), part, gain, gain)
+    norm(part, residual=numbers(5, 1280, dtype=dtype), factor=0.22, pre=gain._replace(round_first=False, centred=True))
+    qk_norm(part, gain_of(640, dtype), half)
+    frequencies = rotary(tokens, numbers(32, dtype=FP32), 1.0, dtype)
+    rope_store(part, Heads(16, 2, 64, *(gain_of(64, dtype) for _ in "qkv")), Rotary(*frequencies))
+    router = Router(weights, 8, sigmoid=True, correction=correction, groups=3, kept_groups=2, owned=(12, 12))
+    up, down = numbers(12, 2 * width, width, dtype=dtype), numbers(12, width, width, dtype=dtype)
+    for rows in (x, many):
+        apply_experts(rows, route(rows, router), Experts(up, down, "silu_clamped", limit=7.0, shared=True))
 
 
 # sampling
@@ -629,6 +486,42 @@ def launch(function: Callable[..., None], *args: object, **kwargs: object) -> La
     return f"{function.__name__}({', '.join(shown)})", lambda: function(*args, **kwargs)
 
 
+LAYERS: list[tuple[Any, ...]] = [  # shape, dtype, rows; form of packed weights
+    ("gemma4-e4b", BF16, 5),
+    ("gemma4-e4b", FP16, 600),
+    ("gemma4-e4b", BF16, 5, "e4m3-block"),
+    ("gemma4-e4b", FP16, 5, "e4m3"),
+    ("llama-8b", FP32, 5),
+    ("llama-8b", FP32, 5, "e2m1"),
+    ("llama-8b", FP32, 5, "int4-zeros"),
+    ("llama-8b", FP32, 5, "int4"),
+    ("llama-8b", BF16, 160, "int4"),
+    ("gpt-oss-20b", BF16, 1),
+    ("gpt-oss-20b", BF16, 8, "e2m1"),
+    ("gpt-oss-20b", FP16, 300, "int4"),
+    ("gemma4-26b-a4b", BF16, 8),
+    ("gemma4-26b-a4b", FP32, 300),
+    ("gemma4-26b-a4b", FP16, 1, "int4"),
+    ("qwen3-30b-a3b", FP16, 5),
+    ("exaone-4.0-32b", BF16, 5),
+    ("glm-4.5-air", FP32, 300),
+    ("glm-4.7-flash", BF16, 8),
+    ("ernie-21b-a3b", BF16, 16),
+    ("step-3.7-flash", BF16, 1, "int4"),
+    ("mimo-v2-flash", FP32, 1),
+    ("qwen3.5-4b", BF16, 8),
+    ("qwen3.5-4b", FP16, 1, "int4"),
+    ("qwen3-next-80b-a3b", FP32, 1),
+    # products in any order
+    ("gemma4-e4b", BF16, 100, "", FAST),
+    ("gemma4-e4b", BF16, 160, "int4-zeros", FAST),
+    *(("gemma4-e4b", BF16, rows, "e4m3", FAST) for rows in (64, 256, 512)),
+    ("llama-8b", BF16, 200, "", FAST),
+    ("llama-8b", BF16, 1200, "int4", FAST),
+    ("llama-8b", BF16, 1200, "e4m3-block", FAST),
+]
+
+
 def usual() -> Iterator[Launch]:
     """A variant of each kind: every statement of every kernel becomes code in one of them."""
     yield launch(exchange, BF16, 5)
@@ -662,50 +555,10 @@ def usual() -> Iterator[Launch]:
         yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, fp8=True)
     in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
     yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
-    yield launch(products, BF16, 5, "gelu_tanh")
-    yield launch(products, FP32, 5, "silu", bias=True)
-    yield launch(products, BF16, 160, "silu")
-    yield launch(products, FP16, 600, "silu")
-    yield launch(products, BF16, 600, "gelu_tanh", bias=True)
-    yield launch(some_products, BF16, 100, "gelu_tanh")
-    yield launch(some_products, FP16, 40, "silu")
-    yield launch(some_products, BF16, 200, "silu")
-    yield launch(packed_products, BF16, 5, "int4")
-    yield launch(packed_products, BF16, 160, "int4-zeros")
-    yield launch(packed_products, FP16, 5, "int4-zeros")
-    yield launch(packed_products, BF16, 5, "e2m1")
-    yield launch(packed_products, BF16, 5, "e4m3-block")
-    yield launch(packed_products, FP16, 5, "e4m3")
-    yield launch(fp8_products)
-    yield launch(packed_products, FP32, 5, "e2m1")
-    yield launch(packed_products, FP32, 5, "int4")
-    yield launch(packed_products, FP32, 5, "int4-zeros")
-    for dtype, num_rows, form in ((BF16, 8, "e2m1"), (BF16, 300, "int4"), (FP16, 1, "int4")):
-        clamped = {"normalised": True, "bias": True, "interleaved": True}
-        yield launch(mixture, dtype, num_rows, "swiglu_clamped", (2880, 2880), form, **clamped)
-        yield launch(beside, dtype, num_rows, form)
-    yield launch(norms, BF16, 4, rounds=False)
-    yield launch(norms, FP16, 1, rounds=True)
-    yield launch(forks, BF16)
-    yield launch(heads, BF16, 512, rotated=128, normed=True, rounds=False, stored=True, kv=2)
-    yield launch(heads, FP16, 128, rotated=128, normed=True, rounds=True, stored=False, kv=8)
-    yield launch(heads, FP32, 64, rotated=64, normed=False, rounds=False, stored=True, kv=0)
-    yield launch(embeddings, BF16, 5)
-    yield launch(embeddings, FP16, 600)
-    yield launch(mixture, BF16, 1, "swiglu_clamped", normalised=True, bias=True, interleaved=True)
-    yield launch(mixture, BF16, 20, "gelu_tanh", (1000, 1000), normalised=False, bias=False, interleaved=False)
-    yield launch(mixture, FP32, 300, "silu", normalised=True, bias=False, interleaved=False)
-    yield launch(beside, BF16, 8)
-    yield launch(scored_mixture, BF16, 1, 128, 1, 1, form="int4")
-    yield launch(scored_mixture, BF16, 16, 24, 3, 2, form="")  # groups of 8, padded to 4 groups
-    yield launch(scored_mixture, FP32, 300, 32, 8, 4, form="")
-    yield launch(gated_heads, BF16, 8)
-    yield launch(gated_heads, FP32, 1)
-    yield launch(gated_delta, BF16, 8, 32, splits=1)
-    yield launch(gated_delta, FP16, 1, 48, splits=3)  # of a packed weight
-    yield launch(gated_delta, FP32, 1, 32, splits=1, groups=16)
-    yield launch(latents, BF16, 8, low_rank=True)
-    yield launch(latents, FP32, 1, low_rank=False)
+    for shape, *case in LAYERS:
+        yield launch(layers, shape, *case)
+    for dtype in (BF16, FP32):
+        yield launch(other_families, dtype)
     yield launch(sampling, BF16, 30.0, penalised=True)
     yield launch(sampling, FP16, 30.0, best=True)
     yield launch(sampling, FP32, None)

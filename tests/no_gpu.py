@@ -52,7 +52,7 @@ class OnPretendedGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):  # an upload
+        if func is torch.Tensor.to and args[1:] and str(args[1]).startswith("cuda"):  # an upload
             func, args, kwargs = torch.empty_like, args[:1], {"device": args[1]}
         made_there = str(kwargs.get("device")).startswith("cuda")
         if made_there:

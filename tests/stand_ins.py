@@ -166,7 +166,7 @@ def history_batch(histories: list[list[int]], steps: int, topk: int = 1, num_nod
     return DraftBatch(
         rows=Rows(torch.arange(len(histories)), length),
         root=torch.tensor([h[-1] for h in histories]),
-        history=torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories]),
+        read_history=lambda: torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories]),
         history_len=torch.tensor([len(h) for h in histories]),
         num_steps=steps,
         topk=topk,

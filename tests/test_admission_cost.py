@@ -16,7 +16,7 @@ from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 from specdec import SamplingParams
 from specdec.runtime import scheduler as scheduling
 
-from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler, commit_chunks_on_host, rank
+from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler, commit_chunks_on_host
 from marks import examples
 
 
@@ -74,7 +74,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         adopt(table, row, pages)
 
     def counting_write(array: MirroredArray, index: Any, value: Any) -> None:
-        counted.cells += len(array._cells(index))
+        counted.cells += array.host[index].size
         write(array, index, value)
 
     monkeypatch.setattr(PrefixCache, "_common_pages", counting_compare)
@@ -263,15 +263,16 @@ def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
 
 
 def same_as_comparing_with_each(scheduler: Scheduler) -> None:
-    """The longest common part with a running request's prompt, of the same salt."""
+    """The common parts with running requests' prompts of the same salt."""
     prefixes = scheduler.prefixes
     assert prefixes._cache is not None
     for request in scheduler.waiting:
         key = prefixes._adoptable(request)
         makers = prefixes._in_progress._readers.values()
         salt = (request.params.cache_salt or "").encode()
-        common = [prefixes._cache.common_len(key, maker.key) for maker in makers if maker.salt == salt]
-        found = next(iter(prefixes._in_progress.sharing(key, salt)), (0, []))
-        assert found[0] == max(common, default=0)
-        assert len(found[1]) == sum(one == found[0] for one in common) or found[0] == 0
-        assert [maker.rank for maker in found[1]] == sorted(rank(maker.request) for maker in found[1])
+        common = {
+            maker.request.number: prefixes._cache.common_len(key, maker.key) for maker in makers if maker.salt == salt
+        }
+        for least in (1, 9):
+            found = {maker.request.number: slots for slots, maker in prefixes._in_progress.sharing(key, salt, least)}
+            assert found == {number: slots for number, slots in common.items() if slots >= least}

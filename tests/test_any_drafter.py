@@ -11,6 +11,7 @@ from random_loads import check_tokens, random_config, random_requests
 
 from specdec import Engine, SpecConfig
 from specdec.draft_models.block.fused_block import FusedBlock
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.suffix import SuffixDrafter
@@ -19,10 +20,12 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases
-from tiny_models import FAMILIES, random_eagle3
+from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
 
 CASES = 100
-DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 1, "mtp": 1, "model and lookup": 1}
+FEW_TOKENS = 12
+"""So few that a random head or assistant is right now and then."""
+DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 1, "mtp": 1, "model and lookup": 1, "assistant": 1}
 """Cases of each that belong to `make test`; the others are deep."""
 MODULES = ["mimo_v2-form", *sorted(SHAPES.keys() - {"mimo_v2-form", "qwen3-tuned"})]
 
@@ -40,11 +43,13 @@ def block_spec_of(rng):
     return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
 
 
-def chosen_drafter(name, rng, model, make_target):
+def chosen_drafter(name, rng, model, make_target, make_assistant):
     if name == "suffix":
         return SuffixDrafter()
     if name == "mtp":
         return load_any_drafter("mtp", TargetModel(model))
+    if name == "assistant":
+        return Gemma4MTPDrafter(make_assistant(model, ordered=rng.random() < 0.5), TargetModel(model))
     if name in ("language_model", "model and lookup"):
         other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
         drafter = LanguageModelDrafter(TargetModel(other), TargetModel(model))
@@ -62,9 +67,13 @@ def chosen_drafter(name, rng, model, make_target):
     ("drafter", "seed"),
     [(name, seed) if seed < always else deep(name, seed) for name, always in DRAFTERS.items() for seed in range(CASES)],
 )
-def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, random_prompt, tmp_path):
+def test_tokens_of_plain_decoding(drafter, seed, make_target, make_assistant, make_engine, random_prompt, tmp_path):
     rng = random.Random(f"{drafter} {seed}")
-    model = make_target(rng.choice(FAMILIES))
+    family = rng.choice(GEMMA4_FAMILIES if drafter == "assistant" else FAMILIES)
+    few = {"vocab_size": FEW_TOKENS} if drafter in ("assistant", "eagle3") else {}
+    model = make_target(family, **few)
+    if few:
+        random_prompt = functools.partial(random_prompt, vocab=FEW_TOKENS)
     if drafter == "mtp":
         model = publish(MODULES[seed % len(MODULES)], tmp_path).loaded()
         random_prompt = functools.partial(random_prompt, vocab=6)
@@ -77,7 +86,7 @@ def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, rando
     alone = [replace(each, speculation=None) for each in params]
     plain = make_engine(model, None, max_model_len=128, deterministic=deterministic)
     want = [out.token_ids for out in plain.generate(prompts, alone)]
-    chosen = chosen_drafter(drafter, rng, model, make_target)
+    chosen = chosen_drafter(drafter, rng, model, make_target, make_assistant)
     if drafter == "model and lookup":  # which draft there is is drawn, too
         spec = SpecConfig(rng.randint(1, 6), rng.choice((1, 1, 2)), adaptive=True)
     spec = replace(spec, num_steps=min(spec.num_steps, chosen.max_steps or spec.num_steps))

@@ -44,6 +44,7 @@ def made(make_target, make_assistant, tmp_path) -> Callable[[str, str], tuple[An
         model = make_target(family, **fields)
         drafters: dict[str, Callable[[], Any]] = {
             "mtp": lambda: make_assistant(model),
+            "ordered": lambda: make_assistant(model, ordered=True),
             "eagle3": lambda: random_eagle3(model),
             "block": lambda: random_block(model),
             "lm": lambda: LanguageModelDrafter(TargetModel(make_target("llama")), TargetModel(model)),
@@ -62,6 +63,7 @@ CASES += [("gemma4-e2b", kind, "triton") for kind in DRAFTERS] + [("qwen3_5", ki
 CASES += [(family, "eagle3", "triton") for family in HYBRIDS[1:]]
 CASES += [(family, "mtp", "triton") for family in (*HYBRIDS[1:3], *MODULES)]
 CASES += [(family, "mtp", "fused") for family in HYBRIDS[:3]]
+CASES += [("gemma4-e2b", "ordered", "fused")]
 """Target, drafter, and what runs: plain torch, kernels of attention and recurrence, or kernels of whole layers too."""
 
 

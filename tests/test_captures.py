@@ -215,7 +215,8 @@ class Owner:
 
 
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
-    store, owner = CaptureStore(lambda program: (lambda: None, program()), None, None, max_captures=2), Owner()
+    tape, owner = WeighedTape(), Owner()
+    store = CaptureStore(tape, tape, 120)
     number = store.join(owner)
     for shape in "ab":
         store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
@@ -227,7 +228,7 @@ def test_a_capture_that_was_replayed_outlives_one_that_was_not():
 def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
     """They go before all others, and no other goes for them."""
     tape, owner = WeighedTape(), Owner()
-    store = CaptureStore(tape, tape, 230, max_captures=9)
+    store = CaptureStore(tape, tape, 230)
     number = store.join(owner)
 
     def make(shape: str, pool: str) -> None:
@@ -302,7 +303,7 @@ def test_a_class_changes_no_token():
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    past = EditInputs(length, None, history, torch.tensor([4]))
+    past = EditInputs(length, None, lambda: history, torch.tensor([4]))
     classes = set()
     for kind in KINDS:
         params = SamplingParams(**kind)

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tape import record
 from torch import nn
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.centroid_head import centroid_best, centroid_sample
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -315,34 +313,6 @@ def test_a_captured_graph_is_told_that_weights_moved(make_target):
     assert is_merged([model.model.layers[0].mlp.gate_proj.weight, param])
     assert (unfused.weights.generation(), twin.weights.generation(), fused.weights.generation()) == (2, 1, 1)
     assert twin.decoder.parts.layers[0].mlp.gate_up.data_ptr() == fused.decoder.parts.layers[0].mlp.gate_up.data_ptr()
-
-
-@pytest.mark.deep
-@interpreted
-@pytest.mark.parametrize("family", [slow("gemma4-e2b"), deep("gpt_oss")])
-def test_rounds_on_the_kernels_can_be_captured(
-    family, make_target, make_assistant, make_engine, random_prompt, monkeypatch
-):
-    """Nothing is read back, uploaded or shaped by data: layers, experts, an assistant and its centroid head."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
-    small: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    if family == "gemma4-e2b":  # and one that keeps no keys of its own
-        small = {"num_hidden_layers": 3, "layer_types": [*small["layer_types"], "full_attention"]}
-        small["num_kv_shared_layers"] = 1
-    model = make_target(family, **small)
-    drafter = make_assistant(model, ordered=True) if family == "gemma4-e2b" else None
-    asked = random_prompt(4), SamplingParams(max_new_tokens=4, temperature=0.8, seed=3)
-    outputs = []
-    for capture in (record, None):
-        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting, capture=capture: capture)
-        settings = {"max_batch_size": 1, "fused": True, "attention": "triton", "spec": SpecConfig(2, 2, 4)}
-        engine = make_engine(model, drafter, cuda_graphs="auto", **settings)
-        outputs.append([out.token_ids for out in engine.generate(*asked)])
-        assert engine.target.unfused is None
-        if capture is not None:
-            assert any(engine.steps.graphs._captured.values())
-    assert outputs[0] == outputs[1]
 
 
 def test_weights_of_another_dtype_are_refused_until_they_are_back(make_target, make_engine, random_prompt):

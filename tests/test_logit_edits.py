@@ -35,14 +35,14 @@ def test_counts_are_of_the_output_along_each_path():
     """prompt 4 4, output 5 5 6; the root is the 6; 1 and 2 are children of the root, 3 a child of 1."""
     history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is behind the end
     tree = DraftTree.from_parents(torch.tensor([[6, 5, 7, 5]]), torch.tensor([[-1, 0, 0, 1]]))
-    counts = output_counts(EditInputs(length, tree, history, torch.tensor([2])), 10)[0]
+    counts = output_counts(EditInputs(length, tree, lambda: history, torch.tensor([2])), 10)[0]
     assert [{v: int(n) for v, n in enumerate(row) if n} for row in counts.tolist()] == [
         {5: 2, 6: 1},
         {5: 3, 6: 1},
         {5: 2, 6: 1, 7: 1},
         {5: 4, 6: 1},
     ]
-    first = output_counts(EditInputs(torch.tensor([2]), None, history, torch.tensor([2])), 10)
+    first = output_counts(EditInputs(torch.tensor([2]), None, lambda: history, torch.tensor([2])), 10)
     assert first.shape == (1, 1, 10) and not first.any()  # after the prompt nothing has been said
 
 
@@ -63,7 +63,8 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     logits = torch.randn(count, 4 if with_tree else 1, vocab, generator=generator) * 3
     sampler = sampler_of(params, [7] * count, DEVICE, kind)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
-    past = EditInputs(length.to(DEVICE), tree_there if with_tree else None, history.to(DEVICE), prompt_len.to(DEVICE))
+    before = tree_there if with_tree else None
+    past = EditInputs(length.to(DEVICE), before, lambda: history.to(DEVICE), prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
     drawn = sampler.draw(logits.to(DEVICE), positions, past, softcap).cpu()
     if softcap is not None:
@@ -92,7 +93,7 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     params = SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")
     sampler = sampler_of([params], [3], DEVICE, kind)
     history = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
-    past = EditInputs(torch.tensor([2], device=DEVICE), None, history, None, allowed)
+    past = EditInputs(torch.tensor([2], device=DEVICE), None, lambda: history, None, allowed)
     positions = torch.arange(4, device=DEVICE)[None]
     assert sampler.uses.edits
     drawn = sampler.draw(logits.to(DEVICE), positions, past)[0].tolist()
@@ -137,9 +138,9 @@ def test_edits_can_be_captured():
     params = [SamplingParams(**{**EDITS["every edit"], "regex": "a"})]
     batch = sampler_of(params, [0])
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
-    length, forced = torch.tensor([2]), torch.tensor([[8, 9]])
+    history, length, forced = torch.tensor([[5, 5, 9]]), torch.tensor([2]), torch.tensor([[8, 9]])
     allowed = torch.full((1, 3, 3), -1, dtype=torch.int32)
-    past = EditInputs(length, tree, torch.tensor([[5, 5, 9]]), torch.tensor([1]), allowed)
+    past = EditInputs(length, tree, lambda: history, torch.tensor([1]), allowed)
     logits = torch.randn(1, 3, 70)
     with capturable():
         batch.edited(logits, past, 20.0)

@@ -568,13 +568,6 @@ def test_modules_of_several_formats_are_read_as_their_targets_say(sources, chang
     assert torch.equal(dequantised(mlp.up_proj.packed, torch.float32), torch.from_numpy(meant))
 
 
-def test_a_packed_module_that_is_left_out_is_said(changed, caplog):
-    load(changed("int4-g32", configured(ignore=["lm_head", "re:.*up_proj"])))
-    assert [message for message in caplog.messages if "though its quantization_config leaves it out" in message] == [
-        f"{UP} is stored quantised, though its quantization_config leaves it out; it is read"
-    ]
-
-
 def test_scales_of_keys_and_values_are_said_not_to_be_read(changed, caplog):
     with caplog.at_level(logging.INFO, logger="specdec"):
         load(changed("fp8-channel", SAME["scales of K/V"][1]))
@@ -595,6 +588,8 @@ def test_a_quantised_checkpoint_without_a_config_is_refused(form, changed):
         load(changed(form, forget))
 
 
+INT4 = FORMS["int4-g32"].config
+INT4_GROUP = INT4["config_groups"]["group_0"]
 FP8_ROW = {"num_bits": 8, "type": "float", "strategy": "channel"}
 NOT_READ = [
     (compressed({"num_bits": 8, "type": "int"}, "int-quantized"), "8 bits, int, int-quantized"),
@@ -635,8 +630,8 @@ NOT_READ = [
         (compressed({"strategy": "channel", "group_size": 8}, "x"), "group_size is 8, expected null"),
         (compressed({"strategy": "block"}, "x"), "block_structure is None, expected two whole numbers"),
         (compressed({"block_structure": "16"}, "x"), "block_structure is '16', expected two whole numbers"),
-        ({**FORMS["int4-g32"].config, "ignore": "lm_head"}, "ignore is 'lm_head', expected a list of names"),
-        ({**FORMS["int4-g32"].config, "ignore": ["re:["]}, "expected patterns that can be read"),
+        ({**INT4, "config_groups": {"a": {**INT4_GROUP, "targets": "Linear"}}}, "targets is 'Linear', expected a list"),
+        ({**INT4, "config_groups": {"a": {**INT4_GROUP, "targets": ["re:["]}}}, "expected patterns that can be read"),
         ({**FORMS["int4-g32"].config, "sparsity_config": 3}, "sparsity_config is 3, expected an object"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128], expected two whole numbers"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128], expected two"),

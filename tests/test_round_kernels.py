@@ -17,15 +17,13 @@ from specdec.attention.trees.forced_tokens import force_tokens
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows
-from specdec.models.target import TargetModel
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.sampling.sampling_table import REAL, WHOLE, SamplerUses, SamplingTable
 
-from marks import deep, deep_cases, examples, slow
-from tiny_models import random_eagle3
+from marks import deep, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOOKAHEAD = 8
@@ -233,57 +231,8 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.runtime.rounds.device_state.runs_on_kernels", lambda backend, device: True)
 
 
-VOCAB = 12
-LAYERS = ["sliding_attention", "full_attention"]
-SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-TARGETS = {"gemma4-e2b": {**SMALL, "layer_types": LAYERS, "num_kv_shared_layers": 0}, "llama": SMALL}
-ASKED = [
-    SamplingParams(max_new_tokens=examples(5, 7), ignore_eos=True),
-    SamplingParams(max_new_tokens=examples(4, 6), temperature=0.9, seed=3, top_k=6, ignore_eos=True),
-    SamplingParams(
-        max_new_tokens=examples(4, 5), repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2, ignore_eos=True
-    ),
-]
-
-
-@deep_cases("llama-ngram-spec3-4")
-@interpreted
-@pytest.mark.parametrize(
-    ("name", "drafter", "spec", "page_size"),
-    [
-        deep("gemma4-e2b", "mtp", SpecConfig(2), 1),
-        slow("gemma4-e2b", "mtp", SpecConfig(2, 2, 4), 4),
-        deep("llama", "eagle3", SpecConfig(2, 3, 6), 1),
-        ("llama", "ngram", SpecConfig(3), 4),
-    ],
-)
-def test_rounds_on_kernels_give_the_text_of_torch(
-    name, drafter, spec, page_size, on_kernels, monkeypatch, make_target, make_assistant, random_prompt
-):
-    """Greedy, sampled, penalised and with log-probabilities, more requests than seats; tables are checked each time."""
-    model = make_target(name, **TARGETS[name])
-    prompts = [random_prompt(n, vocab=VOCAB) for n in (13, 1, 6)]
-    make = {None: lambda model: None, "ngram": lambda model: "ngram", "mtp": make_assistant, "eagle3": random_eagle3}
-    outputs = []
-    for attention in ("triton", "torch"):
-        monkeypatch.setattr(
-            "specdec.runtime.rounds.device_state.runs_on_kernels", lambda backend, device: backend.name == "triton"
-        )
-        config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=2, max_model_len=64, fused=False)
-        bound = make[drafter](model)
-        if drafter == "eagle3":
-            engine = Engine(TargetModel(model), bound, spec=spec, config=config)
-        else:
-            engine = Engine.from_pretrained(model, bound, spec=spec, config=config)
-        assert engine.state.on_kernels == (attention == "triton")
-        outs = [(out.token_ids, out.logprobs) for out in engine.generate(prompts, ASKED)]
-        engine.table.check()
-        outputs.append(outs)
-    for (tokens, scores), (wanted, wanted_scores) in zip(*outputs, strict=True):
-        assert tokens == wanted
-        got, want = ([(one.token_id, one.logprob) for one in given or []] for given in (scores, wanted_scores))
-        assert [token for token, _ in got] == [token for token, _ in want]
-        np.testing.assert_allclose([p for _, p in got], [p for _, p in want], rtol=1e-4, atol=1e-4)
+SMALL = {"vocab_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+SMALL |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
 
 
 class Launches(TorchDispatchMode):
@@ -344,7 +293,7 @@ def test_few_launches_stand_around_the_models_of_a_greedy_round(
     on_kernels, make_target, make_assistant, monkeypatch
 ) -> None:
     """fill_ is the clock's stamp, which is a kernel on a GPU."""
-    model = make_target("gemma4-e2b", **TARGETS["gemma4-e2b"])
+    model = make_target("gemma4-e2b", **SMALL)
     config = EngineConfig(attention="triton", max_batch_size=2, max_model_len=64, fused=True)
     engine = Engine.from_pretrained(model, make_assistant(model), spec=SpecConfig(4), config=config)
     DraftTree.chain(torch.zeros((2, 5), dtype=torch.int64))  # a shape's first, which makes its constants

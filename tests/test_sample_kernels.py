@@ -238,7 +238,7 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     positions = torch.arange(12, device=DEVICE).view(3, 4)
     fast, slow = batch_of(params)
     seen = SeenTokens(bits[row], path_tokens(tree.tokens, tree.ancestors))
-    penalised = slow.penalised(logits, past_tokens(EditInputs(length, tree, history), vocab))
+    penalised = slow.penalised(logits, past_tokens(EditInputs(length, tree, lambda: history), vocab))
     expected = slow.sample(penalised, positions)
     assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
@@ -287,7 +287,7 @@ def test_what_an_engine_samples_with(with_tree):
     generator = torch.Generator().manual_seed(3)
     history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
     tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
-    past = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, history)
+    past = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, lambda: history)
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []

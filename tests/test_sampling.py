@@ -99,7 +99,7 @@ def test_filters_are_those_of_transformers(settings, temperature):
     logits = torch.randn(2, 50, 40) * 3  # [B, K, V]
     history = torch.randint(0, 40, (2, 12))
     sampling = batch_of(params, plain)
-    seen = past_tokens(EditInputs(torch.tensor([12, 5]), None, history), 40)
+    seen = past_tokens(EditInputs(torch.tensor([12, 5]), None, lambda: history), 40)
     got = sampling.log_weights(sampling.penalised(logits, seen)).log_softmax(-1)
     for row, one in enumerate((params, plain)):
         known = history[row, : (12, 5)[row]].tolist()
@@ -158,7 +158,7 @@ def test_penalty_counts_the_path_of_each_node():
     """root 5; 1 and 2 are children of the root, 3 a child of 1: each node knows the history and its own ancestors."""
     history, length = torch.tensor([[4, 5, 9, 9]]), torch.tensor([2])  # the 9s are behind the end
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 1]]))
-    seen = past_tokens(EditInputs(length, tree, history), 10)[0]
+    seen = past_tokens(EditInputs(length, tree, lambda: history), 10)[0]
     assert [row.nonzero()[:, 0].tolist() for row in seen] == [[4, 5], [4, 5, 6], [4, 5, 7], [4, 5, 6, 8]]
 
 

@@ -183,6 +183,14 @@ def test_more_than_the_engine_has_is_refused_at_submission(asked, said, engine_f
     assert engine.scheduler.idle
 
 
+def test_a_draft_is_no_larger_than_what_is_left_to_generate():
+    assert SpecConfig(4, 4, 16).shortened(9) == (4, 16)
+    assert SpecConfig(4, 4, 16).shortened(1) == (1, 5)
+    assert SpecConfig(4, 4, 16).shortened(0) == (0, 1)
+    assert SpecConfig(6).shortened(2) == (2, 3)
+    assert SpecConfig(6, 1, 3).shortened(9) == (2, 3)
+
+
 def test_without_a_drafter_there_is_nothing_to_ask_for(engine_for):
     engine = engine_for(None)
     with pytest.raises(ConfigError, match=r"^speculation=SpecConfig\(.*\), but this engine has no drafter"):

@@ -27,10 +27,11 @@ from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases, examples, slow
 from processes import run
+from stand_ins import watch_proposals
 from tiny_models import random_eagle3
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCAB, NEW, LENGTHS = 12, examples(5, 7), (examples(9, 13), 1)
+VOCAB, LENGTHS = 12, (examples(9, 13), 1, 6)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
 TARGETS = {
@@ -48,6 +49,13 @@ KERNELS = {
     "select": (tree_build, "_select_nodes_kernel"),
 }
 CHAIN, TREE = SpecConfig(2), SpecConfig(3, 3, 8)
+ASKED = [
+    SamplingParams(max_new_tokens=examples(5, 7), ignore_eos=True),
+    SamplingParams(max_new_tokens=examples(4, 6), temperature=0.9, seed=3, top_k=6, ignore_eos=True),
+    SamplingParams(
+        max_new_tokens=examples(4, 5), repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2, ignore_eos=True
+    ),
+]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see make gpu-test")
 
@@ -78,7 +86,7 @@ def launches(monkeypatch):
     return counter
 
 
-@deep_cases("gemma4-e2b-mtp-spec2-4", "llama-eagle3-spec6-4")
+@deep_cases("gemma4-e2b-mtp-spec2-4", "llama-eagle3-spec7-4")
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),
     [
@@ -86,7 +94,8 @@ def launches(monkeypatch):
         deep("gemma4-e2b", "mtp", CHAIN, 1),
         slow("gemma4-e2b", "mtp", TREE, 4),
         deep("gemma4-e2b", "eagle3", TREE, 1),
-        ("llama", None, CHAIN, 1),
+        deep("llama", None, CHAIN, 1),
+        ("llama", "ngram", CHAIN, 1),
         deep("llama", "eagle3", CHAIN, 1),
         slow("llama", "eagle3", TREE, 4),
         deep("gpt_oss", "eagle3", TREE, 1),
@@ -98,34 +107,41 @@ def launches(monkeypatch):
 def test_text_and_drafts_are_those_of_torch(
     name, drafter, spec, page_size, launches, monkeypatch, make_target, make_assistant, greedy_oracle, random_prompt
 ):
+    """Rounds on kernels too: greedy, sampled, penalised and with log-probabilities, more requests than seats."""
     model = make_target(name, **TARGETS[name])
     prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
-    make = {None: lambda model: None, "mtp": make_assistant, "eagle3": random_eagle3}[drafter]
-    runs = {}
+    bound = {None: lambda model: None, "ngram": lambda model: "ngram", "mtp": make_assistant, "eagle3": random_eagle3}
+    runs_on = "specdec.runtime.rounds.device_state.runs_on_kernels"
+    monkeypatch.setattr(runs_on, lambda backend, device: backend.name == "triton")
+    runs = []
     for attention in ("torch", "triton"):
-        bound, drafts = make(model), []
-        config = EngineConfig(
-            attention=attention, page_size=page_size, max_batch_size=2, max_model_len=64, prefill_chunk=7
-        )
-        if drafter == "mtp":
-            engine = Engine.from_pretrained(model, bound, spec=spec, config=config)
-        else:
-            engine = Engine(TargetModel(model), bound, spec=spec, config=config)
-        if drafter is not None:
-            propose = engine.state.worker.propose
-            engine.state.worker.propose = lambda batch, p=propose, d=drafts: d.append(p(batch)) or d[-1]
+        engine = make_engine_of(model, bound[drafter](model), spec, attention, page_size)
+        assert engine.state.on_kernels == (attention == "triton")
+        seen = watch_proposals(engine) if drafter in ("mtp", "eagle3") else []
         if attention == "triton":
             launched = Counter(launches)
             monkeypatch.setattr(reference, "dense_attention", lambda *_, **__: pytest.fail("torch attended"))
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW))
+        outputs = engine.generate(prompts, ASKED)
         engine.table.check()
-        runs[attention] = [out.token_ids for out in outputs], [(d.tokens.tolist(), d.parents.tolist()) for d in drafts]
-        assert runs[attention][0] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    assert runs["triton"] == runs["torch"]
+        assert outputs[0].token_ids == greedy_oracle(model, prompts[0], ASKED[0].max_new_tokens)
+        scores = [[(one.token_id, one.logprob) for one in out.logprobs or ()] for out in outputs]
+        runs.append(([out.token_ids for out in outputs], [each[:3] for each in seen], scores))
+    (*want, wanted), (*got, found) = runs
+    assert got == want
+    for one, other in zip(found, wanted, strict=True):
+        assert one == [(token, pytest.approx(p, rel=1e-4, abs=1e-4)) for token, p in other]
     assert not launched, "torch launched kernels"
     assert {"attention", "tables", "store"} <= set(launches)
     assert ("select" in launches) == (drafter is not None and spec is TREE)
     assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
+
+
+def make_engine_of(model, drafter, spec, attention, page_size):
+    sizes = {"page_size": page_size, "max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 7}
+    config = EngineConfig(attention=attention, fused=False, **sizes)
+    if hasattr(drafter, "bind"):
+        return Engine(TargetModel(model), drafter, spec=spec, config=config)
+    return Engine.from_pretrained(model, drafter, spec=spec, config=config)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -323,17 +323,16 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
     prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
     slots = PrefixSlots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
-    if store.split is None:
+    if store.ranks is None:
         for layers in store.recurrent:
             fold_states(layers, rows, start, slots)
         return
-    ranks, stores = store.split
-    ranks.begin()
-    for rank, sent in enumerate(ranks.send((rows, start, slots))):
-        with ranks.on(rank):
-            for layers in stores[rank].recurrent:
+    store.ranks.begin()
+    for rank, sent in enumerate(store.ranks.send((rows, start, slots))):
+        with store.ranks.on(rank):
+            for layers in store.by_rank[rank].recurrent:
                 fold_states(layers, *sent)
-    ranks.join()
+    store.ranks.join()
 
 
 @dataclass(frozen=True, slots=True)

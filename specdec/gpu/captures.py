@@ -25,9 +25,6 @@ Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (function that replays it, its result tensor, rewritten by each
 replay)."""
 
-MIN_CAPTURES = 80
-"""Lower bound on `max_captures`, for any number of batch sizes."""
-
 SPARE_POOL = "long prompts"
 """Pool of forwards that take the device long, so that running them uncaptured costs least."""
 
@@ -86,11 +83,6 @@ def default_budget(*devices: torch.device) -> int | None:
     return int(min(shares))
 
 
-def max_captures(num_sizes: int, num_drafts: int = 1) -> int:
-    """Number of captures that are kept, for this many batch sizes and kinds of drafts."""
-    return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Was the device out of memory? Each library raises its own type of error."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -134,12 +126,11 @@ class CaptureStore:
     capture: its captures' sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound.
     """
 
-    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, max_captures: int) -> None:
+    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None) -> None:
         self._capture = capture
         counted: object = memory
         self._memory = counted if isinstance(counted, CaptureMemory) else None
         self._budget = budget_bytes
-        self._max_captures = max_captures
         self._owners: list[CaptureOwner] = []
         self._kept: dict[tuple[int, Hashable], CapturedProgram] = {}  # least recently used first
         self._made = self._evicted = 0
@@ -216,12 +207,10 @@ class CaptureStore:
         """Captures that may be evicted for a new one of this pool, the first to evict first."""
         *others, _ = self._kept
         spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
-        if spare or (pool == SPARE_POOL and len(self._kept) <= self._max_captures):
-            return spare
-        return others
+        return spare if spare or pool == SPARE_POOL else others
 
     def _over(self) -> bool:
-        return len(self._kept) > self._max_captures or (self._budget is not None and self._bytes > self._budget)
+        return self._budget is not None and self._bytes > self._budget
 
     def _measure(self) -> None:
         if self._memory is not None:

@@ -14,9 +14,6 @@ import torch
 
 IntArray = npt.NDArray[np.int64]
 
-MASKED, MASKED_EACH = 1 << 16, 64
-"""Ranges up to this length, or this length per changed cell, are searched by a mask, which takes microseconds."""
-
 
 class MirroredArray:
     """int64 array with a host side (`host`, numpy) and a device side (`tensor`, torch), zero at the start."""
@@ -24,6 +21,7 @@ class MirroredArray:
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.host: IntArray = np.zeros(shape, dtype=np.int64)
         self._tensor = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._axes = [np.broadcast_to(axis, shape) for axis in np.indices(shape, sparse=True)]  # each cell's indices
         self._changed: list[IntArray] = []  # flat indices of cells not yet sent to the device
 
     @property
@@ -34,7 +32,7 @@ class MirroredArray:
         return self._tensor
 
     def __setitem__(self, index: Any, value: IntArray | int) -> None:
-        cells = self._cells(index)
+        cells = np.ravel_multi_index([axis[index] for axis in self._axes], self.host.shape).reshape(-1)
         if len(cells):
             self._changed.append(cells)  # before the write: sending a cell needlessly does no harm
             self.host[index] = value
@@ -53,16 +51,6 @@ class MirroredArray:
         differ = np.argwhere(self.tensor.cpu().numpy() != self.host)
         assert len(differ) == 0, f"host and device differ at {differ[:4].tolist()} and {len(differ)} cells in all"
 
-    def _cells(self, index: Any) -> IntArray:
-        """Flat indices of the cells at `index`: a row, (row, columns), or arrays of both."""
-        if self.host.ndim == 1:
-            chosen = np.arange(len(self.host))[index] if isinstance(index, slice) else np.asarray(index)
-            return np.array(chosen, dtype=np.int64).reshape(-1)
-        width = self.host.shape[1]
-        row, column = index if isinstance(index, tuple) else (index, slice(None))
-        columns = np.arange(width)[column] if isinstance(column, slice) else np.asarray(column)
-        return np.array(np.asarray(row) * width + columns, dtype=np.int64).reshape(-1)
-
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy an array to the device, with the same dtype and shape, without waiting."""
@@ -77,24 +65,9 @@ def flush(arrays: Sequence[MirroredArray]) -> None:
     stale = [array for array in arrays if array._changed]
     if not stale:
         return
-    cells = [_each_once(np.concatenate(array._changed)) for array in stale]
+    cells = [np.concatenate(array._changed) for array in stale]  # a cell may repeat, with one value
     values = [array.host.reshape(-1)[flat] for array, flat in zip(stale, cells, strict=True)]
     packed = upload(np.stack([np.concatenate(cells), np.concatenate(values)]), stale[0]._tensor.device)  # [2, M]
     for array, part in zip(stale, packed.split([len(flat) for flat in cells], dim=1), strict=True):
         array._tensor.view(-1).index_copy_(0, part[0], part[1])
         array._changed = []
-
-
-def _each_once(cells: IntArray) -> IntArray:
-    """Unique cells in rising order, by a mask if they lie close together, since thousands take long to sort."""
-    if (cells[1:] > cells[:-1]).all():
-        return cells
-    first, last = int(cells.min()), int(cells.max())
-    if last - first >= max(MASKED, MASKED_EACH * len(cells)):
-        ordered = np.sort(cells)
-        distinct: IntArray = ordered[np.diff(ordered, prepend=-1) != 0]
-    else:
-        named = np.zeros(last - first + 1, dtype=np.bool_)
-        named[cells - first] = True
-        distinct = np.flatnonzero(named) + first
-    return distinct

@@ -23,42 +23,26 @@ from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
 from specdec.models.probe import ProbeResult, Run
+from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 
 
-class SplitWeights:
-    """`Weights` that must not change after ranks copied them."""
+class SplitWeights(Weights):
+    """`Weights` that ranks have copied: once they change, every look raises UnsupportedModelError."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.name, self.counts_updates = weights.name, weights.counts_updates
-        self._weights = weights
-        self._generation, self._updates = weights.generation(), weights.updates()
+    def __init__(self, name: str, *modules: nn.Module, original: ModuleWatch) -> None:
+        super().__init__(name, *modules, original=original)
+        self._copied = self.updates()
 
-    def generation(self) -> int:
-        """See `Weights`. Raises UnsupportedModelError if weights were replaced, or updated in place (if updates are
-        counted)."""
-        generation = self._weights.generation()
-        updated = self.counts_updates() and self._weights.updates() != self._updates
-        if generation != self._generation or updated:
-            refuse_change(self.name)
-        return generation
-
-    def updates(self) -> object:
-        """See `Weights`. Counted updates make `generation` raise."""
-        return self._updates if self.counts_updates() else object()
-
-    def look_closely(self) -> None:
-        """See `Weights`. Raises like `generation`."""
-        self._weights.look_closely()
-        self.generation()
-
-
-def refuse_change(name: str) -> None:
-    """Raise UnsupportedModelError, since weights changed after ranks copied them."""
-    raise UnsupportedModelError(
-        f"the weights of {name} changed after they were split over several devices, which have copies; make a new "
-        "engine"
-    )
+    def _bring_in_step(self) -> int:
+        updated = self.counts_updates() and self.updates() != self._copied
+        self._stale |= updated or self._watch.moved()
+        if self._stale:
+            raise UnsupportedModelError(
+                f"the weights of {self.name} changed after they were split over several devices, which have copies; "
+                "make a new engine"
+            )
+        return self._generation
 
 
 def share_among(

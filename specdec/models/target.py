@@ -32,7 +32,7 @@ from specdec.models.described_model import DescribedModel
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
-from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
+from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
@@ -78,7 +78,7 @@ class TargetModel(DescribedModel):
         self.last_storing_layer = max(spec.owner for spec in self.layout.layers)
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
-        watched = self.decoder, self.head
+        whole = self.decoder, self.head
         if ranks is not None:
             self._share(ops, proof, ranks)
             self.unfused = None
@@ -92,10 +92,11 @@ class TargetModel(DescribedModel):
         ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
         self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home)).to(self.device)
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
-        watched = (self.decoder, self.head) if ranks is None else watched
-        self.weights = Weights(self.name, *watched, original=self.original, copy_again=self._copy_again)
-        if ranks is not None:
-            self.weights = SplitWeights(self.weights)  # type: ignore[assignment]
+        if ranks is None:
+            running = self.decoder, self.head
+            self.weights = Weights(self.name, *running, original=self.original, copy_again=self._copy_again)
+        else:
+            self.weights = SplitWeights(self.name, *whole, original=self.original)
 
     def as_deterministic(self) -> "TargetModel":
         """Returns this model in deterministic form (itself, if it is already)."""
@@ -111,8 +112,6 @@ class TargetModel(DescribedModel):
         """Copy and probe the user's modules again after they changed. Returns the new weights.
 
         If they cannot be served or the K/V would not fit, raises UnsupportedModelError and changes nothing."""
-        if self.ranks is not None:
-            refuse_change(self.name)
         logger.info("%s: modules, hooks or adapters have changed; it is copied and proved again", self.name)
         new = TargetModel(self.model, self.given_ops, deterministic=self.deterministic)
         for what, now, before in (

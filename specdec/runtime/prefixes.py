@@ -55,39 +55,29 @@ class Prefixes:
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
         """Is a running request of lower rank computing a prefix that this request could then adopt?
 
-        Only running requests of lower rank count, so no two requests wait for each other. The answer is remembered
-        until a prompt begins or ends.
+        Only running requests of lower rank count, so no two requests wait for each other. A request waits for the one
+        found first until that prefix is complete.
         """
         if self._cache is None:
             return False
         self._clear_if_weights_changed()
         reader = self._in_progress.get(request.awaited)
-        if reader is None or reader.rank >= rank or request.awaited_version != self._in_progress.version:
-            reader = None
-        if reader is not None and self._is_computing(reader.request, request.awaited_len):
+        if reader is not None and reader.rank < rank and self._is_computing(reader.request, request.awaited_len):
             return True
-        key = self._key(request)[: request.prefill_target - 1]
+        key, salt = self._key(request)[: request.prefill_target - 1], salt_of(request)
         if len(key) < WORTH_WAITING:
             return False
-        cached: int | None = None
+        cached = min(len(self._cache.match_prefix(key, salt)) * self._cache.page_size, request.max_cached)
         scored = request.max_cached < request.prefill_target - 1  # it needs scores that only its own samples compute
-        for common, readers in self._in_progress.sharing(key, salt_of(request)):  # the longest prefix first
-            if cached is None:
-                cached = len(self._cache.match_prefix(key, salt_of(request))) * self._cache.page_size
-                cached = min(cached, request.max_cached)
-            if common <= cached:
-                return False
-            for reader in readers:
-                if reader.rank >= rank:
-                    break
-                if scored and reader.request.scores is not request.scores:
-                    continue
-                worth = common >= cached + WORTH_WAITING or reader.request.number == request.awaited
-                if worth and self._is_computing(reader.request, common):
-                    request.awaited = reader.request.number  # until the prefix is complete
-                    request.awaited_len, request.awaited_version = common, self._in_progress.version
-                    return True
-        return False
+        found: list[tuple[int, PromptReader]] = []
+        for common, reader in self._in_progress.sharing(key, salt, cached + WORTH_WAITING):
+            fits = reader.rank < rank and not (scored and reader.request.scores is not request.scores)
+            if fits and self._is_computing(reader.request, common):
+                found.append((common, reader))
+        if found:
+            longest, first = min(found, key=lambda each: (-each[0], each[1].rank))
+            request.awaited, request.awaited_len = first.request.number, longest
+        return len(found) > 0
 
     def cached_pages(self, request: Request) -> IntArray:
         """The cached pages that a waiting request would adopt if it got a row now. Changes nothing."""
@@ -156,9 +146,7 @@ class Prefixes:
     def check(self, running: Sequence[Request]) -> None:
         """Assert that prompts in progress are those of running requests."""
         if self._cache is not None:
-            self._in_progress.check()
-            numbers = {request.number for request in running}
-            assert numbers >= self._in_progress.numbers, "a request without a row counts as computing its prompt"
+            self._in_progress.check({request.number for request in running})
 
     def _is_computing(self, request: Request, length: int) -> bool:
         """Does a running request still have to commit some of the first `length` tokens of its prompt?"""

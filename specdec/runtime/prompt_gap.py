@@ -114,7 +114,8 @@ class PromptCost:
         whole = self._whole.get(load.tokens)
         if whole is None:
             return float(self._fitted() @ _counts(load))
-        return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
+        pair = float(self._fitted()[2] / UNITS[2])
+        return whole + pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
     def parts_of(self, load: PromptLoad) -> tuple[float, float]:
         """Expected seconds of a forward over this load: (everything but attention over prefixes, that attention)."""
@@ -133,10 +134,6 @@ class PromptCost:
         tokens = (seconds - forward) / max(token + pair * (prefix + max(0.0, min(tokens, chunk)) / 2), 1e-12)
         timed = (count for count, spent in self._whole.items() if spent + pair * count * prefix <= seconds)
         return int(min(max(0.0, tokens, max(timed, default=0)), 1e9))
-
-    @property
-    def _pair(self) -> float:
-        return float(self._fitted()[2] / UNITS[2])
 
     def _add(self, load: PromptLoad, seconds: float) -> None:
         row = _counts(load) / seconds  # so that errors are relative

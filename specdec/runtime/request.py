@@ -199,7 +199,6 @@ class Request:
     key: IntArray | None = field(default=None, init=False)  # key of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request whose prefix it waits for
     awaited_len: int = field(default=0, init=False)  # length of that prefix
-    awaited_version: int = field(default=-1, init=False)  # `InProgress.version` of that answer
     longest: int = field(init=False)  # its length if only max_new_tokens ends it
     max_drafts: int = field(init=False)  # most drafts that it can accept in a round
     whole_draft: DraftShape = field(init=False)  # its draft before it is shortened near the end

@@ -14,12 +14,13 @@ noise is counter-based and has no state. Speculation therefore changes no token:
 every tree node. CPUs run this module; it is also the oracle of the kernels (`KernelSampler`), which do not sort.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
-from specdec.gpu.on_demand import OnDemand
 from specdec.sampling.log_probs import TopTokens, top_tokens
 from specdec.sampling.noise import gumbel_noise
 from specdec.sampling.sampling_table import SAMPLED, ParamVectors, SamplerUses, unpack_bias
@@ -44,18 +45,23 @@ class NodePaths(Protocol):
 class EditInputs:
     """Inputs of the edits of logits [B, N, V].
 
-    history [B, L]: the tokens so far, the root included; the first `length` [B] are valid. It may be a function, called
-    at the first read. tree: the drafts after the history; None: N = 1, the token after each history. prompt_len [B]:
-    where each output begins. allowed [B, N, V / 32] int32: bits of the tokens that a grammar allows after each node.
-    seen [B, V / 32] int32: bits of the history's tokens; None: not kept.
+    length: [B] tokens of `history`. read_history: copies it; called at the first read. tree: the drafts after the
+    history; None: N = 1, the token after each history. prompt_len [B]: where each output begins. allowed [B, N, V / 32]
+    int32: bits of the tokens that a grammar allows after each node. seen [B, V / 32] int32: bits of the history's
+    tokens; None: not kept.
     """
 
     length: torch.Tensor
     tree: NodePaths | None
-    history: OnDemand = OnDemand()
+    read_history: Callable[[], torch.Tensor]
     prompt_len: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
     seen: torch.Tensor | None = None
+
+    @cached_property
+    def history(self) -> torch.Tensor:
+        """The tokens so far [B, L], the root included; the first `length` [B] are valid."""
+        return self.read_history()
 
     def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "EditInputs":
         """Returns these histories, with the drafts of `tree` after them and the masks `allowed`."""

@@ -75,8 +75,6 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
             format.compare(stem, tensors, place.shape, place.num_stacked)
         if format.joint == "_" and stem in stored:
             raise UnsupportedModelError(f"{stem} is stored twice, as it is and in {format.title}; {NOT_AS_PROMISED}")
-        if promised.leaves_out(stem, place.path):
-            logger.warning("%s is stored quantised, though its quantization_config leaves it out; it is read", stem)
         places.add(StoredWeight(stem, format, tensors, place))
     places.require_whole()
     ignored = [key for key in stored if IGNORABLE.fullmatch(key.rpartition(".")[2])]

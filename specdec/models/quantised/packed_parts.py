@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,6 @@ from specdec.models.quantised.stored_tensors import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadTensor(StoredTensor):
-    """A tensor that is in memory."""
-
-    tensor: torch.Tensor
-
-    def read(self) -> torch.Tensor:
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Renamed(Quantization):
     """A `Quantization` that looks modules up by their names in the checkpoint. stems: model's name -> that."""
 
@@ -33,9 +24,6 @@ class _Renamed(Quantization):
 
     def format_of(self, *names: str) -> WeightFormat:
         return Quantization.format_of(self, *(self.stems.get(name, name) for name in names))
-
-    def leaves_out(self, *names: str) -> bool:
-        return Quantization.leaves_out(self, *(self.stems.get(name, name) for name in names))
 
 
 def load_packed(
@@ -51,13 +39,16 @@ def load_packed(
     keys: the names in the checkpoint, by these. Returns what transformers says of the load.
     """
     stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
-    quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, promised.left_out, stems)))
+    quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, stems)))
     quantizer.preprocess_model(model, dtype, checkpoint_files=())
-    quantizer.stored = {name: _ReadTensor(name, "", tuple(t.shape), t.dtype, t) for name, t in tensors.items()}
-    holder: Any = model
-    holder._weight_conversions = quantizer.update_weight_conversions(conversions)
-    config = LoadStateDictConfig(weight_mapping=holder._weight_conversions, hf_quantizer=quantizer)
-    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=dict(tensors), load_config=config)
+    quantizer.stored = {
+        name: StoredTensor(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name))
+        for name, t in tensors.items()
+    }
+    mapping: list[Any] = quantizer.update_weight_conversions(conversions)
+    plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.places.keys}
+    config = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
     if not (info.missing_keys or info.unexpected_keys or info.mismatched_keys):
         quantizer.postprocess_model(model)
     return info

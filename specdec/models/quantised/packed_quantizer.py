@@ -1,13 +1,13 @@
 """The quantiser by which transformers loads packed weights: it finds their places, and packs what was read.
 
-transformers knows the files (`preprocess_model`), quantised modules give way to raw ones (`update_weight_conversions`,
-`raw_modules.py`), it reads the tensors, and raw modules give way to packed ones (`postprocess_model`). A module is
+transformers knows the files (`preprocess_model`); quantised modules are emptied (`update_weight_conversions`); it loads
+the rest; then the tensors of quantised weights are read and packed (`postprocess_model`, `packing.py`). A module is
 quantised if the checkpoint has more for it than plain tensors; then it has what the config promises, which is compared
 first (`comparison.py`). No bfloat16 copy of a weight is made.
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,11 +18,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
+from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.moe_families import experts_of
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.models.quantised.comparison import place_quantised
 from specdec.models.quantised.formats import Int4
+from specdec.models.quantised.packing import OnlyBiases, packed_experts, packed_weights
 from specdec.models.quantised.quantization_config import Quantization
-from specdec.models.quantised.raw_modules import RawExperts, RawLinear
 from specdec.models.quantised.stored_tensors import stored_tensors
 from specdec.models.quantised.weight_places import WeightPlaces
 
@@ -60,48 +63,52 @@ class PackedQuantizer(HfQuantizer):
         self.model: PreTrainedModel = model
         self.dtype: torch.dtype = dtype
         self.stored = stored_tensors(kwargs["checkpoint_files"] or ())
-        self.places: list[str] = []
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Those of the model, after the ones that stack the experts' tensors. Puts raw modules in their places.
+        """Those of the model, unchanged. Empties the modules whose weights are quantised.
 
         model: given again by later versions of transformers.
         """
-        places = WeightPlaces(self.model, weight_conversions)
+        self.places = places = WeightPlaces(self.model, weight_conversions)
         place_quantised(self.stored, self.promised, places)
-        if not (places.linears or places.experts):
+        if not places.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
-        places.require_apart()
         _require_plain_groups(places)
-        for path, linear in places.linears.items():
-            self._place(path, RawLinear(linear, places.modules[path]))
-        for path, weights in places.experts.items():
+        self.experts: dict[str, tuple[Experts, nn.Module | None]] = {}  # by path: description, activation
+        for path in places.experts:
             module: Any = places.modules[path]
             with about(path):
                 experts = experts_of(module)
                 if experts is None:
                     raise UnsupportedModelError(f"{type(module).__name__} of another activation")
-                raw = RawExperts(weights, experts, getattr(module, "act_fn", None))
-            self._place(path, raw)
-        self.shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        self.own = list(places.conversions())
-        return [*self.own, *weight_conversions]
+            self.experts[path] = experts, getattr(module, "act_fn", None)
+        for path in (*places.linears, *places.experts):
+            _put(self.model, path, OnlyBiases(places.modules[path]))
+        loaded: Any = self.model
+        self._ignored = loaded._keys_to_ignore_on_load_unexpected
+        loaded._keys_to_ignore_on_load_unexpected = {""}  # `place_quantised` has judged every tensor
+        return weight_conversions
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Pack what was read, module by module. What remains is a model as any other."""
-        for name, tensor in model.state_dict().items():
-            if tensor.shape != self.shapes.get(name, tensor.shape):
-                raise CheckpointError(f"{name} is {list(tensor.shape)}, expected {list(self.shapes[name])}")
-        for path in self.places:
-            raw: Any = model.get_submodule(path)
-            _put(model, path, raw.replacement(self.dtype))
-        loaded: Any = model
-        loaded._weight_conversions = [one for one in loaded._weight_conversions if one not in self.own]
+        """Read and pack the quantised weights, module by module. What remains is a model as any other."""
+        device, loaded = model.device, cast(Any, model)
+        loaded._keys_to_ignore_on_load_unexpected = self._ignored
+        for path, linear in self.places.linears.items():
+            emptied: Any = model.get_submodule(path)
+            [weight] = packed_weights(linear, self.dtype, device)
+            _put(model, path, PackedLinear(weight, emptied.kept("bias")))
+        for path, weights in self.places.experts.items():
+            emptied, (described, act_fn) = model.get_submodule(path), self.experts[path]
+            described = described._replace(
+                gate_up_bias=emptied.kept("gate_up_proj_bias"), down_bias=emptied.kept("down_proj_bias")
+            )
+            _put(model, path, PackedExperts(packed_experts(weights, described, self.dtype, device), act_fn))
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         self.stored = {}
-        if model.device.type == "cuda":
+        del self.places
+        if device.type == "cuda":
             torch.cuda.empty_cache()  # what packing used is left to the K/V
 
     def is_serializable(self) -> bool:
@@ -110,10 +117,6 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
-
-    def _place(self, path: str, raw: nn.Module) -> None:
-        _put(self.model, path, raw)
-        self.places.append(path)
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

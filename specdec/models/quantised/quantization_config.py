@@ -41,14 +41,13 @@ ANY_MODULE = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A `quantization_config`, as rules.
+    """A `quantization_config`, as rules. Its lists of modules that are not quantised are not read: the tensors show it.
 
     rules: targets, and the format of the modules that each names; the first that names a module counts. A target is a
-    name, `re:` and a pattern for its beginning, or ANY_MODULE. left_out: targets that are said not to be quantised.
+    name, `re:` and a pattern for its beginning, or ANY_MODULE.
     """
 
     rules: tuple[tuple[str, WeightFormat], ...]
-    left_out: tuple[str, ...] = ()
 
     @property
     def joints(self) -> set[str]:
@@ -68,9 +67,6 @@ class Quantization:
                 f"{' and '.join(format.title for format in formats)}; correct the targets"
             )
         return first or next(iter(formats))
-
-    def leaves_out(self, *names: str) -> bool:
-        return any(_names(target, names) for target in self.left_out)
 
 
 def _names(target: str, names: Iterable[str]) -> bool:
@@ -201,7 +197,7 @@ def _compressed_tensors(config: Settings) -> Quantization:
         raise _unread("no config_groups")
     # as compressed-tensors looks for one: names first, then patterns, then classes
     rules.sort(key=lambda rule: (rule[0] == ANY_MODULE, rule[0].startswith("re:"), rule[0]))
-    return Quantization(tuple(rules), config.targets("ignore"))
+    return Quantization(tuple(rules))
 
 
 def _compressed_format(group: Settings, layout: str) -> WeightFormat:
@@ -249,26 +245,24 @@ def _fp8(config: Settings) -> Quantization:
         raise _unread(f"fp8 in {layout}")
     block = config.block("weight_block_size")
     tiles: tuple[Tile, ...] = (block,) if block else (BY_TENSOR, BY_CHANNEL)  # nothing says which of these it is
-    return _for_all(config, Fp8(tiles, ("weight_scale_inv", "weight_scale")))
+    return _for_all(Fp8(tiles, ("weight_scale_inv", "weight_scale")))
 
 
-def _for_all(config: Settings, format: WeightFormat) -> Quantization:
-    names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.targets(key)]
-    return Quantization(((ANY_MODULE, format),), tuple(names))
+def _for_all(format: WeightFormat) -> Quantization:
+    return Quantization(((ANY_MODULE, format),))
 
 
 def _gptq(config: Settings) -> Quantization:
     """`dynamic` has settings of modules by patterns for the beginnings of their names; `-:` leaves modules out."""
-    rules, left_out = [], []
+    rules: list[tuple[str, WeightFormat]] = []
     for pattern, changes in config.part("dynamic").values.items():
-        sign, target = ("-", pattern[2:]) if pattern.startswith("-:") else ("+", pattern.removeprefix("+:"))
+        if pattern.startswith("-:"):
+            continue
+        target = pattern.removeprefix("+:")
         config.require_pattern("dynamic", target)
-        if sign == "-":
-            left_out.append(f"re:{target}")
-        else:
-            changed = Settings.from_json(f"{config.path}.dynamic.{pattern}", changes)
-            rules.append((f"re:{target}", _gptq_format(Settings(changed.path, {**config.values, **changed.values}))))
-    return Quantization((*rules, (ANY_MODULE, _gptq_format(config))), tuple(left_out))
+        changed = Settings.from_json(f"{config.path}.dynamic.{pattern}", changes)
+        rules.append((f"re:{target}", _gptq_format(Settings(changed.path, {**config.values, **changed.values}))))
+    return Quantization((*rules, (ANY_MODULE, _gptq_format(config))))
 
 
 def _gptq_format(config: Settings) -> WeightFormat:
@@ -295,7 +289,7 @@ def _awq(config: Settings) -> Quantization:
     if bits != 4 or layout != "gemm":
         raise _unread(f"AWQ in {bits or 'no'} bits, {layout}")
     size = config.group_size("group_size", "q_group_size", default=128)
-    return _for_all(config, Int4(AWQ, size, symmetric=not config.flag("zero_point", default=True)))
+    return _for_all(Int4(AWQ, size, symmetric=not config.flag("zero_point", default=True)))
 
 
 READ: dict[str, Callable[[Settings], Quantization]] = {
@@ -303,6 +297,6 @@ READ: dict[str, Callable[[Settings], Quantization]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": lambda config: _for_all(config, Mxfp4(of_experts=True)),
+    "mxfp4": lambda config: _for_all(Mxfp4(of_experts=True)),
 }
 """quant_method -> what reads its config."""

@@ -1,9 +1,11 @@
 """The tensors of a checkpoint by the headers of its safetensors files: names, shapes and types, read when asked for."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,20 +37,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, not read yet."""
+    """A tensor of a checkpoint. `read` reads it."""
 
     key: str
-    file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def read(self) -> torch.Tensor:
-        with safe_open(self.file, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.key)
-        return tensor
-
-    def on_meta(self, *leading: int) -> torch.Tensor:
-        return torch.empty((*leading, *self.shape), dtype=self.dtype, device="meta")
+    read: Callable[[], torch.Tensor]
 
 
 def stored_tensors(files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -60,10 +54,17 @@ def stored_tensors(files: Iterable[str]) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{Path(file).name} is no safetensors file; packed weights are read from no other")
         with Path(file).open("rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        open_once = cache(partial(safe_open, file, framework="pt"))  # opening parses the whole header
         for key, entry in header.items():
             if key == "__metadata__":
                 continue
             if entry["dtype"] not in DTYPES:
                 raise UnsupportedModelError(f"{key} is stored in {entry['dtype']}, which is not read")
-            stored[key] = StoredTensor(key, file, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            read = partial(_read, open_once, key)
+            stored[key] = StoredTensor(key, tuple(entry["shape"]), DTYPES[entry["dtype"]], read)
     return stored
+
+
+def _read(open_file: Callable[[], Any], key: str) -> torch.Tensor:
+    tensor: torch.Tensor = open_file().get_tensor(key)
+    return tensor

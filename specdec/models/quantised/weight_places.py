@@ -6,7 +6,7 @@ and those of older layouts, need nothing of their own. Experts may be stored one
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
-    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -27,7 +26,7 @@ from specdec.layers.moe.moe_families import MIXTURES, holds_experts
 from specdec.models.quantised.formats import WeightFormat, dtype_name
 from specdec.models.quantised.stored_tensors import StoredTensor
 
-OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
+OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -36,18 +35,18 @@ class WeightPlace:
     """The parameter `last` of the module at `path`, or a projection of one of its experts.
 
     shape: of the weight [N, K], of one expert; None: packed weights are not read there. num_experts: of the module;
-    None: it has none. stored_as: the name of the projection in a checkpoint that stores experts one by one."""
+    None: it has none. number: of the expert, in a checkpoint that stores experts one by one."""
 
     path: str
     last: str
     shape: torch.Size | None
     num_experts: int | None = None
-    stored_as: str | None = None
+    number: int | None = None
 
     @property
     def num_stacked(self) -> int | None:
         """Experts of which the checkpoint has one tensor."""
-        return self.num_experts if self.stored_as is None else None
+        return self.num_experts if self.number is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +68,17 @@ class StoredWeight:
 
 
 class WeightPlaces:
-    """linears and experts: the quantised ones by the path of the module, which is in `modules`."""
+    """linears and experts: the quantised ones by the path of the module, which is in `modules`; of experts those of
+    each projection, one for all or one for each expert. keys: of all their tensors."""
 
     def __init__(self, model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.linears: dict[str, StoredWeight] = {}
-        self.experts: dict[str, dict[str, StoredWeight]] = {}  # one for all experts, the first that was found
+        self.experts: dict[str, dict[str, list[StoredWeight]]] = {}
+        self.keys: set[str] = set()
         self._prefix = model.base_model_prefix
         self._names = _renaming(model, conversions)
         self._known = model.state_dict()
-        self._counts: dict[tuple[str, str], int] = {}  # (path, projection) -> experts whose weight is quantised
-        self._stacks: dict[tuple[str, str], set[str]] = {}  # (in the checkpoint, in the model) -> names of tensors
-        self._joints: dict[str, set[str]] = {}
         self._ignored = model._keys_to_ignore_on_load_unexpected or ()
         tied = model.all_tied_weights_keys
         self._tied = {**tied, **{source: target for target, source in tied.items()}}
@@ -109,10 +107,9 @@ class WeightPlaces:
         path, _, last = name.rpartition(".")
         module = self.modules[path]
         if holds_experts(module):
-            stored_as = one["name"] if one else None
-            last = PROJECTIONS.get(stored_as, stored_as) if stored_as else last
+            last = PROJECTIONS.get(one["name"], one["name"]) if one else last
             sizes, num_experts = _sizes_of(module)
-            return WeightPlace(path, last, sizes.get(last), num_experts, stored_as)
+            return WeightPlace(path, last, sizes.get(last), num_experts, int(one["number"]) if one else None)
         is_linear = type(module) is nn.Linear and last == "weight"
         return WeightPlace(path, last, module.weight.shape if is_linear else None)
 
@@ -130,51 +127,32 @@ class WeightPlaces:
                 f"{weight.stem} is quantised, and the config ties its weight to {other}; set tie_word_embeddings to "
                 "false in config.json if the checkpoint has both, or leave it out when quantising"
             )
+        self.keys.update(tensor.key for tensor in weight.tensors.values())
         if place.num_experts is None:
             self.linears[place.path] = weight
             return
-        first = self.experts.setdefault(place.path, {}).setdefault(place.last, weight)
+        of_all = self.experts.setdefault(place.path, {}).setdefault(place.last, [])
+        of_all.append(weight)
+        first = of_all[0]
         if (first.format, first.types) != (weight.format, weight.types):
             raise UnsupportedModelError(
                 f"{weight.stem} is stored as {weight.described()}, and {first.stem} as {first.described()}; experts of "
                 "a layer are read in one format"
             )
-        self._counts[place.path, place.last] = self._counts.get((place.path, place.last), 0) + 1
-        if place.stored_as is None:
-            self._joints.setdefault(place.last, set()).update(weight.tensors)
-        else:
-            self._stacks.setdefault((place.stored_as, place.last), set()).update(weight.tensors)
 
     def require_whole(self) -> None:
         """Raise UnsupportedModelError where some experts of a layer are quantised, and others are not."""
-        for (path, last), count in self._counts.items():
-            first = self.experts[path][last]
-            if first.place.num_stacked is None and count != first.place.num_experts:
-                raise UnsupportedModelError(
-                    f"{path}: {count} of {first.place.num_experts} experts have a quantised {last}; experts are read "
-                    "where all of a layer are"
-                )
-
-    def require_apart(self) -> None:
-        """Raise UnsupportedModelError where experts that are quantised and others that are not have tensors of the same
-        names, since one rule stacks either."""
-        plain = [path for path, module in self.modules.items() if holds_experts(module)]
-        plain = [path for path in plain if path not in self.experts]
-        if plain and any("weight" in names for names in self._stacks.values()):
-            raise UnsupportedModelError(
-                f"{plain[0]} is not quantised, and {next(iter(self.experts))} is; experts in FP8 are read where all are"
-            )
-
-    def conversions(self) -> Iterable[WeightTransform]:
-        """Converters that put tensors of experts into their raw modules."""
-        for (stored, last), names in self._stacks.items():
-            for name in sorted(names):
-                yield WeightConverter(
-                    rf"\.experts\.\d+\.{stored}\.{name}$", f".experts.{last}.{name}", operations=[MergeModulelist()]
-                )
-        for last, names in self._joints.items():
-            for name in sorted(names):
-                yield WeightRenaming(rf"\.experts\.{last}_{name}$", f".experts.{last}.{name}")
+        for path, by_projection in self.experts.items():
+            for last, weights in by_projection.items():
+                place = weights[0].place
+                if place.num_stacked is None and len(weights) != place.num_experts:
+                    raise UnsupportedModelError(
+                        f"{path}: {len(weights)} of {place.num_experts} experts have a quantised {last}; experts are "
+                        "read where all of a layer are"
+                    )
+            if set(by_projection) not in ({"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}):
+                [stem, *_] = (weight.stem for weights in by_projection.values() for weight in weights)
+                raise UnsupportedModelError(f"{stem} is quantised, but not all weights of its experts are")
 
 
 def with_and_without(name: str, prefix: str) -> set[str]:

@@ -80,7 +80,7 @@ class DecodeRound:
             batch = DraftBatch(
                 rows=self.read_rows,
                 root=root,
-                history=lambda: state.history(rows),
+                read_history=lambda: state.history(rows),
                 history_len=history_len,
                 num_steps=shape.num_steps,
                 topk=shape.topk,

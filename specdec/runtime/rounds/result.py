@@ -72,16 +72,6 @@ class RoundShape(NamedTuple):
         return self._replace(**draft._asdict())
 
     @property
-    def is_plain(self) -> bool:
-        """Does it have neither drafts nor forced tokens? Then every row commits one token."""
-        return self.width == 1
-
-    @property
-    def drafts_by_model(self) -> bool:
-        """Does the model draft, not a lookup? Then it must have read all committed tokens."""
-        return not (self.is_plain or self.by_lookup)
-
-    @property
     def width(self) -> int:
         return self.forced or self.num_nodes
 

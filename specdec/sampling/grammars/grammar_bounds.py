@@ -1,8 +1,8 @@
 """Bounds on a grammar, checked before the grammar library sees it. Everything here is iterative: a hostile schema is
 deeper than any stack.
 
-    require_bounded("json_schema", text)      raises ConfigError with the figure and the bound
-    is_plain("json_schema", schema)           compiles in time and memory in proportion to its length
+    require_bounded("json_schema", text)            raises ConfigError with the figure and the bound
+    compiles_in_linear_time("json_schema", text)    True: it is plain
 
 A plain grammar is compiled directly; any other one is tried in a process of its own first (`grammar_trial`). It knows
 JSON schemas and regular expressions, and no library.

@@ -47,11 +47,7 @@ _stack_size = threading.Lock()
 
 
 class WorkerDied(Exception):
-    """The worker ended, or did not answer in time. reason: what is said of the grammar."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The worker ended, or did not answer in time. Its text says what is wrong with the grammar."""
 
 
 class GrammarTrial:
@@ -79,7 +75,7 @@ class GrammarTrial:
                     self._end()
             except WorkerDied as error:
                 self._end()
-                raise ConfigError(error.reason) from None
+                raise ConfigError(str(error)) from None
             except BaseException:  # half an answer may be left in the pipe
                 self._end()
                 raise

@@ -1,0 +1,54 @@
+"""What a drafter must draft: the best paths of a forward that keeps nothing; and drafts of an engine beside them."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from stand_ins import Proposal
+
+Path = tuple[int, ...]
+"""A node of a draft: the tokens from the root, without it, to the node."""
+
+
+class DenseForward(Protocol):
+    """The published equations of a drafter, from tokens alone."""
+
+    def logits(self, text: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+        """[V] of the draft after `path`, which follows `text`; the last token of `text` is the root."""
+
+
+def best_paths(
+    forward: DenseForward, text: Sequence[int], levels: int, topk: int, count: int
+) -> tuple[list[Path], set[Path]]:
+    """Nodes that children are drawn from, level by level, and those of the draft: of `topk` children of each of the
+    best `topk` nodes of a level, the `count` with the best products of probabilities."""
+    beam, found, drawn_from = [(0.0, ())], list[tuple[float, Path]](), list[Path]()
+    for _ in range(levels):
+        grown = []
+        for score, path in beam:
+            best = forward.logits(text, path).log_softmax(-1).topk(topk)
+            grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        drawn_from += [path for _, path in beam]
+        beam = sorted(grown, reverse=True)[:topk]
+        found += grown
+    return drawn_from, {path for _, path in sorted(found, reverse=True)[:count]}
+
+
+def paths_of(draft: Proposal) -> list[Path]:
+    """In the order of its nodes, the root, which is empty, first."""
+    paths: list[Path] = [()]
+    for token, parent in zip(draft.tokens[1:], draft.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def assert_best(forward: DenseForward, drafts: Sequence[Proposal], topk: int, tolerance: float) -> None:
+    """These drafts are the best paths, drawn from the logits of the dense forward."""
+    for draft in drafts:
+        paths, levels = paths_of(draft), 1 + (len(draft.logits) - 1) // topk
+        drawn_from, expected = best_paths(forward, draft.text, levels, topk, len(paths) - 1)
+        assert set(paths[1:]) == expected and len(expected) == len(paths) - 1, draft.text
+        for path, found in zip(drawn_from, draft.logits, strict=True):
+            chosen, want = found > -torch.inf, forward.logits(draft.text, path).to(found.dtype)
+            torch.testing.assert_close(found[chosen], want[chosen], atol=tolerance, rtol=tolerance)
