@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from refusals import one_sentence
-from safetensors.torch import load_file, save_file
 from samplers import sampler_of
 from torch import nn
 from transformers import (
@@ -32,8 +31,6 @@ from transformers import (
     NemotronConfig,
     RecurrentGemmaConfig,
     StableLmConfig,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig, SpecDecError
@@ -105,13 +102,6 @@ def test_prompts(prompt, parts, engine):
     with one_sentence(ConfigError, *parts):
         engine.generate(prompt, SHORT)
     assert is_untouched(engine)
-
-
-def test_an_empty_text(make_target, make_engine, pair_tokenizer):
-    engine = make_engine(make_target("llama"), tokenizer=pair_tokenizer)
-    for ask in (engine.generate, engine.stream):
-        with pytest.raises(ConfigError, match="prompt 0 is empty"):
-            ask("")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(make_target, make_engine, byte_tokenizer):
@@ -189,6 +179,7 @@ NUMBERS = {
     "regex": (["", 5, b"a"], "non-empty string"),
     "choice": ([[], [""], ["a", 5], "ab", 5], "non-empty strings"),
     "n": ([0, -1, True, "2", 1.5, None], "integer from 1"),
+    "cache_salt": (["", 7, b"x"], "1 to 1024 characters is expected"),
     "speculation": ([True, 0, 4, "no"], "None (as the engine), False (none) or a SpecConfig"),
 }
 
@@ -524,44 +515,15 @@ def checkpoint(make_target, tmp_path):
     return tmp_path
 
 
-def change_tensors(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
-def refused(folder, *parts, drafter_of=None):
-    pair = (str(folder), None) if drafter_of is None else (drafter_of, str(folder))
-    with one_sentence(CheckpointError, str(folder), *parts) as error:
-        Engine.from_pretrained(*pair, config=SMALL)
-    assert isinstance(error.value, OSError) and "not a folder" not in str(error.value)
-
-
-def without(*parts):
-    """Takes out the tensors whose names contain one of these."""
-
-    def take_out(tensors):
-        for name in [name for name in tensors if any(part in name for part in parts)]:
-            tensors.pop(name)
-
-    return lambda folder: change_tensors(folder, take_out)
-
-
-def shorter(name):
-    return lambda folder: change_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
-
-
-def with_three_layers(folder):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
-
-
 def config(text):
     return lambda folder: (folder / "config.json").write_text(text)
 
 
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+def with_three_layers(folder):
+    described = json.loads((folder / "config.json").read_text())
+    config(json.dumps(described | {"num_hidden_layers": 3}))(folder)
+
+
 SPOILED = {
     # how a whole checkpoint is spoiled, words of the refusal
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
@@ -569,12 +531,7 @@ SPOILED = {
     "no type": (config("{}"), []),
     "an unknown type": (config('{"model_type": "no-such-type"}'), []),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
-    "no projection": (without(UP_PROJ), [UP_PROJ, "1 tensor"]),
-    "no norm": (without("model.norm.weight"), ["model.norm.weight", "1 tensor"]),
-    "no head": (without("lm_head.weight"), ["lm_head.weight", "1 tensor"]),
-    "no layer": (without(".layers.1."), ["9 tensors", "model.layers.1."]),
-    "a shorter tensor": (shorter(UP_PROJ), []),
-    "a layer too many": (with_three_layers, ["model.layers.2."]),
+    "a layer too many": (with_three_layers, ["9 tensors", "model.layers.2."]),
 }
 
 
@@ -582,16 +539,9 @@ SPOILED = {
 def test_a_spoiled_checkpoint_is_not_made_up_for(how, checkpoint):
     spoil, parts = SPOILED[how]
     spoil(checkpoint)
-    refused(checkpoint, *parts)
-
-
-@pytest.mark.parametrize("name", ["masked_embedding.token_ordering", "pre_projection.weight"])
-def test_a_drafter_checkpoint_lacking_a_tensor(name, make_target, make_assistant, tmp_path):
-    target = make_target("gemma4-e2b")
-    make_assistant(target, ordered=True).save_pretrained(tmp_path)
-    assert Engine.from_pretrained(target, str(tmp_path), config=SMALL).drafter is not None
-    change_tensors(tmp_path, lambda tensors: tensors.pop(name))
-    refused(tmp_path, name, drafter_of=target)
+    with one_sentence(CheckpointError, str(checkpoint), *parts) as error:
+        Engine.from_pretrained(str(checkpoint), config=SMALL)
+    assert isinstance(error.value, OSError) and "not a folder" not in str(error.value)
 
 
 def test_an_encoder_is_no_drafter(checkpoint, make_target):
@@ -658,6 +608,3 @@ def test_unsupported_architectures_are_refused_at_construction(name):
 def test_models_that_are_no_causal_lm():
     with one_sentence(UnsupportedModelError, "LlamaModel", "no language-model head"):
         Engine.from_pretrained(LlamaModel(LlamaConfig(**BASE)), config=SMALL)
-    config = T5Config(vocab_size=96, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
-    with one_sentence(UnsupportedModelError, "T5"):
-        Engine.from_pretrained(T5ForConditionalGeneration(config), config=SMALL)

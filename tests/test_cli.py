@@ -13,17 +13,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specdec import Engine, SpecDecError, __version__
+from specdec import Engine, __version__
 from specdec.cli.app import COMMANDS, app, load_command
-from specdec.cli.command import gathered, spread
-from specdec.cli.commands import ChatOptions, ServeOptions
-from specdec.cli.options import PairOptions
+from specdec.cli.command import spread
+from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
 from specdec.runtime.request import StreamDelta
 from specdec.serving.server_settings import ServeSettings
-from specdec.settings.sampling_numbers import SamplingNumbers
 
 from marks import deep_cases, slow
 from processes import start
@@ -228,15 +226,6 @@ def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(setting
     assert shared == {name: options[name] for name in shared}
 
 
-def test_a_dataclass_is_spread_into_options_and_gathered_again():
-    options = ChatOptions(pair=PairOptions(num_steps=2, load_option=["a=1"]), sampling=SamplingNumbers(), system="s")
-    parameters = {each.name: each for each in spread(ChatOptions)}
-    assert list(parameters)[:2] == ["target", "drafter"] and list(parameters)[-2:] == ["frequency_penalty", "system"]
-    assert parameters["load_option"].default == [] and parameters["draft_topk"].default == 1
-    given = {name: each.default for name, each in parameters.items()}
-    assert gathered(ChatOptions, given | {"num_steps": 2, "load_option": ["a=1"], "system": "s"}) == options
-
-
 # --json FILE means one thing
 
 
@@ -333,21 +322,6 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(option, tmp_pa
     assert result.stderr.startswith("specdec: ") and "cannot be written: No such file or directory" in result.stderr
     result = run(*EVAL, "--json", str(tmp_path / "a"), "--markdown", str(tmp_path / "a"))
     assert "named for two outputs" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_fault_leaves_the_report_before(tmp_path, monkeypatch):
-    path = tmp_path / "report.json"
-    assert run(*EVAL, "--json", str(path)).exit_code == 0
-    before = path.read_bytes()
-
-    def fault(*args, **kwargs):
-        raise SpecDecError("a fault")
-
-    monkeypatch.setattr(Engine, "generate", fault)
-    assert run(*EVAL, "--json", str(path)).stderr == "specdec: a fault\n"
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
 
 
 @pytest.mark.slow

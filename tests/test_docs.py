@@ -33,7 +33,6 @@ import specdec
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models import bundled
-from specdec.models.bundled import BUNDLED_DIR
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 
 from marks import deep, is_deep, usual_cases
@@ -264,88 +263,20 @@ def test_index_names_every_page(folder):
     assert sorted(page for page in pages if f"({page})" not in index) == []
 
 
-# the checks themselves
-
-PAGE = """# A page: of `two` parts
-
-```python
-print(1 / 4)
-```
-
-```text
-0.25
-```
-
-Words.
-
-```text
-not the output of anything
-```
-
-<!-- not executed: needs a download -->
-```python
-this_does_not_exist()
-```
-"""
-
-
-def test_blocks_of_a_page():
-    assert blocks(PAGE) == [
-        Block("python", 4, "print(1 / 4)\n", False, "0.25\n"),
-        Block("text", 8, "0.25\n", False, None),
-        Block("text", 14, "not the output of anything\n", False, None),
-        Block("python", 19, "this_does_not_exist()\n", True, None),
+def test_what_is_wrong_on_a_page_is_found(monkeypatch):
+    """One seeded mistake for each check."""
+    page = "```python\nprint(1 / 4)\n```\n\n```text\n0.25\n```\n"
+    run_python(page, "page", {})
+    with pytest.raises(AssertionError, match=r"page:2: the page says\n0\.25\nand the code prints\n0\.2\n"):
+        run_python(page.replace("1 / 4", "1 / 5"), "page", {})
+    for line in (
+        "$ A=1 specdec bench --limits 3",
+        "specdec benchmark",
+        "make dem",
+        "python examples/eagle3.py --top 4",
+    ):
+        with pytest.raises(AssertionError, match="page:2: "):
+            run_shell(f"```sh\n{line}\n```\n", "page", monkeypatch)
+    assert broken_links("[a](api.md) [b](no.md) [c](api.md#no-such-heading)", ROOT / "docs" / "a.md") == [
+        *("no.md", "api.md#no-such-heading")
     ]
-    run_python(PAGE, "page", {})
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (("1 / 4", "1 / 5"), AssertionError, r"page:4: the page says\n0\.25\nand the code prints\n0\.2\n"),
-        (("1 / 4", "1 / 0"), ZeroDivisionError, "division by zero"),
-        (("this_does_not_exist()", "this does not compile"), SyntaxError, r"\(page, line 19\)"),
-        (("needs a download", ""), NameError, "this_does_not_exist"),  # no reason, no skip
-    ],
-    ids=["output", "exception", "syntax", "skip-without-reason"],
-)
-def test_run_python_finds(change, error, message):
-    with pytest.raises(error, match=message):
-        run_python(PAGE.replace(*change), "page", {})
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("$ OMP_NUM_THREADS=1 specdec bench \\\n    --limits 3  # --not-an-option", "No such option: --limits"),
-        ("specdec bench --limit three", "three"),
-        ("accelerate launch -m specdec.cli bench --limits 3", "--limits"),
-        ("specdec benchmark", "no command 'benchmark'"),
-        ("make dem", "no make target 'dem'"),
-        ("python examples/eagle3.py --top 4", "no option --top"),
-        ("python examples/no_such_script.py", "no_such_script.py"),
-    ],
-)
-def test_run_shell_finds(line, fault, monkeypatch):
-    with pytest.raises(AssertionError, match=fault):
-        run_shell(f"```sh\n{line}\n```\n", "page", monkeypatch)
-
-
-def test_run_shell_compares_output(monkeypatch):
-    missing = shlex.quote(str(BUNDLED_DIR / "nothing.jsonl"))
-    text = f"```sh\nspecdec bench --data {missing}\n```\n\n```text\nanything\n```\n"
-    with pytest.raises(AssertionError, match="no such file"):
-        run_shell(text, "page", monkeypatch)
-    text = "```sh\nspecdec --help\n```\n\n```text\n...generate...bench...\n```\n"
-    run_shell(text, "page", monkeypatch)
-    with pytest.raises(AssertionError, match=r"the page says\n\.\.\.nonsense"):
-        run_shell(text.replace("...generate", "...nonsense"), "page", monkeypatch)
-
-
-def test_broken_links_finds():
-    page = ROOT / "docs" / "a_page.md"
-    text = (
-        "[a](api.md) [b](../README.md#limits) [c](https://example.org/x) [d](no.md) [e](../README.md#no-such-heading)"
-    )
-    assert broken_links(text, page) == ["no.md", "../README.md#no-such-heading"]
-    assert anchors(PAGE) == {"a-page-of-two-parts"}

@@ -259,19 +259,3 @@ def test_files_listed_on_a_page_exist(page):
 )
 def test_faults_finds(span, fault):
     assert fault in faults(span)
-
-
-def test_missing_names_and_files_finds():
-    page = """`Engine` and `Engin`, `config.json`
-
-```text
-kvcache/   table.py, tables.py
-           page_pool.py    pages of `Nothing`
-```
-
-```python
-NoSuchClass()
-```
-"""
-    assert missing_names(page) == ["`Engin`: Engin"]
-    assert missing_files(page) == ["kvcache/tables.py"]

@@ -13,10 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rich.console import Console
 
-from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.bodies.answer import in_colour, pieces_of
+from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
@@ -216,34 +214,3 @@ def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):
     code, _, err = run(*command.split())
     assert code == 2
     assert says in err.splitlines()[-1]
-
-
-def styles(text):
-    """Style of each character."""
-    return [str(text.get_style_at_offset(Console(), place)) for place in range(len(text))]
-
-
-@pytest.mark.slow
-def test_streamed_colours_are_those_of_the_finished_output(module):
-    pieces = []
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=EngineConfig(max_batch_size=1)) as engine:
-        prompt = engine.chat_prompt("Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many are left?")
-        out = module("compare_pair").answer(engine, prompt, SamplingParams(), pieces.append)
-        assert len(pieces) > 3
-        assert "".join(piece.plain for piece in pieces) == out.text
-        streamed = [style for piece in pieces for style in styles(piece)]
-        assert streamed == styles(in_colour(pieces_of(out, engine.tokenizer))) and len(set(streamed)) == 2
-
-
-@pytest.mark.slow
-def test_no_more_streams_than_a_batch_are_open(module):
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    config = EngineConfig(max_batch_size=2, max_model_len=64)
-    with Engine.from_pretrained("tiny-gemma4", config=config) as engine:  # plain: one token a round
-        prompts = [engine.encode(text) for text in ("one", "two and", "three")]
-        want = [out.token_ids for out in engine.generate(prompts, params)]
-        got: list[list[int]] = [[], [], []]
-        for row, delta in module("batch_stream").stream_all(engine, prompts, params):
-            got[row] += delta.token_ids
-            assert len(engine.scheduler.running) <= 2
-    assert got == want

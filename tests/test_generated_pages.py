@@ -59,13 +59,3 @@ def test_every_list_in_a_page_is_what_the_code_has(lists):
     where = {found[2]: name for name, text in texts.items() for found in lists.LIST.finditer(text)}
     assert where.keys() == lists.LISTS.keys(), "a list that no page has is not needed"
     assert where["fused families"] == "docs/limits.md"
-
-
-def test_a_list_is_rewritten_between_its_marks_alone(lists, monkeypatch):
-    monkeypatch.setattr(lists, "LISTS", {"letters": lambda: "a, b"})
-    page = "<!-- list: letters -->a<!-- end of list --> and <!-- list: letters --><!-- end of list -->, no more.\n"
-    assert lists.with_lists(page).count("<!-- list: letters -->a, b<!-- end of list -->") == 2
-    assert lists.with_lists(lists.with_lists(page)) == lists.with_lists(page)
-    assert lists.with_lists("a, c") == "a, c"
-    with pytest.raises(KeyError, match="digits"):
-        lists.with_lists("<!-- list: digits -->1<!-- end of list -->")

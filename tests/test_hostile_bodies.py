@@ -21,7 +21,6 @@ from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
 from specdec.serving.server_settings import ServeSettings
 from specdec.text.detokenize import token_bytes
 
-from marks import deep_cases
 from served_engine import served, until
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -30,27 +29,18 @@ VALUES = LIMIT // bodies.BYTES_PER_VALUE
 MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
 FILLED = {
     "zeros as messages": lambda: '{"messages": [' + "0," * 2_000_000 + "0]}",
-    "zeros as stops": lambda: "{" + MESSAGES + ', "stop": [' + "0," * 2_000_000 + "0]}",
     "zeros as ids": lambda: '{"prompt": [' + "0," * 2_000_000 + "0]}",
     "half a million zeros as stops": lambda: "{" + MESSAGES + ', "stop": [' + "0," * 500_000 + "0]}",
-    "half a million zeros as stop ids": lambda: "{" + MESSAGES + ', "stop_token_ids": [' + '"a",' * 500_000 + "0]}",
     "empty messages": lambda: '{"messages": [' + "{}," * 1_300_000 + "{}]}",
-    "thirty thousand empty messages": lambda: '{"messages": [' + "{}," * 16_000 + "{}]}",
-    "arrays in arrays": lambda: '{"messages": [' + "[]," * 1_300_000 + "[]]}",
     "unknown fields": lambda: "{" + MESSAGES + "".join(f', "x{i}": 0' for i in range(300_000)) + "}",
-    "unknown fields of a message": lambda: (
-        '{"messages": [{"role": "user"' + "".join(f',"{i}":0' for i in range(400_000)) + "}]}"
-    ),
     "biases": lambda: (
         "{" + MESSAGES + ', "logit_bias": {"0": 0' + "".join(f',"{i}":"a"' for i in range(300_000)) + "}}"
     ),
-    "wrong parts": lambda: '{"messages": [{"role": "user", "content": [' + "0," * 500_000 + "0]}]}",
     "tools": lambda: "{" + MESSAGES + ', "tools": [' + "{}," * 30_000 + "{}]}",
     "depth": lambda: '{"messages": ' + "[" * 2_000_000 + "]" * 2_000_000 + "}",
     "numbers": lambda: "{" + MESSAGES + ', "seed": ' + "9" * 4_000_000 + "}",
     "a key": lambda: "{" + MESSAGES + ', "' + "k" * 4_000_000 + '": 0}',
     "half": lambda: '{"messages": [{"role": "user", "content": "' + "a" * 4_000_000,
-    "short texts": lambda: '{"messages": ["' + '","'.join("ab" for _ in range(800_000)) + '"]}',
 }
 
 
@@ -62,7 +52,6 @@ def refused(raw, model=ChatRequest, values=VALUES):
     return message
 
 
-@deep_cases("unknown fields of a message")
 @pytest.mark.parametrize("name", FILLED)
 def test_a_large_body_is_refused_at_its_first_mistake_within_ten_times_its_size(name):
     """Two million zeros made an error object each: minutes on the event loop, and 2.5 GB."""

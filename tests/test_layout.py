@@ -308,51 +308,9 @@ def test_import_errors_finds(text: str, error: str | None):
     assert (len(errors) == 1 and error in errors[0]) if error else errors == []
 
 
-def test_only_the_root_names_modules_for_type_checkers_and_only_the_hook_imports_by_name():
-    guarded, dynamic = "if TYPE_CHECKING:\n    import specdec.engine", "import importlib\nimportlib.import_module(name)"
-    assert import_errors({"specdec": guarded, "specdec.lazy": dynamic, "specdec.engine": ""}) == []
-    [error] = import_errors({"specdec.engine": "from specdec.lazy import load", "specdec.lazy": ""})
-    assert "specdec.engine:1 imports specdec.lazy" in error
-    [error] = import_errors({"specdec": "if sys.argv:\n    import specdec.engine", "specdec.engine": ""})
-    assert "below the top level" in error
-
-
-def test_broken_walls_finds():
-    graph = {"specdec.runtime.rounds.x": {"specdec.runtime.rounds.y", "specdec.runtime.request", "torch"}}
-    [error] = broken_walls(graph)
+def test_walls_reaches_and_circles_are_found():
+    [error] = broken_walls({"specdec.runtime.rounds.x": {"specdec.runtime.rounds.y", "specdec.runtime.request"}})
     assert "specdec.runtime.rounds.x imports specdec.runtime.request" in error
-    [error] = broken_walls({"specdec.sampling.grammars.x": {"torch.nn", "specdec.sampling"}})
-    assert "imports torch.nn" in error
-
-
-def test_reaching_finds():
-    texts = {"specdec.serving.x": "f(a.engine.engine.tokenizer)", "specdec.cli": "a.engine.engine.b"}
-    assert reaching(texts) == ["specdec.serving.x: a.engine.engine"]
-    assert reaching({"specdec.evaluation.x": "engine.scheduler.next_decode = list"}) == [
-        "specdec.evaluation.x: engine.scheduler.next_decode"
-    ]
-    assert reaching({"specdec.serving.x": "import specdec.runtime.scheduler\nself.engine.stats()"}) == []
-
-
-def test_rooms_of_one_floor_do_not_import_each_other():
-    assert may_import("specdec.layers.norm", "specdec.kvcache.store")
-    assert not may_import("specdec.layers.norm", "specdec.attention.plan")
-    assert may_import("specdec.engine", "specdec.loading") and not may_import("specdec.loading", "specdec.engine")
-
-
-def test_find_cycle_finds_a_lazy_one():
-    sources = {
-        "specdec": "from specdec.a import f",
-        "specdec.a": "from specdec import b",
-        "specdec.b": "def g():\n    from specdec.c import h",
-        "specdec.c": "import specdec.b",
-        "specdec.d": "import specdec.a",
-        "specdec.e": "",
-    }
-    assert find_cycle(import_graph(sources)) == ["specdec", "specdec.a", "specdec.b", "specdec.c", "specdec.d"]
-    sources["specdec.c"] = "import specdec.e"
-    assert find_cycle(import_graph(sources)) == []
-
-
-def test_dropped_comparisons_finds():
-    assert dropped_comparisons("torch.allclose(a, b)\nassert torch.equal(a, b)\na.equal(b)\nc = a.equal(b)") == [1, 3]
+    assert reaching({"specdec.serving.x": "f(a.engine.engine.b)"}) == ["specdec.serving.x: a.engine.engine"]
+    circle = {"specdec.a": "import specdec.b", "specdec.b": "def g():\n    from specdec.a import h", "specdec.c": ""}
+    assert find_cycle(import_graph(circle)) == ["specdec.a", "specdec.b"]

@@ -8,12 +8,10 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))  # its scripts import each other
-import mutant_list
 import mutants
 from mutant_list import KINDS, DoesNotApplyError, Edit, Mutant, apply, product_sources, read_mutants
 
@@ -124,15 +122,6 @@ def applied(*edits: Edit) -> str:
     return apply(mutant(*edits), {"f.py": CODE, "g.py": "# another\n"}).after
 
 
-def test_lines_and_parts_of_them_are_replaced_at_any_indentation() -> None:
-    assert applied(Edit("b = a + 1", "b = a + 2")) == CODE.replace("b = a + 1", "b = a + 2")
-    found = "b = a + 1\n\nreturn b"
-    assert "    if a:\n        c = 3\n        return c\n    return a" in applied(Edit(found, "c = 3\nreturn c"))
-    assert "        b = 1\n        b += 1\n\n        return b" in applied(Edit("b = a + 1", "\nb = 1\nb += 1\n"))
-    # of the edits of a mutant, the one that fits this generation of the code
-    assert applied(Edit("a + 3", "a"), Edit("return b", "return a")) == CODE.replace("return b", "return a")
-
-
 @pytest.mark.parametrize(
     ("edits", "said"),
     [
@@ -145,13 +134,6 @@ def test_lines_and_parts_of_them_are_replaced_at_any_indentation() -> None:
 def test_a_fragment_that_is_not_found_once_is_a_failure(edits, said) -> None:
     with pytest.raises(DoesNotApplyError, match=said):
         applied(*edits)
-
-
-def test_a_mutant_of_code_that_is_gone_is_left_out_and_not_where_it_is_there() -> None:
-    edit = Edit("b = a + 1", "b = a")
-    assert mutants.why_left_out(mutant(edit, gone="f was deleted"), None, {"g.py": "g"}) == "gone: f was deleted"
-    assert mutants.why_left_out(mutant(edit, gone="f was deleted"), None, {"f.py": CODE}) == ""
-    assert mutants.why_left_out(mutant(edit), None, {"g.py": "g"}) == ""
 
 
 # the whole of it
@@ -194,75 +176,3 @@ def test_a_tree_of_its_own_is_run_with_each_defect(tmp_path, monkeypatch) -> Non
     ]
     assert results[1].note.endswith("no longer there: test_old.py::test_gone")
     assert {name: (tmp_path / name).read_text("utf-8") for name in files} == files
-
-
-# its tests, and what is said of them
-
-
-def test_a_test_is_found_where_it_has_moved_to() -> None:
-    suite = mutants.Suite({"test_b": ["tests/x/test_c.py"]}, {"test_c.py": "tests/x/test_c.py"})
-    assert suite.resolve("test_a.py::test_b[1-x]") == ["tests/x/test_c.py::test_b[1-x]"]
-    assert suite.resolve("test_c.py -k 'one and two'") == ["tests/x/test_c.py", "-k", "one and two"]
-    assert suite.resolve("test_a.py::test_z") is None and suite.resolve("test_a.py -k one") is None
-    assert suite.commands(["test_a.py::test_b", "test_a.py::test_z", "test_c.py -k d"]) == [
-        ["tests/x/test_c.py::test_b"],
-        ["tests/x/test_c.py", "-k", "d"],
-    ]
-
-
-def test_the_first_failure_of_a_run_is_named_with_its_reason() -> None:
-    output = "F\n=== short test summary info ===\nFAILED tests/test_a.py::test_b[x-1] - assert 1 == 2\n1 failed\n"
-    assert mutants.first_failure(output) == ("tests/test_a.py::test_b[x-1]", "assert 1 == 2")
-    assert mutants.first_failure("3 passed\n") == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("status", "verdict"),
-    [
-        (mutants.FAILED, mutants.CAUGHT),
-        (mutants.TIMED_OUT, mutants.UNDECIDED),
-        (2, mutants.UNIMPORTABLE),  # pytest could not collect its tests
-        (-11, mutants.CAUGHT),
-        (mutants.PASSED, None),
-        (mutants.NOTHING, None),
-    ],
-)
-def test_only_a_test_that_fails_catches(status, verdict) -> None:
-    result = mutants._verdict(mutant(), mutants.Run(status, "test_a.py::test_b"), named=True)
-    assert (result and result.verdict) == verdict
-
-
-def test_a_test_that_fails_without_the_defect_has_caught_nothing() -> None:
-    class Clean:
-        def pytest(self, arguments: list[str], seconds: float) -> mutants.Run:
-            assert arguments[1:] == ["test_a.py::test_b", "test_a.py::test_c[x y]"]
-            return mutants.Run(mutants.FAILED, output="FAILED test_a.py::test_c[x y] - assert 0\n1 failed, 1 passed\n")
-
-    runner = object.__new__(mutants.Runner)
-    runner.jobs, runner.suite_seconds, runner._copies = 1, 1.0, SimpleQueue()
-    runner._copies.put(Clean())
-    tests = ("test_a.py::test_b", "test_a.py::test_c[x y]", "killed by signal 11")
-    results = [mutants.Result(f"m{number}", mutants.CAUGHT, by=test) for number, test in enumerate(tests)]
-    runner.confirm([*results, mutants.Result("m", mutants.SURVIVED)])
-    assert [result.verdict for result in results] == [mutants.CAUGHT, mutants.UNDECIDED, mutants.CAUGHT]
-
-
-def test_what_was_caught_earlier_may_not_be_missed() -> None:
-    before = {"results": [{"name": name, "verdict": mutants.CAUGHT} for name in ("a", "b", "c", "d")]}
-    before["results"].append({"name": "e", "verdict": mutants.SURVIVED})
-    now = [
-        mutants.Result("a", mutants.CAUGHT),
-        mutants.Result("b", mutants.SURVIVED),
-        mutants.Result("c", mutants.UNFIT),
-        mutants.Result("d", mutants.LEFT_OUT),
-        mutants.Result("e", mutants.SURVIVED),
-    ]
-    assert mutants.missed_since(now, before) == ["b", "c"]
-
-
-def test_files_of_the_product_are_found_with_and_without_git(tmp_path, sources) -> None:
-    for name in ("package/a.py", "tests/b.py", "tools/c.py", "package/d.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("1\n", "utf-8")
-    assert mutant_list.product_sources(tmp_path) == {"package/a.py": "1\n"}
-    assert {name.split("/")[0] for name in sources}.isdisjoint(mutant_list.NO_PRODUCT)

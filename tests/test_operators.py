@@ -113,8 +113,9 @@ def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
 
 
 async def answer(scope, receive, send):
+    """Says whose share of intake the request is taken from."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": CLIENT.get().encode()})
 
 
 def guarded(root_path: str = "", **limits: int) -> TestClient:
@@ -272,6 +273,7 @@ def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_key
     names = by_name(["a", "b", "c"], {"key-1": "c"})
     client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), names, 1000)))
     assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
+    assert [ask(client, key).text for key in "abc"] == ["key-2", "key-3", "key-1"]
     names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})
     assert names == {"key-1": "c", "key-3": "d", "key-2": "a", "key-4": "b"}
 

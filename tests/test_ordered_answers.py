@@ -41,6 +41,8 @@ def as_gemma(value, quote='<|"|>'):
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{as_gemma(each, quote)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(as_gemma(each, quote) for each in value) + "]"
     return json.dumps(value)
 
 
@@ -352,31 +354,3 @@ def test_scores_of_a_streamed_response_are_those_of_its_text_alone():
         [scores] = whole[1]
         assert len(scores) == len(reciter.ids_of("née 😀")) - 1
         assert whole[3] == {"reasoning_tokens": len("no")}
-
-
-def test_an_offset_behind_a_character_of_several_tokens_is_that_of_the_text():
-    with reciting(["née 🌍 end"]) as reciter:
-        body = {"prompt": "recite 0", "logprobs": 0, "max_tokens": 40}
-        whole = post(reciter.url, "completions", body).json()["choices"][0]
-        offsets = whole["logprobs"]["text_offset"]
-        chars = [whole["text"][at] for at in offsets[:-1]]  # the last token ends the text
-        assert "".join(char for char, _ in groupby(chars)) == whole["text"] == "née 🌍 end" and chars.count("🌍") > 1
-        chunks = events(post(reciter.url, "completions", body | {"stream": True}))
-        assert [at for chunk in chunks for at in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
-
-
-CALL_IN_HARMONY = ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": "x"}<|call|>'
-
-
-@pytest.mark.parametrize("tools", [[], RESPONSE_TOOLS], ids=["no tools", "tools"])
-def test_gpt_oss_thinks_says_and_calls_in_messages_of_its_own(tools):
-    template, text = PLAIN + "<|start|>assistant", HARMONY_TEXT % "Yes."
-    thought = (FORMATS["harmony"][3] % "Hm.").removeprefix("<|start|>assistant")
-    items, _ = recite(thought + text, name="harmony", template=template, tools=tools)
-    assert items == [("thought", "Hm."), ("content", "Yes.")]
-    if tools:
-        assert recite(CALL_IN_HARMONY, name="harmony", template=template, tools=tools)[0] == [
-            ("call", "f", '{"a": "x"}')
-        ]
-        bare = CALL_IN_HARMONY.replace("functions.", "")
-        assert recite(bare, name="harmony", template=template, tools=tools)[0] == [("call", "f", '{"a": "x"}')]

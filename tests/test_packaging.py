@@ -103,41 +103,6 @@ def test_everything_that_is_needed_is_pinned():
     assert wanted - pinned == {"triton", "setuptools"}  # torch chooses its triton; any setuptools from 77 on builds
 
 
-# the checks themselves
-
-
-def test_what_is_missing_in_an_sdist_is_named(check_dist):
-    names = {name for folder in check_dist.SHIPPED for name in check_dist.files_of(ROOT, folder)}
-    names |= {path.name for pattern in check_dist.AT_THE_ROOT for path in ROOT.glob(pattern)}
-    assert check_dist.sdist_faults(names, ROOT) == []
-    missing = {"examples/demo.py", "tests/conftest.py", "docs/README.md", "LICENSE"}
-    assert check_dist.sdist_faults(names - missing, ROOT) == [f"the sdist lacks {name}" for name in sorted(missing)]
-
-
-def test_what_a_wheel_should_not_be_is_named(check_dist, tmp_path):
-    for name in ("specdec/__init__.py", "specdec/py.typed", "kvcache/table.py", "kvcache/notes.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    whole = {"specdec/__init__.py", "specdec/py.typed", "specdec/kvcache/table.py", "x.dist-info/licenses/LICENSE"}
-    assert check_dist.wheel_faults(whole, tmp_path) == []
-    assert check_dist.wheel_faults({"specdec/__init__.py", "kvcache/table.py"}, tmp_path) == [
-        "the wheel lacks specdec/kvcache/table.py",
-        "the wheel lacks specdec/py.typed",
-        "the wheel lacks the LICENSE",
-        "the wheel installs kvcache/table.py outside the package",
-    ]
-
-
-def test_metadata_that_differs_is_named(check_dist):
-    text = "Name: a\nVersion: 1.0\nRequires-Python: >=3.11\nLicense-Expression: MIT\n"
-    wanted = {"name": "a", "version": "1.1", "requires-python": ">=3.11", "license": "MIT"}
-    assert check_dist.metadata_faults(text, wanted) == ["Version is 1.0, not 1.1"]
-
-
-def test_targets_called_finds():
-    assert targets_called("make check test\n- run: make dist PYTHON=python\n") == {"check", "test", "dist"}
-
-
 def test_the_container_gets_all_that_is_installed():
     """What the Dockerfile copies is in the context, and is all that the build of the package reads."""
     copies = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)

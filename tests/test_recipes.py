@@ -14,7 +14,7 @@ from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, on_less, recipe, row, serve_command
 from specdec.models.described_model import ModelOnMeta, model_on_meta
-from specdec.models.published import RECIPES, PublishedPair
+from specdec.models.published import RECIPES
 from specdec.runtime import sizing
 from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
 
@@ -156,8 +156,3 @@ def test_layers_of_a_published_mixture_are_measured_as_attention_calls_them():
     fields = SHAPES["glm-4.7-flash"].target(Shrink(layers=2))
     [spec, _] = ModelOnMeta("glm", model_on_meta(fields, sizing.torch.bfloat16)).layout.layers
     assert {field.name: (field.heads, field.dim) for field in spec.fields} == {"k": (20, 256), "v": (20, 256)}
-
-
-def test_a_pair_without_a_shape_is_no_recipe():
-    assert all(isinstance(pair, PublishedPair) and pair.shape in SHAPES for pair in RECIPES.values())
-    assert len({pair.target for pair in RECIPES.values()}) == len(RECIPES)

@@ -110,16 +110,3 @@ def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine, hostile):
         assert crowd(hostile, url) == []
         assert settled(inside, before) == before == ((0, 0), 0, 0, 0, before[-1])
         engine.table.allocator.check()
-
-
-@pytest.mark.parametrize(
-    ("seen", "wrong", "holds"),
-    [
-        ("400 404", [], True),
-        ("503", [], True),
-        ("12 x 200, 1 x 500", [], False),
-        ("200", ["another text"], False),
-    ],
-)
-def test_a_wrong_stream_and_a_fault_of_the_server_do_not_hold(seen, wrong, holds, hostile):
-    assert hostile.Figures("kind", Counter([seen]), 9, wrong, 0.1).holds is holds

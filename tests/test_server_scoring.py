@@ -102,21 +102,6 @@ def test_prompt_logprobs_as_vllm_has_them(url, engine):
         assert refused.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_generation_as_lm_evaluation_harness_asks(url):
-    """`local-chat-completions`, of versions that put a type beside the content too."""
-    body = {
-        "messages": [{"role": "user", "content": CONTEXT, "type": "text"}],
-        "model": "tiny-gemma4",
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "stop": ["Question:", "</s>", "<|im_end|>"],
-        "seed": 1234,
-    }
-    answer = httpx.post(f"{url}/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"]
-
-
 # where tokens stand in a text
 
 

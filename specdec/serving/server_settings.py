@@ -7,7 +7,7 @@ from specdec.errors import ConfigError, require_one_of, shown
 from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
-from specdec.settings.declared_fields import require_fields
+from specdec.settings.declared_fields import require, require_fields
 from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -34,6 +34,8 @@ class ServeSettings(HttpOptions):
             raise ConfigError(
                 f"served model names {shown(list(self.model_names))}: at least one is expected, none empty"
             )
+        keys = isinstance(self.api_keys, Mapping)
+        require("api_keys", "...", keys, 'a mapping of names to keys is expected, such as {"alice": "..."}')
         for key in self.api_keys.values():
             if not (key and key.isascii() and key.isprintable()):
                 raise ConfigError(
