@@ -185,7 +185,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> Planned
     if modules:
         names = {name for of_module in modules for name in of_module.values()}
         stored = stored_tensors({str(files[name]) for name in names})
-        tensors = [stored[name].on_meta() for name in names]
+        tensors = [torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in names]
         weights = sum((each.to(target.dtype) if is_unquantised(each) else each).nbytes for each in tensors)
     layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
     return PlannedDrafter(own_needs(layout, spec, reread=count - 1), weights, default_steps(count))
