@@ -128,7 +128,7 @@ class VisibleKeys:
             slots = torch.where(committed, slots, slots[:, :1])
         else:
             batch, num_queries = plan.positions.shape
-            own = visible(plan.positions, plan.positions, known_in_block(plan), window, plan.first_key)
+            own = visible(plan.positions, plan.positions, block_visibility(plan), window, plan.first_key)
             seen = torch.cat([seen, own], dim=-1)
             own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
@@ -151,7 +151,7 @@ class VisibleKeys:
         return dense_attention(query, k, v, self.bias, **options)
 
 
-def known_in_block(plan: KVPlan) -> torch.Tensor:
+def block_visibility(plan: KVPlan) -> torch.Tensor:
     """Which of the forward's own tokens each query may see, by the tree or in order: [B, N, N] bool."""
     if plan.tree is not None:
         return plan.tree.ancestors

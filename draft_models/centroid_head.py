@@ -194,7 +194,7 @@ def _choose(
         **options,
     )
     choose_kernel[(rows,)](
-        *(None, positions.contiguous(), *params, None, None, *Shortlist.given(list_id, list_x)),
+        *(None, positions.contiguous(), *params, None, None, *Shortlist.from_lists(list_id, list_x)),
         *(best.tokens, best.scores if scores else None),
         *(0, vocab_size, num_nodes, batch, list_len, list_len, None, None, 0, 0, 0),
         LISTED=True,

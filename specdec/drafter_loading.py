@@ -29,7 +29,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Suffixes of transformers' class names for models that continue a text."""
 MTP, AUTO = "mtp", "auto"
 OF_TARGET = (MTP, AUTO)
-"""Words for drafters that depend on the target: "mtp", its checkpoint's own modules; "auto", see `_of_checkpoint`."""
+"""Drafters that depend on the target: "mtp", its checkpoint's own modules; "auto", see `_drafter_of_target`."""
 
 
 @torch.inference_mode(False)  # as in `Checkpoint.load`
@@ -49,7 +49,7 @@ def load_any_drafter(
     if isinstance(drafter, str) and drafter.rpartition(",")[2] in WORDS:
         drafter = drafter.rpartition(",")[::2]
     if isinstance(drafter, str) and drafter in OF_TARGET:
-        return _of_checkpoint(drafter, target, options, tokenizer)
+        return _drafter_of_target(drafter, target, options, tokenizer)
     if isinstance(drafter, (list, tuple)):
         return _model_and_lookup(drafter, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
@@ -91,7 +91,7 @@ def require_options_used(drafter: Any, options: Mapping[str, Any] | None) -> Non
         )
 
 
-def _of_checkpoint(
+def _drafter_of_target(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:
     """Make the drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those modules,

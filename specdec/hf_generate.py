@@ -198,7 +198,7 @@ def generate(
     if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
         raise ConfigError(f"model={shown(model)}: a loaded transformers model is expected; Engine takes names")
     settings = GenerationSettings.from_call(model, generation_config, hf_generate_kwargs)
-    drafter = _one_of("drafter", drafter, "assistant_model", assistant_model)
+    drafter = _either_name("drafter", drafter, "assistant_model", assistant_model)
     if settings["use_mtp"]:
         if drafter is not None:
             raise ConfigError(
@@ -207,7 +207,7 @@ def generate(
         drafter = "mtp"
     if isinstance(drafter, torch.Tensor):
         raise ConfigError("drafter is a tensor; the order is generate(model, drafter, input_ids)")
-    ids = _input_ids(model, settings, _one_of("input_ids", input_ids, "inputs", inputs))
+    ids = _input_ids(model, settings, _either_name("input_ids", input_ids, "inputs", inputs))
     mask = _attention_mask(settings, ids, attention_mask)
     copies = settings.copies()
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
@@ -359,7 +359,7 @@ def _refusal(name: str, value: Any, source: str) -> str:
     return f"{said} is not supported by specdec.generate; {advice}"
 
 
-def _one_of(name: str, value: Any, alias: str, other: Any) -> Any:
+def _either_name(name: str, value: Any, alias: str, other: Any) -> Any:
     if value is not None and other is not None:
         raise ConfigError(f"{name} and {alias} are two names of one thing; give one of them")
     return value if other is None else other

@@ -275,7 +275,7 @@ def test_grids_are_told_from_ordinary_weights(dtype):
 
 
 def test_published_figures_name_known_pairs_and_their_source():
-    drafters = [pair.known_by for pairs in PAIRS_BY_TITLE.values() for pair in pairs]
+    drafters = [pair.published_name for pairs in PAIRS_BY_TITLE.values() for pair in pairs]
     assert all(drafters.count(drafter) == 1 for drafter in ACCEPTED)
     assert all(figure.source and figure.data for figure in ACCEPTED.values())
     assert published_acceptance("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant").length == 5.37

@@ -253,7 +253,7 @@ def test_two_tiles_hold_the_rows():
 
 def test_tiles_of_some_rows():
     """160 rows of Gemma 4 E4B on 132 multiprocessors: gate/up and head load a weight once, q/k/v are one wave."""
-    some = functools.partial(gemm_small.tiles_of_some, 160, wave=264)
+    some = functools.partial(gemm_small.tiles_for_some_rows, 160, wave=264)
     assert some(20480, 1, gated=True) == Tiles(128, 128, 64, 8, 3, 128, tail_m=32)
     assert some(262144, 1, gated=False) == Tiles(128, 128, 64, 8, 4, 128, tail_m=32)
     assert some(3072, 4, gated=False) == Tiles(64, 128, 64, 4, 3, 64, tail_m=32)  # 192 programs, where 288 were

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
-from specdec.draft_models.checkpoints.drafter_formats import kept_layout
+from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
 from specdec.drafter_loading import drafts_by_modules
 from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
@@ -164,7 +164,7 @@ def test_layouts_of_a_config_are_those_of_the_served_model(family, make_target) 
 )
 def test_heads_keep_by_their_config_what_their_tensors_say(kind, tmp_path) -> None:
     spec = read_drafter(kind, write_drafter(kind, tmp_path))
-    assert kept_layout(json.loads((tmp_path / "config.json").read_text())) == spec.kv_layout
+    assert layout_of_config(json.loads((tmp_path / "config.json").read_text())) == spec.kv_layout
 
 
 def test_a_narrow_v_takes_its_own_width(tmp_path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kv_rig import SWA, KVRig, layer_spec
 
-from specdec.attention.dense import VisibleKeys, known_in_block
+from specdec.attention.dense import VisibleKeys, block_visibility
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
@@ -126,7 +126,7 @@ class Scene:
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
                 if plan.write is not None:
-                    own = known_in_block(plan)
+                    own = block_visibility(plan)
                     seen += [
                         (block_k[b, j], block_v[b, j])
                         for j in range(rows)

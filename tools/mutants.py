@@ -186,7 +186,7 @@ class Runner:
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         self._all: list[Copy] = []
         self._copies: SimpleQueue[Copy] = SimpleQueue()
-        self._said = threading.Lock()
+        self._with_tokens = threading.Lock()
         for number in range(jobs):
             copy = Copy(Path(self._folder.name, str(number)))
             for name in names:
@@ -250,7 +250,7 @@ class Runner:
             copy.write(applied.path, applied.before)
             self._copies.put(copy)
         result.seconds, result.file = round(time.monotonic() - began, 1), applied.path
-        with self._said:
+        with self._with_tokens:
             print(f"  {result.verdict:<14} {mutant.name}  {result.seconds:.0f} s", file=sys.stderr, flush=True)
         return result
 

@@ -86,7 +86,7 @@ class DraftPlan(NamedTuple):
             return first.expand(-1, self.topk)
         return first + torch.arange(self.topk, device=first.device)
 
-    def seen_from(self, level: int) -> torch.Tensor:
+    def window_positions(self, level: int) -> torch.Tensor:
         """Position from which the windows of a level's nodes count, [B, K]."""
         if self.anchored:
             return self.committed_len[:, None].expand(-1, self.topk)
@@ -181,7 +181,7 @@ class CopiedDraftBlock:
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
         key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        return visible(self.draft.seen_from(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
+        return visible(self.draft.window_positions(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
 
 
 class PagedDraftBlock:
@@ -238,7 +238,7 @@ class PagedDraftBlock:
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
             *(kept.k, kept.v, pages),
             start,
-            *(draft.committed_len, draft.seen_from(self.level)),
+            *(draft.committed_len, draft.window_positions(self.level)),
             page_size=self.page_size,
             window=window,
             first_key=first_key,

@@ -16,7 +16,7 @@
                        SpecForge (DSpark)                      `projector_type`
 
 To add a format, add a table here. If a key's meaning does not fit a table, code in its family's `checkpoint` reads it.
-`kept_layout` gives the K/V that a head keeps, from its config.json alone.
+`layout_of_config` gives the K/V that a head keeps, from its config.json alone.
 """
 
 import re
@@ -57,7 +57,7 @@ def harmless(*names: str) -> re.Pattern[str]:
     return re.compile(f"{HARMLESS_NAME}|^({'|'.join(sorted({*HARMLESS, *names}))})$")
 
 
-def each(key: Key, *names: str) -> dict[str, Key]:
+def rows_of(key: Key, *names: str) -> dict[str, Key]:
     """Repeat a row for several keys."""
     return dict.fromkeys(names, key)
 
@@ -73,29 +73,31 @@ LAYER_KEYS: dict[str, Key] = {
     "rms_norm_eps": Key(NUMBER, "rms_norm_eps"),
     "hidden_act": Key(TEXT, "hidden_act"),
     # windows and RoPE
-    **each(Key(FLAG), "use_sliding_window"),
-    **each(Key(NUMBER), "max_window_layers", "rope_theta"),
-    **each(Key(OBJECT), "rope_parameters", "rope_scaling"),
-    **each(Key(), "layer_types", "model_type", "sliding_window"),
+    **rows_of(Key(FLAG), "use_sliding_window"),
+    **rows_of(Key(NUMBER), "max_window_layers", "rope_theta"),
+    **rows_of(Key(OBJECT), "rope_parameters", "rope_scaling"),
+    **rows_of(Key(), "layer_types", "model_type", "sliding_window"),
     # compared with the tensors and the target
-    **each(Key(COUNT), "vocab_size", "num_hidden_layers", "target_hidden_size"),
+    **rows_of(Key(COUNT), "vocab_size", "num_hidden_layers", "target_hidden_size"),
 }
 """Keys of decoder layers, common to all formats."""
 EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
     "norm_before_residual": Key(FLAG, "norm_before_residual"),
     "norm_before_fc": Key(FLAG, "norm_before_fc"),
     "fc_norm": Key(FLAG, "fc_norm"),
-    **each(Key(FLAG), "use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"),
-    **each(Key(COUNT), "draft_vocab_size", "num_aux_hidden_states"),
-    **each(Key(NUMBER), "query_pre_attn_scalar", "rotary_dim"),
-    **each(Key(OBJECT), LAYER_CONFIG, EAGLE_CONFIG),
+    **rows_of(Key(FLAG), "use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"),
+    **rows_of(Key(COUNT), "draft_vocab_size", "num_aux_hidden_states"),
+    **rows_of(Key(NUMBER), "query_pre_attn_scalar", "rotary_dim"),
+    **rows_of(Key(OBJECT), LAYER_CONFIG, EAGLE_CONFIG),
     # their meaning depends on their place: `resolve_aux_ids`, `read_norm_output`
     AUX_IDS: Key(LIST, places=("", EAGLE_CONFIG), merged=False),
     "norm_output": Key(FLAG, places=("", EAGLE_CONFIG), merged=False),
     # the values with which a head computes the same as `Eagle3Head`
-    **each(Key(only=(False,)), "add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"),
-    **each(Key(only=(True,)), "is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"),
-    **each(Key(only=(1.0,)), "logit_scale", "partial_rotary_factor", "rotary_pct"),
+    **rows_of(
+        Key(only=(False,)), "add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"
+    ),
+    **rows_of(Key(only=(True,)), "is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"),
+    **rows_of(Key(only=(1.0,)), "logit_scale", "partial_rotary_factor", "rotary_pct"),
     "parallel_draft_step": Key(only=(1,)),
     "position_embedding_type": Key(only=("rope",)),
     "pruned_heads": Key(only=({}, [])),
@@ -109,7 +111,7 @@ BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     "num_target_layers": Key(COUNT),
     "markov_rank": Key(INDEX),
     "markov_head_type": Key(TEXT),
-    **each(Key(FLAG), "causal_head", "causal", "is_causal"),
+    **rows_of(Key(FLAG), "causal_head", "causal", "is_causal"),
     DFLASH_CONFIG: Key(OBJECT),
 }
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
@@ -220,8 +222,8 @@ GEMMA4_BLOCK = replace(
     layers=GEMMA4_TYPES,
     keys={name: key for name, key in BLOCK_KEYS.items() if name != "hidden_act"}
     | {"hidden_activation": Key(TEXT, "hidden_act"), "layer_types": Key(LIST)}
-    | each(Key(only=(False,)), "enable_moe_block", "use_double_wide_mlp", "use_bidirectional_attention")
-    | each(Key(only=(0,)), "hidden_size_per_layer_input"),
+    | rows_of(Key(only=(False,)), "enable_moe_block", "use_double_wide_mlp", "use_bidirectional_attention")
+    | rows_of(Key(only=(0,)), "hidden_size_per_layer_input"),
     harmless=harmless(*TRAINING, *GEMMA4_SHAPES, "hidden_act"),
 )
 SPECULATORS_BLOCK = replace(
@@ -231,7 +233,7 @@ SPECULATORS_BLOCK = replace(
     layers=(*QWEN3_TYPES, "llama"),  # speculators builds Qwen3 layers from both
     keys={name: key for name, key in BLOCK_KEYS.items() if name not in ("target_layer_ids", DFLASH_CONFIG)}
     | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
-    | each(Key(FLAG), "sample_from_anchor", "sliding_window_non_causal")
+    | rows_of(Key(FLAG), "sample_from_anchor", "sliding_window_non_causal")
     | {"draft_vocab_size": Key(COUNT)},
     harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
     tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),
@@ -251,7 +253,7 @@ EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
 BLOCK_FORMATS = (SPECULATORS_BLOCK, HF_BLOCK, GEMMA4_BLOCK, BLOCK)
 
 
-def kept_layout(config: Config) -> KVLayout:
+def layout_of_config(config: Config) -> KVLayout:
     """K/V of an EAGLE-3 head or a block drafter, from the config alone; when a head is loaded, its tensors decide.
     Raises CheckpointError and UnsupportedModelError, see `read_settings`."""
     formats = BLOCK_FORMATS if is_block_config(config) else EAGLE3_FORMATS

@@ -55,7 +55,7 @@ class MtpTarget(DescribedTarget, TargetInfo, Protocol):
     def logit_rule(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
 
-def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
+def layout_of_modules(target: KVLayout, like: int, count: int) -> KVLayout:
     """The layout of `count` modules: each has the fields and retention of the target's layer `like`."""
     layer = target.layers[like]
     return KVLayout(tuple(replace(layer, layer=number, owner=number) for number in range(count)))
@@ -102,7 +102,7 @@ class NativeMtpDrafter(Drafter):
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (len(self.layout.layers),)
         self.reads_every_state = family.normed_state
         self.windows = (self.layout.layers[family.like].window,) * count
-        self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
+        self.kv_layout: KVLayout | None = layout_of_modules(self.layout, family.like, count)
 
     def with_family(self, family: MtpFamily) -> "NativeMtpDrafter":
         """The drafter of these modules under other conventions. If their blocks are then like another layer, it is

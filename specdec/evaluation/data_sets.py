@@ -17,7 +17,7 @@ from typing import Any
 from specdec.errors import ConfigError, first_line, require_one_of
 from specdec.evaluation.gsm8k_report import final_number
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.text.prompt_files import Problem, json_lines, problem_of
+from specdec.text.prompt_files import Problem, json_lines, parse_problem
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -130,7 +130,7 @@ def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
         fields["turns"] = fields.pop("prompt")
     if name == "speed-bench" and "messages" in fields:  # as its prepare script writes it
         fields["turns"] = [_user_turn(message, where) for message in fields.pop("messages")]
-    problem = problem_of(fields, where)
+    problem = parse_problem(fields, where)
     if name == "speed-bench" and any(turn.startswith(PLACEHOLDER) for turn in problem.turns):
         raise ConfigError(f"{where}: the turns are placeholders; run SPEED-Bench's prepare script, and give its file")
     if name == "gsm8k":

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
-from specdec.draft_models.checkpoints.drafter_formats import kept_layout
+from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
-from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
+from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.native_mtp.mtp_module import is_unquantised
 from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
@@ -152,7 +152,7 @@ def plan_drafter(
         if name == MTP or drafts_by_modules(described, model, lambda: folder):
             return plan_modules(folder, model, spec)
         if is_drafter_config(described) and not is_assistant_config(described):  # a head
-            return PlannedDrafter(own_needs(kept_layout(described), spec), _weight_bytes(checkpoint, None))
+            return PlannedDrafter(own_needs(layout_of_config(described), spec), _weight_bytes(checkpoint, None))
     if not is_drafter_config(described) and not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     planned = on_meta(checkpoint, model.dtype)
@@ -187,7 +187,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> Planned
         stored = stored_tensors({str(files[name]) for name in names})
         tensors = [torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in names]
         weights = sum((each.to(target.dtype) if is_unquantised(each) else each).nbytes for each in tensors)
-    layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
+    layout = layout_of_modules(target.layout, conventions_of(folder, target).like, count)
     return PlannedDrafter(own_needs(layout, spec, reread=count - 1), weights, default_steps(count))
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
-from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
+from specdec.draft_models.native_mtp.mtp_drafter import layout_of_modules
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
 from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
@@ -155,7 +155,7 @@ def plan_shape_drafter(
 ) -> PlannedDrafter:
     """The drafter that a shape describes; its target is on `meta`."""
     if isinstance(described, MtpSpec):
-        layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
+        layout = layout_of_modules(model.layout, family_of(model).like, described.modules)
         needs = own_needs(layout, spec, reread=described.modules - 1)
         return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, model.dtype)

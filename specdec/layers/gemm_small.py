@@ -304,7 +304,7 @@ def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gate
     if num_rows > TWO_TILES:
         return Tiles(128, 64, 64, 8, 4, 128)
     if num_rows > 64:
-        tiles = tiles_of_some(num_rows, n, cut.splits, 2 * multiprocessors, gated=gated)
+        tiles = tiles_for_some_rows(num_rows, n, cut.splits, 2 * multiprocessors, gated=gated)
         stage = (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * x.element_size()
         return tiles._replace(num_stages=min(tiles.num_stages, shared_memory // stage))
     block_k, stages = (DEPTH if num_rows <= MAX_SMALL_ROWS else DEPTH_ABOVE_SMALL)[programs]
@@ -312,7 +312,7 @@ def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gate
     return Tiles(64, block_m, block_k, 4, stages, rows)
 
 
-def tiles_of_some(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
+def tiles_for_some_rows(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
     """Tiles for 65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 rows at
     once."""
     block_m, tail_m = two_tiles(num_rows)

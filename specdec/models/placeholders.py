@@ -56,7 +56,7 @@ class ReadTokens:
         embeds = self.given.get("inputs_embeds")
         return _equal(self.ids, tokens) and (embeds is None or _equal(embeds, self.embedded))
 
-    def same(self, other: "ReadTokens") -> bool:
+    def equals(self, other: "ReadTokens") -> bool:
         """Does the decoder get equal input?"""
         names = self.given.keys() | other.given.keys()
         return all(_equal(self.given.get(name), other.given.get(name)) for name in names)
@@ -104,7 +104,7 @@ def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torc
         except UnsupportedModelError as error:
             unread[token] = str(error)
             continue
-        if not as_other.is_plain(text(other)) or not as_other.same(found):
+        if not as_other.is_plain(text(other)) or not as_other.equals(found):
             unread[token] = why
         elif other != token:
             replaced[token] = other

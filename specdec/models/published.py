@@ -56,10 +56,10 @@ class PublishedPair:
     @property
     def accepts(self) -> PublishedAcceptance | None:
         """Published acceptance; None: unknown."""
-        return ACCEPTED.get(self.known_by)
+        return ACCEPTED.get(self.published_name)
 
     @property
-    def known_by(self) -> str:
+    def published_name(self) -> str:
         """The name under which figures are published: the drafter's, or the target's if it contains its drafter."""
         return self.target if self.drafter == "mtp" else self.drafter
 
@@ -69,7 +69,7 @@ ACCEPTED = {
     drafter: PublishedAcceptance(**{**figure, "by_depth": tuple(figure.get("by_depth", ()))})
     for drafter, figure in _TABLES["accepted"].items()
 }
-"""Published acceptance by `PublishedPair.known_by`, which is unique."""
+"""Published acceptance by `PublishedPair.published_name`, which is unique."""
 _GROUPS = {
     name: (group["title"], tuple(PublishedPair(**pair) for pair in group["pairs"]))
     for name, group in _TABLES["groups"].items()

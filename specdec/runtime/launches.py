@@ -67,7 +67,7 @@ class Launches:
         due = np.zeros(self._scheduler.table.max_requests, dtype=np.int64)
         for launched in self.unsettled:
             if launched.drawing is None:
-                due[_of_present(launched.batch.rows, launched.present())] += 1
+                due[_select_present(launched.batch.rows, launched.present())] += 1
         return due
 
     def settle(self, *, busy: bool) -> list[Request]:
@@ -92,7 +92,7 @@ class Launches:
                 self._ended = None
                 if present:
                     settle_chunks(self._state, launched, present)
-            finished += self.release_finished(_of_present(launched.requests, present))
+            finished += self.release_finished(_select_present(launched.requests, present))
         return finished
 
     def settle_before_parts(self) -> list[Request]:
@@ -111,8 +111,8 @@ class Launches:
         return finished
 
     def _settle_round(self, launched: LaunchedStep, present: Sequence[int]) -> None:
-        requests, shape = _of_present(launched.requests, present), launched.shape
-        rows, result = _of_present(launched.batch.rows, present), launched.result()
+        requests, shape = _select_present(launched.requests, present), launched.shape
+        rows, result = _select_present(launched.batch.rows, present), launched.result()
         if len(present) < len(launched.requests):
             result = result.select_requests(present)
         before = sum(request.num_output for request in requests) if shape.num_steps else 0
@@ -138,7 +138,7 @@ class Launches:
             self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))
 
 
-def _of_present(values: Any, present: Sequence[int]) -> Any:
+def _select_present(values: Any, present: Sequence[int]) -> Any:
     """Those of the requests numbered `present`, of a list or an array by request; the same object if all are."""
     if len(present) == len(values):
         return values

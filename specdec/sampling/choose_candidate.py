@@ -12,7 +12,7 @@ and all other reductions are maxima and minima.
 
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.collect_candidates import N_SIGMA, least_of
+from specdec.sampling.collect_candidates import N_SIGMA, sigma_bound
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream
 from specdec.sampling.row_scores import (
     INF,
@@ -284,7 +284,7 @@ def choose_kernel(
                 b_count += (b_x > -INF).to(tl.float64)
                 b_total += b_wide
                 b_squares += b_wide * b_wide
-            least = least_of(row_max, n_sigma, tl.sum(b_count), tl.sum(b_total), tl.sum(b_squares))
+            least = sigma_bound(row_max, n_sigma, tl.sum(b_count), tl.sum(b_total), tl.sum(b_squares))
         source = (list_len, p_list_id, p_list_x, row, row_max, temperature, least)
         open_row = (temperature > 0) | SCORES
         if open_row:

@@ -78,7 +78,7 @@ class Shortlist(NamedTuple):
     sums: torch.Tensor | None  # [R, tiles] float32: sum of e^(score - that)
 
     @classmethod
-    def given(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Shortlist":
+    def from_lists(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Shortlist":
         """Rows that consist of these tokens and logits only."""
         return cls(None, None, None, None, None, None, list_id, list_x, None, None)
 
@@ -162,7 +162,7 @@ def scan_kernel(
 
 
 @triton.jit
-def least_of(
+def sigma_bound(
     row_max: tl.tensor, n_sigma: tl.tensor, count: tl.tensor, total: tl.tensor, squares: tl.tensor
 ) -> tl.tensor:
     """max x - n sigma in float32, from float64 sums: summed in another order, they round to the same."""
@@ -212,7 +212,7 @@ def floor_kernel(
         count = tl.sum(tl.load(p_tile, mask=o_tile < num_tiles, other=0.0))
         total = tl.sum(tl.load(p_tile + num_tiles, mask=o_tile < num_tiles, other=0.0))
         squares = tl.sum(tl.load(p_tile + 2 * num_tiles, mask=o_tile < num_tiles, other=0.0))
-        least = least_of(row_max, n_sigma, count, total, squares)
+        least = sigma_bound(row_max, n_sigma, count, total, squares)
     tl.store(p_least + i_row, least)
     tl.store(p_count + i_row, 0)
     tl.store(p_mass + i_row, tl.zeros([], tl.int64))

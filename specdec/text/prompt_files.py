@@ -35,7 +35,7 @@ def read_prompts(path: str | Path, limit: int = 0) -> list[Problem]:
     """Problems of a JSONL file: 'question' (GSM8K), 'prompt' (HumanEval) or 'turns' (MT-bench); limit 0: all."""
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of prompts, or 0 for all, is expected")
-    problems = [problem_of(record, f"{path}:{line}") for line, record in islice(json_lines(path), limit or None)]
+    problems = [parse_problem(record, f"{path}:{line}") for line, record in islice(json_lines(path), limit or None)]
     if not problems:
         raise ConfigError(
             f"data={str(path)!r} holds no prompt; a line of JSON with {_names(QUESTION_KEYS)} is expected"
@@ -73,7 +73,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def problem_of(record: dict[str, Any], where: str) -> Problem:
+def parse_problem(record: dict[str, Any], where: str) -> Problem:
     """The problem in one object of a file. Raises ConfigError, whose text begins with `where`."""
     key = next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
     if key is None:

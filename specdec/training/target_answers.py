@@ -20,7 +20,7 @@ from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.progress import Stage
-from specdec.text.prompt_files import QUESTION_KEYS, json_lines, problem_of
+from specdec.text.prompt_files import QUESTION_KEYS, json_lines, parse_problem
 from specdec.text.prompts import as_messages
 from specdec.training.packed_rows import Document
 from specdec.training.train_settings import TrainSettings
@@ -100,7 +100,7 @@ def _chat_of(record: dict[str, Any], where: str) -> Chat:
         raise ConfigError(f"{where}: an object with one of {keys}")
     chat: Chat = []
     if given != ["messages"]:
-        chat = [{"role": "user", "content": problem_of(record, where).text.strip()}]
+        chat = [{"role": "user", "content": parse_problem(record, where).text.strip()}]
     if "messages" in given:
         try:
             chat = as_messages(record["messages"])

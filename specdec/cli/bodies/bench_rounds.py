@@ -43,8 +43,8 @@ def bench_rounds(options: BenchOptions) -> None:
     asked = options.timing
     require_outputs(options.json_file, asked.plot_file)
     plan = Plan(
-        batches=whole_numbers("batches", asked.batches),
-        contexts=whole_numbers("contexts", asked.contexts),
+        batches=parse_integers("batches", asked.batches),
+        contexts=parse_integers("contexts", asked.contexts),
         rounds=asked.rounds,
         peer=options.peer,
         profiled=asked.profile,
@@ -142,7 +142,7 @@ def choose_drafts(
     return {name: spec for name, spec in known.items() if name in names}
 
 
-def whole_numbers(name: str, words: str) -> list[int]:
+def parse_integers(name: str, words: str) -> list[int]:
     """Parse "1,8,32" or "1k,16k": ascending, without repeats."""
     found = []
     for word in (word.strip().lower() for word in words.split(",")):

@@ -47,8 +47,8 @@ def converse(options: ChatOptions) -> None:
 
 
 class Interrupts:
-    """Ctrl-C raises KeyboardInterrupt at most once in each block of `once`. Further ones are ignored, so that they
-    cannot interrupt the handling of the first.
+    """Ctrl-C raises KeyboardInterrupt at most once in each block of `interruptible`. Further ones are ignored, so that
+    they cannot interrupt the handling of the first.
 
     between: Ctrl-C outside of these blocks ends the program. At a terminal it is ignored there, since the user cannot
     see whether the program is between a question and its answer.
@@ -58,7 +58,7 @@ class Interrupts:
         self._between = self._armed = between
 
     @contextmanager
-    def once(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Use it within the `try` that expects a KeyboardInterrupt: it may be raised as the block begins or ends."""
         self._armed = True
         try:
@@ -96,11 +96,11 @@ class Conversation:
         self._engine = engine
         self._before = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Turn] = []
-        self._said = 0
+        self._num_turns = 0
         self._ids("Hello")
 
     def reset(self) -> None:
-        self.turns, self._said = [], 0
+        self.turns, self._num_turns = [], 0
 
     def ask(self, text: str, max_new_tokens: int) -> tuple[list[int], list[Turn]]:
         """The prompt of the next turn, and the oldest turns, which are dropped until it and its answer fit.
@@ -118,8 +118,8 @@ class Conversation:
         return ids, dropped
 
     def add(self, text: str, answer: str) -> None:
-        self._said += 1
-        self.turns.append(Turn(self._said, text, answer))
+        self._num_turns += 1
+        self.turns.append(Turn(self._num_turns, text, answer))
 
     def _ids(self, text: str) -> list[int]:
         messages: list[dict[str, Any]] = list(self._before)
@@ -158,7 +158,7 @@ class Session:
                 self.notes.print(Text(f"no command {line}; {COMMANDS}"))
             elif line:
                 try:
-                    with interrupts.once():
+                    with interrupts.interruptible():
                         self._turn(line)
                 except SpecDecError as error:
                     self.notes.print(Text(f"not answered: {error}"))
@@ -174,7 +174,7 @@ class Session:
             return
         while True:
             try:
-                with interrupts.once():
+                with interrupts.interruptible():
                     line = input(PROMPT)
             except EOFError:
                 print()

@@ -247,7 +247,7 @@ def make_drafter(shape: ModelShape, shrink: Shrink, target: TargetModel, seed: i
 
 def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetModel, seed: int) -> Drafter:
     if isinstance(described, MtpSpec):
-        modules = made_modules(described, target)
+        modules = make_modules(described, target)
         for number, module in enumerate(modules):
             randomise(nn.ModuleDict(module.parts()), seed + number, target.user_decoder)
         return NativeMtpDrafter(modules, family_of(target), target)
@@ -303,7 +303,7 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
             part.post_feedforward_layernorm_2.weight.mul_(MIXTURE_GAIN)
 
 
-def made_modules(spec: MtpSpec, target: DescribedTarget) -> list[MtpModule]:
+def make_modules(spec: MtpSpec, target: DescribedTarget) -> list[MtpModule]:
     """MTP modules of zeros for a target, on its device."""
     decoder, like = cast(Any, target.user_decoder), family_of(target).like
     block, shapes = described_module(spec, target)

@@ -148,7 +148,7 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
     numbers = raw.float()
     if weight.zeros is None:
         return numbers.sub_(8.0)
-    in_groups(numbers, weight.group).sub_(of_groups(weight.zeros))
+    in_groups(numbers, weight.group).sub_(per_group(weight.zeros))
     return numbers
 
 
@@ -157,7 +157,7 @@ def in_groups(numbers: torch.Tensor, group: int) -> torch.Tensor:
     return numbers.view(len(numbers), -1, group)
 
 
-def of_groups(values: torch.Tensor) -> torch.Tensor:
+def per_group(values: torch.Tensor) -> torch.Tensor:
     """[K / group, N] -> float32 [N, K / group, 1]."""
     return values.float().T.contiguous()[..., None]
 
@@ -165,7 +165,7 @@ def of_groups(values: torch.Tensor) -> torch.Tensor:
 def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] in `dtype`."""
     numbers = numbers_of(weight)
-    in_groups(numbers, weight.group).mul_(of_groups(weight.scales))
+    in_groups(numbers, weight.group).mul_(per_group(weight.scales))
     return numbers.to(dtype)
 
 

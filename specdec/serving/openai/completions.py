@@ -21,7 +21,7 @@ from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.streams import Streams
-from specdec.serving.tools.answer_events import Said, Text
+from specdec.serving.tools.answer_events import EventTokens, Text
 
 router = APIRouter(route_class=BodyRoute)
 MAX_TOKENS = 16
@@ -122,7 +122,7 @@ class CompletionTextAnswer(TextAnswer):
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
 
 
-def _joined(said: Iterable[Said]) -> str:
+def _joined(said: Iterable[EventTokens]) -> str:
     return "".join(event.text for event, _ in said if isinstance(event, Text))
 
 

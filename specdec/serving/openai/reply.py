@@ -12,7 +12,7 @@ from typing import Any
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, Said, Text
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Text
 from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader
 from specdec.text.detokenize import DraftColours
 
@@ -40,14 +40,14 @@ class Reply:
         self._reader = None if plain and not scored else AnswerReader(tokenizer, parser or AnswerParser(), stops)
         self._begun = False
 
-    def read(self, delta: StreamDelta) -> list[Said]:
+    def read(self, delta: StreamDelta) -> list[EventTokens]:
         """Events that this delta adds, in order."""
         self._scores += delta.logprobs or []
         if self._reader is None:
             if not delta.text:
                 return []  # such as a part of a character
             begins, self._begun = not self._begun, True
-            return [Said(Text("content", delta.text, begins), range(0))]
+            return [EventTokens(Text("content", delta.text, begins), range(0))]
         said = self._kept(self._reader.read(delta))
         for event, tokens in said:
             if isinstance(event, CallEnd):
@@ -76,7 +76,7 @@ class Reply:
             raise StoppingError("this answer was ended before its end; the server is stopping")
         return "tool_calls" if output.finish_reason == "stop" and self._last_call_complete else output.finish_reason
 
-    def _kept(self, said: list[Said]) -> list[Said]:
+    def _kept(self, said: list[EventTokens]) -> list[EventTokens]:
         """The events before the first call beyond `max_calls`."""
         for at, (event, _) in enumerate(said):
             if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
@@ -107,7 +107,7 @@ class MessageFold:
         self._ends: dict[str, str] = {}  # the last character of each field
         self._after_call = False
 
-    def deltas(self, said: Iterable[Said]) -> list[Delta]:
+    def deltas(self, said: Iterable[EventTokens]) -> list[Delta]:
         """Deltas in OpenAI's form, with one field each; adjacent ones with the same field are joined."""
         deltas: list[Delta] = []
         for event, _ in said:

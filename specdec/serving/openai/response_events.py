@@ -42,7 +42,7 @@ class ResponseBuilder:
                 return self._begin("function_call", call_id=event.id, name=event.name, arguments="")
             case CallArguments():
                 self._open["arguments"] += event.text
-                return [self._of_item("function_call_arguments.delta", delta=event.text)]
+                return [self._item_event("function_call_arguments.delta", delta=event.text)]
             case CallEnd():
                 return self._close("completed" if event.whole else "incomplete")
 
@@ -63,7 +63,7 @@ class ResponseBuilder:
             part[name] += more
         if not (said.text or any(details.values())):
             return events
-        return [*events, self._of_item(f"{part['type']}.delta", content_index=0, delta=said.text, **details)]
+        return [*events, self._item_event(f"{part['type']}.delta", content_index=0, delta=said.text, **details)]
 
     def _begin(self, kind: str, **fields: Any) -> list[ResponseEvent]:
         events = self._close("completed")
@@ -77,10 +77,10 @@ class ResponseBuilder:
             part = {"type": "reasoning_text", "text": ""}
         self._open = item
         self.output.append(item)
-        events.append(self._of_output("output_item.added"))
+        events.append(self._output_event("output_item.added"))
         if kind != "function_call":
             parts.append(part)
-            events.append(self._of_item("content_part.added", content_index=0, part=_copied(part)))
+            events.append(self._item_event("content_part.added", content_index=0, part=_copied(part)))
         return events
 
     def _close(self, status: str) -> list[ResponseEvent]:
@@ -89,24 +89,24 @@ class ResponseBuilder:
             return []
         if item["type"] == "function_call":
             whole = {"arguments": item["arguments"], "name": item["name"]}
-            events.append(self._of_item("function_call_arguments.done", **whole))
+            events.append(self._item_event("function_call_arguments.done", **whole))
         else:
             part = _copied(item["content"][0])
             whole = {name: value for name, value in part.items() if name not in ("type", "annotations")}
-            events.append(self._of_item(f"{part['type']}.done", content_index=0, **whole))
-            events.append(self._of_item("content_part.done", content_index=0, part=part))
+            events.append(self._item_event(f"{part['type']}.done", content_index=0, **whole))
+            events.append(self._item_event("content_part.done", content_index=0, part=part))
         item["status"] = status
-        events.append(self._of_output("output_item.done"))
+        events.append(self._output_event("output_item.done"))
         self._open = {}
         return events
 
     def _whole(self, kind: str) -> ResponseEvent:
         return self._event(kind, response=self.response | {"output": [_copied(item) for item in self.output]})
 
-    def _of_output(self, kind: str) -> ResponseEvent:
+    def _output_event(self, kind: str) -> ResponseEvent:
         return self._event(f"response.{kind}", output_index=len(self.output) - 1, item=_copied(self._open))
 
-    def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
+    def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
         item_id, output_index = self._open["id"], len(self.output) - 1
         return self._event(f"response.{kind}", item_id=item_id, output_index=output_index, **fields)
 

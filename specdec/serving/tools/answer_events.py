@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Said(NamedTuple):
+class EventTokens(NamedTuple):
     """An event with its tokens. Each token belongs to one event; tokens of markup belong to none."""
 
     event: Event

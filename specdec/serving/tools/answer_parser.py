@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.runtime.request import StreamDelta
-from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, Kind, Piece, Said, Text
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
 from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
 from specdec.serving.tools.reasoning import ReasoningFormat
 from specdec.text.token_texts import TokenTexts
@@ -56,7 +56,7 @@ class AnswerParser(CharacterReader):
         self._open = False  # a call has begun and not ended
         self._cut = False  # was the answer cut off by its length?
         marks = [thoughts.opens, thoughts.closes] if thoughts is not None else []
-        self._marks = _any_of([*self.special[:1], *marks])
+        self._marks = _first_characters([*self.special[:1], *marks])
         self._reading = self._parse()
         next(self._reading)
 
@@ -290,7 +290,7 @@ def _joined(first: Event, second: Event) -> Event | None:
     return None
 
 
-def _any_of(marks: list[str]) -> "re.Pattern[str]":
+def _first_characters(marks: list[str]) -> "re.Pattern[str]":
     """A pattern for the first character of any of these markers."""
     first = {mark[0] for mark in marks if mark}
     return re.compile(f"[{re.escape(''.join(sorted(first)))}]" if first else r"(?!)")
@@ -312,19 +312,19 @@ class AnswerReader:
         """For each token read so far, the index of its first character in the text."""
         return self._texts.begins
 
-    def read(self, delta: StreamDelta) -> list[Said]:
+    def read(self, delta: StreamDelta) -> list[EventTokens]:
         """The events of one delta; the last delta, with its output, ends the answer. Tokens without text at the end,
         such as an end token, belong to the last event if it is text."""
         output = delta.output
         pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
             pieces += self._parser.finish(cut=output.finish_reason == "length")
-        said = [self._said(piece) for piece in pieces]
+        said = [self._with_tokens(piece) for piece in pieces]
         if output is not None and isinstance(self._last, Text | None) and (rest := self._texts.tokens_after()):
             kind = "content" if self._last is None else self._last.kind
-            said.append(Said(Text(kind, "", begins=self._last is None), rest))
+            said.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
         return said
 
-    def _said(self, piece: Piece) -> Said:
+    def _with_tokens(self, piece: Piece) -> EventTokens:
         self._last = piece.event
-        return Said(piece.event, self._texts.tokens_in(piece.start, piece.end))
+        return EventTokens(piece.event, self._texts.tokens_in(piece.start, piece.end))

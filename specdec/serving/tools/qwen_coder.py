@@ -64,10 +64,10 @@ class TaggedCallParser(AnswerParser):
                 elif (yield from self._sees(CALL_ENDS)):
                     if not calls and (yield from self._precedes(BLOCK_ENDS)):
                         self._back_to(size)
-                        return self._taken(size)
+                        return self._take_value(size)
                     calls = max(0, calls - 1)
                 elif not calls and (yield from self._names_next(others)):
-                    return self._taken(size)
+                    return self._take_value(size)
                 else:
                     yield from self._next()
         if not ends:  # the value was cut off
@@ -76,9 +76,9 @@ class TaggedCallParser(AnswerParser):
             raise CutOff
         size = ends.get(True, ends[False])
         self._back_to(size + len(VALUE_ENDS))
-        return self._taken(size)
+        return self._take_value(size)
 
-    def _taken(self, size: int) -> str:
+    def _take_value(self, size: int) -> str:
         """The held value without the line ends around it."""
         text = "".join(self._held[:size])
         self._held.clear()
