@@ -1,7 +1,7 @@
 """The plan of a forward: everything that it needs to know about KV, in one immutable object.
 
-A plan looks up the write slots of all groups once, so no layer translates slots, and it lives for one step. One of five
-builders makes it on the device from the request table:
+A plan looks up the write slots of all groups once, so no layer translates slots, and it lives for one forward. One of
+five builders makes it on the device from the request table:
 
     plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
     plan_last     only the last token of each of these runs, once the K/V of the whole runs are stored

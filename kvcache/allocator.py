@@ -10,8 +10,8 @@ page in each windowed group, until that peer is evicted. Invariants (`check`):
     5. evict frees peers of one group only.
     6. windows stay mapped; this needs lengths, so `RequestTable.check` asserts it.
 
-Several rows and the prefix cache may claim one page, and some of them its peers too. Each releases its own claim, and a
-page without claims is free. A page that only the cache claims counts as available: `alloc` reclaims it.
+Several rows and the prefix cache may claim one page; its peers have claims of their own. Each claimant releases its own
+claim, and a page without claims is free. A page that only the cache claims counts as available: `alloc` reclaims it.
 """
 
 from collections.abc import Callable, Sequence
@@ -206,7 +206,8 @@ class HybridAllocator:
         self._frozen_for = []
 
     def check(self) -> None:
-        """Assert invariants 1, 2 and 4; cheap enough to call after every operation of a test."""
+        """Assert invariants 1 and 2, and that no freed page is mapped; cheap enough to call after every operation of a
+        test."""
         self.primary.check()
         if self.cache is not None:
             self.cache.check()

@@ -14,7 +14,7 @@ of a forward (`attention/kernels/page_table.py`), which reads the same maps; pla
 that they are given. No type checks that the group is the right one. So values by group are a `ByGroup`, indexed with
 the layer's own `GroupId`, and the sanitizer compares each plan with the table.
 
-Suffixes used everywhere: `row` (row of the request table), `pos` (position in a sequence), `node` (tree node),
+Suffixes outside kernels: `row` (row of the request table), `pos` (position in a sequence), `node` (tree node),
 `page`, `slot` (= page * page_size + offset), `layer` / `draft_layer`; `x_to_y` maps x to y; lengths end in `_len`.
 """
 

@@ -82,7 +82,7 @@ class PagePool:
         self.peak_pages = max(self.peak_pages, self.held_pages)
 
     def free(self, pages: IntArray) -> BoolArray:
-        """Release one row's claim for each time a page is named in `pages`. Returns which of the pages are free now.
+        """Release one claim of rows per occurrence of a page in `pages`. Returns which of the pages are free now.
 
         If a page is named more often than rows hold it, raises DoubleFreeError and frees none.
         """

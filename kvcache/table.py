@@ -31,12 +31,12 @@ FROZEN_EXTRA_KEYS = 2
 """Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
 token; the drafter reads the newest window + 1."""
 
-AHEAD = 16
+PREALLOC_SLOTS = 16
 """Slots that a row gets more than it needs, and peers that it keeps longer, while the pools have ample room: so most
 rounds change no slot and no map."""
 
-AMPLE = 4
-"""Room is ample if every pool has AMPLE times AHEAD free slots for each row."""
+PREALLOC_HEADROOM = 4
+"""Room is ample if every pool has PREALLOC_HEADROOM times PREALLOC_SLOTS free slots for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class RequestTable:
     """Rows of primary slots. A row has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
     padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
 
-    reread: how many of the last tokens of adopted pages are computed again, since the drafter needs their states.
+    reread: number of last tokens of adopted pages that are computed again, since the drafter needs their states.
     shared_len: position of each row's first own K/V, on host and device. K/V computed again before it are not stored.
     extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
-    max_lag: for each group, the most committed tokens that a reader may not have read yet; None: 0 for all. retain:
+    max_lag: by group, how many committed tokens the slowest reader may be behind; None: 0 for all. retain:
     [groups] committed keys that a forward may read before its first token (in the primary group: all), on host and
     device. Eviction keeps this many before the oldest unread token. evicted_len: [groups, rows] number of first tokens
     whose peers are freed.
@@ -149,7 +149,7 @@ class RequestTable:
 
     @property
     def has_ample_room(self) -> bool:
-        pages = AMPLE * self.max_requests * -(-AHEAD // self.allocator.page_size)
+        pages = PREALLOC_HEADROOM * self.max_requests * -(-PREALLOC_SLOTS // self.allocator.page_size)
         return min(pool.free_pages for pool in self.allocator.pools) >= pages
 
     def adopt_pages(self, row: int, pages: IntArray) -> None:
@@ -186,9 +186,9 @@ class RequestTable:
         return needed
 
     def ensure_slots_ahead(self, rows: IntArray, length: IntArray) -> None:
-        """`ensure_slots`, which gives these rows AHEAD slots more if any lacks one and there is ample room."""
+        """`ensure_slots`, which gives these rows PREALLOC_SLOTS slots more if any lacks one and there is ample room."""
         if self.pages_needed(rows, length).any():
-            ahead = np.minimum(length + AHEAD, max(self.slots.host.shape[1], int(length.max())))
+            ahead = np.minimum(length + PREALLOC_SLOTS, max(self.slots.host.shape[1], int(length.max())))
             ample = self.has_ample_room and self.pages_needed(rows, ahead).sum() <= self.allocator.available_pages
             self.ensure_slots(rows, ahead if ample else length)
 
@@ -274,11 +274,11 @@ class RequestTable:
         overwrite them (`runtime/launches.py`).
 
         `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short. ahead: with
-        ample room nothing is freed in a group until a row has AHEAD such tokens.
+        ample room nothing is freed in a group until a row has PREALLOC_SLOTS such tokens.
         """
         self.allocator.require_unfrozen("evict")
         page_size, freed = self.allocator.page_size, 0
-        least = AHEAD if ahead and self.has_ample_room else 1
+        least = PREALLOC_SLOTS if ahead and self.has_ample_room else 1
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
             read_len = self.committed_len.host[rows] - self.max_lag[group]

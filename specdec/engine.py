@@ -293,7 +293,7 @@ class Engine:
         request's row (`specdec.errors.name_row`), that request ends instead.
         """
         self.inbox.require_open()
-        self._in_turn(self._run, self._whole_step)
+        self._in_turn(self._run, self._run_step_transaction)
         return not self.inbox.is_idle
 
     def abort(self, id: int) -> None:
@@ -404,20 +404,21 @@ class Engine:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _in_turn(self, work: Callable[[], T], whole: Callable[[Callable[[], T]], T] | None = None) -> T:
+    def _in_turn(self, work: Callable[[], T], transaction: Callable[[Callable[[], T]], T] | None = None) -> T:
         """Do this work in a turn. If it raises, the next turn restarts requests from settled tokens."""
-        result = self._turns.run(lambda: with_modes_restored(lambda: (whole or self._whole)(work)))
+        result = self._turns.run(lambda: with_modes_restored(lambda: (transaction or self._run_transaction)(work)))
         self.inbox.drain()
         return result
 
     def _attempt_turn(self) -> bool:
         """Process the inbox in a turn, unless a thread has a turn or waits for one. Returns whether it was done."""
-        return self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None)))
+        return self._turns.attempt(lambda: with_modes_restored(lambda: self._run_transaction(lambda: None)))
 
-    def _whole_step(self, work: Callable[[], None]) -> None:
-        """`_whole` for a step: an error ends at most one request, and is not raised if it names the request's row."""
+    def _run_step_transaction(self, work: Callable[[], None]) -> None:
+        """`_run_transaction` for a step: an error ends at most one request, and is not raised if it names the request's
+        row."""
         try:
-            self._whole(work)
+            self._run_transaction(work)
         except Exception as error:
             named = self._faults.end_named(error)
             ended = named or self._faults.end_newest(error, self.inbox.live.values())
@@ -428,7 +429,7 @@ class Engine:
         else:
             self._faults.step_ended()
 
-    def _whole(self, work: Callable[[], T]) -> T:
+    def _run_transaction(self, work: Callable[[], T]) -> T:
         if self._interrupted:
             self.inbox.restart()
         self._interrupted = True
@@ -440,7 +441,7 @@ class Engine:
 
     def _advance(self, request: Request) -> None:
         """Run one step, unless the request has ended."""
-        self._in_turn(lambda: None if request.finished else self._run(), self._whole_step)
+        self._in_turn(lambda: None if request.finished else self._run(), self._run_step_transaction)
 
     def _close(self) -> None:
         """Close, within a turn. If it is interrupted, the next call of `close` repeats it."""

@@ -12,7 +12,7 @@ from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_alloca
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
-from specdec.kvcache.table import AHEAD
+from specdec.kvcache.table import PREALLOC_SLOTS
 from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
@@ -196,7 +196,7 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
         table.commit_chunk_on_host(rows, ints(1, 1))
         table.evict_unseen(rows, ahead=True)
         found.append((table.capacity.tolist(), table.evicted_len.tolist()) != before)
-        more = AHEAD if window_pages == 400 else 0
+        more = PREALLOC_SLOTS if window_pages == 400 else 0
         assert (table.capacity[rows] - table.committed_len.host[rows] < LOOKAHEAD + more).all()
         table.check()
     assert sum(found) == changed

@@ -1,6 +1,6 @@
 """The Triton kernels of `paged_attention`, which holds the math, the reference and the launch.
 
-    grid of attend_kernel (row tiles, B * Hkv, splits)
+    grid of paged_attention_kernel (row tiles, B * Hkv, splits)
 
     rows     0 ............................ N * G       the G query heads of a kv head, packed node-major, so that each
              |tile 0     |tile 1     |tile 2            K/V tile is read once for all of them

@@ -9,8 +9,8 @@
                                              that a row of the tile can see, so that what a window hides is not visited
 
 There are two ways of adding keys. SPLIT_LEN 0: one online softmax over all keys of a split; splits are cut evenly and
-merged by `merge_kernel` of `paged_attention`. Otherwise the same operations as in `tree_attention`: chains of SPLIT_LEN
-keys at absolute positions, folded in ascending order, so that a row has the bits of plain decoding.
+merged by `merge_paged_kernel` of `paged_attention`. Otherwise the same operations as in `tree_attention`: chains of
+SPLIT_LEN keys at absolute positions, folded in ascending order, so that a row has the bits of plain decoding.
 """
 
 from specdec.attention.kernels.key_tiles import (

@@ -35,7 +35,8 @@ from specdec.gpu.triton_device import device_limits
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
-"""With more partial results than this, the programs that compute them also fold them."""
+"""With more partial results than this the programs that compute them also fold them, as they do if there are enough
+programs of many rows."""
 
 
 MANY_HEADS = 8

@@ -4,10 +4,10 @@
     carry    after the module's norm, before it, or form T            affects the second draft, and later ones more
     block    like the target's layers of one kind, or of another      affects all drafts, if its tensors fit both
 
-Each token of a target's answers is one observation: the mean probability that it has in the drafts made 1 to STEPS
-tokens earlier, which is the rate at which they would be accepted. So each token counts once, and for at most one
-accepted draft. Log-probabilities are unsuitable: the large negative values of tokens that no draft would hit dominate
-the mean. Conventions are compared token by token; `is_clearly_better` decides whether a difference is chance.
+An observation is a token of the target's answers, with its mean probability in the drafts made 1 to STEPS tokens
+earlier: the rate at which they would be accepted. So each token counts once, and for at most one accepted draft.
+Log-probabilities are unsuitable: the large negative values of tokens that no draft would hit dominate the mean.
+Conventions are compared token by token; `is_clearly_better` decides whether a difference is chance.
 """
 
 import itertools

@@ -8,8 +8,8 @@ numbered by its token instead, in the same way for every module:
                  form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, the state that row (k - 1, q - 1) read
 
 So K/V of slot q depend only on tokens up to q + 1, as the prefix cache requires. After a commit of m + 1 tokens all
-modules run the same rows. The first of these rows needs the last row of module k - 1 from before the commit, so that
-row is kept for each request. Depth 0 is the committed row S - 1, whose token is the root. The draft at depth l + 1 is
+modules run the same rows. The first new row of module k reads the last old row of module k - 1, so that row is kept for
+each request. Depth 0 is the committed row S - 1, whose token is the root. The draft at depth l + 1 is
 drawn from module l (form R: the only module) at the nodes of depth l.
 """
 

@@ -217,7 +217,7 @@ class TargetModel(DescribedModel):
         self.weights.generation()
         context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
         narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
-        walk = self.walk(*self._entering(tokens, plan.positions), context, narrowing)
+        walk = self.walk(*self._decoder_inputs(tokens, plan.positions), context, narrowing)
 
         def finish() -> tuple[torch.Tensor, torch.Tensor | None]:
             return self._leaving(walk.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
@@ -255,12 +255,12 @@ class TargetModel(DescribedModel):
         narrowing: Narrowing | EarlyExit | None = None,
     ) -> torch.Tensor:
         """tokens, positions [B, N] -> states after the final norm [B, N, H]; with `narrowing`, of fewer rows."""
-        ids, places = self._entering(tokens, positions)
+        ids, places = self._decoder_inputs(tokens, positions)
         narrowed = {} if narrowing is None else {"narrowing": narrowing}
         out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
         return self._leaving(out.last_hidden_state, len(tokens))
 
-    def _entering(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoder_inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pack tokens, positions [B, N] for the decoder: [1, B * N]."""
         tokens = self.placeholders.replaced_in(tokens)
         if self.max_positions is not None:  # for drafts and padding after the end, whose output is not read

@@ -25,9 +25,9 @@ from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
-"""Called with each settled round: its shape, requests and result, the output tokens that all requests gained together
-(0 in a round without drafts), and its seconds. Seconds count from the end of the previous round if the device ran both
-without a pause, else from the round's start."""
+"""Called with each settled round: its shape, requests and result, the sum of the output tokens that its requests gained
+(0: not counted, in a round without drafts), and its seconds. Seconds count from the end of the previous round if the
+device ran both without a pause, else from the round's start."""
 
 
 class Launches:
@@ -73,9 +73,8 @@ class Launches:
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launches; if rounds are captured, all but the newest. Returns the requests that ended.
 
-        busy: the device has other work, a round or the prompt chunks of this step or the next. If not busy and
-        a launch brings a token, everything is settled: otherwise the device would idle while the token waits for the
-        next step.
+        busy: the device has other work, a round or the prompt chunks of this step or the next. If it has none and a
+        launch brings a token, everything is settled now: waiting for the next step would leave the device idle.
         """
         gaining = not busy and any(launched.gaining() for launched in self.unsettled)
         return self.settle_all(0 if gaining else self._lag)

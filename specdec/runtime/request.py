@@ -178,7 +178,7 @@ class Request:
     After an interrupted step, lists may be longer than `settled`; only the settled part counts.
     """
 
-    newest_loss: ClassVar[int] = 0  # another number whenever a request, of any engine, has lost its row
+    row_loss_epoch: ClassVar[int] = 0  # another number whenever a request, of any engine, has lost its row
 
     prompt: list[int]
     params: SamplingParams
@@ -328,7 +328,7 @@ class Request:
     def lose_row(self) -> None:
         """It waits, without a row. Results launched for the row are not its any more."""
         self.settled = self.settled._replace(stats=self.stats, figures=None)
-        Request.newest_loss = next(_LOSSES)
+        Request.row_loss_epoch = next(_LOSSES)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1
 

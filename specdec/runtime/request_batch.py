@@ -18,7 +18,7 @@ class RequestBatch:
     max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._checked = Request.newest_loss  # as of which all have their rows
+        self._checked = Request.row_loss_epoch  # as of which all have their rows
         self._all = list(range(len(requests)))
         self.requests = list(requests)
         self.epochs = [request.row_epoch for request in requests]
@@ -31,12 +31,12 @@ class RequestBatch:
 
     def present(self) -> list[int]:
         """Numbers of the requests that still have their row."""
-        newest_loss = Request.newest_loss
-        if self._checked != newest_loss:
+        row_loss_epoch = Request.row_loss_epoch
+        if self._checked != row_loss_epoch:
             epochs = [request.row_epoch for request in self.requests]
             if epochs != self.epochs:
                 return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
-            self._checked = newest_loss
+            self._checked = row_loss_epoch
         return self._all
 
 

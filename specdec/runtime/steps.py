@@ -190,8 +190,8 @@ class Steps:
         shape = round_shape(self.state, batch.rows, batch.params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
-        fixed = largest(self._drafts(batch, remaining, drafting & batch.fixed))
-        return self._with_chosen_draft(self.choice, shape, batch.rows, remaining, fixed)
+        min_draft = largest(self._drafts(batch, remaining, drafting & batch.fixed))
+        return self._with_chosen_draft(self.choice, shape, batch.rows, remaining, min_draft)
 
     def _drafts(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
         """Drafts of the requests that are `drafting` [B]."""
@@ -209,16 +209,16 @@ class Steps:
         shape: RoundShape,
         rows: IntArray,
         remaining: Sequence[int],
-        fixed: DraftShape,
+        min_draft: DraftShape,
     ) -> RoundShape:
-        """This shape with the draft that `choice` selects. Large captured rounds have only one draft. fixed: its
-        lower bound, which covers the drafts that requests fix."""
+        """This shape with the draft that `choice` selects. Large captured rounds have only one draft. min_draft: the
+        smallest draft allowed, since some requests have `adaptive=False`."""
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape
         max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = choice.choose(rows, max_drafts, bucket.batch, fixed, unsettled)
+        draft = choice.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)
         return shape.with_draft(draft)

@@ -1,7 +1,7 @@
 """Chooses the exact tokens from a row's candidates, or from the row itself, in one program.
 
     key      the bits of |score|: scores are at most 0, so a smaller key is a better score, and equal keys equal scores
-    top-k    the k-th smallest key, by halving the range of keys; both ends hop to keys that exist
+    top-k    the k-th smallest key: the range of keys is bisected, and after each probe both ends move to existing keys
     top-p    the largest key whose better entries weigh less than p of the whole, found in the same way; if entries
              tie at this key, the number of them that stay, and the last id that stays
     best     the best kept entry, by `noise_bound` first; float64 noise is computed only if it can change the result
@@ -37,7 +37,7 @@ SETTLED = tl.constexpr(-1)  # the count of a row whose token is chosen
 @triton.jit
 def _entries(source: tl.tuple, i_tile: tl.tensor, LISTED: tl.constexpr, TILE: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Tokens, scores and keys of one tile of the list or the row: a smaller key is a better score."""
-    num_entries, p_list_id, p_list_s, row, row_max, temperature, least = source
+    num_entries, p_list_id, p_list_s, row, row_max, temperature, min_logit = source
     o_entry = i_tile * TILE + tl.arange(0, TILE)
     m_entry = o_entry < num_entries
     if LISTED:
@@ -47,7 +47,7 @@ def _entries(source: tl.tuple, i_tile: tl.tensor, LISTED: tl.constexpr, TILE: tl
     else:
         b_id = o_entry
         b_x = load_logits(row, o_entry)
-        m_entry = m_entry & (b_x > -INF) & (b_x >= least)
+        m_entry = m_entry & (b_x > -INF) & (b_x >= min_logit)
         b_s = tl.where(m_entry, score_of(b_x, row_max, temperature), -INF)
     b_key = tl.where(m_entry, tl.abs(b_s).to(tl.int32, bitcast=True), LARGEST)
     return tl.where(m_entry, b_id, LARGEST), b_s, b_key
@@ -60,7 +60,7 @@ def _score_list(
     p_list_x: tl.tensor,
     row_max: tl.tensor,
     temperature: tl.tensor,
-    least: tl.tensor,
+    min_logit: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
     """Replace the list's logits by scores; a token that cannot be drawn loses its id."""
@@ -68,7 +68,7 @@ def _score_list(
         o_entry = i_tile * TILE + tl.arange(0, TILE)
         m_entry = o_entry < num_entries
         b_x = tl.load(p_list_x + o_entry, mask=m_entry, other=-INF)
-        b_x = tl.where(b_x >= least, b_x, -INF)
+        b_x = tl.where(b_x >= min_logit, b_x, -INF)
         b_s = tl.where(b_x > -INF, score_of(b_x, row_max, temperature), -INF)
         tl.store(p_list_x + o_entry, b_s, mask=m_entry)
         tl.store(p_list_id + o_entry, LARGEST, mask=m_entry & (b_x == -INF))
@@ -216,7 +216,7 @@ def choose_kernel(
     p_tile_max: tl.tensor,  # [R, tiles]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
-    p_least: tl.tensor,  # [R]
+    p_min_logit: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
     p_mass: tl.tensor,  # [R]
     p_list_id: tl.tensor,  # [R, capacity]
@@ -273,7 +273,7 @@ def choose_kernel(
             b_token = tl.where(b_x > b_max, b_id, tl.where(b_x == b_max, tl.minimum(b_id, b_token), b_token))
             b_max = tl.maximum(b_max, b_x)
         row_max = tl.max(b_max)
-        least, n_sigma = -INF, tl.load(p_real + N_SIGMA * num_requests + i_request)
+        min_logit, n_sigma = -INF, tl.load(p_real + N_SIGMA * num_requests + i_request)
         if sampled & (n_sigma > 0):
             b_zero = tl.zeros([TILE], tl.float64)
             b_count, b_total, b_squares = b_zero, b_zero, b_zero
@@ -284,11 +284,11 @@ def choose_kernel(
                 b_count += (b_x > -INF).to(tl.float64)
                 b_total += b_wide
                 b_squares += b_wide * b_wide
-            least = sigma_bound(row_max, n_sigma, tl.sum(b_count), tl.sum(b_total), tl.sum(b_squares))
-        source = (list_len, p_list_id, p_list_x, row, row_max, temperature, least)
+            min_logit = sigma_bound(row_max, n_sigma, tl.sum(b_count), tl.sum(b_total), tl.sum(b_squares))
+        source = (list_len, p_list_id, p_list_x, row, row_max, temperature, min_logit)
         open_row = (temperature > 0) | SCORES
         if open_row:
-            _score_list(list_len, p_list_id, p_list_x, row_max, temperature, least, TILE)
+            _score_list(list_len, p_list_id, p_list_x, row_max, temperature, min_logit, TILE)
         else:
             token = tl.min(tl.where(b_max == row_max, b_token, LARGEST))
             tl.store(p_token + i_row, tl.where(token < vocab_size, token, 0).to(tl.int64))
@@ -297,15 +297,15 @@ def choose_kernel(
             p_seen += i_request * s_seen
             p_path += i_row * path_len
         row = (p_logits + i_row * s_row, p_penalty, p_seen, p_path, vocab_size, softcap, cap_inverse, path_len)
-        row_max, least = tl.load(p_row_max + i_row), tl.load(p_least + i_row)
+        row_max, min_logit = tl.load(p_row_max + i_row), tl.load(p_min_logit + i_row)
         m_tile = o_tile < num_tiles
         o_tile = i_row * num_tiles + o_tile
         num_listed = tl.load(p_count + i_row)
         if LISTED:
-            source = (num_listed, p_list_id, p_list_x, row, row_max, temperature, least)
+            source = (num_listed, p_list_id, p_list_x, row, row_max, temperature, min_logit)
             open_row = num_listed <= capacity
             if open_row:
-                _score_list(num_listed, p_list_id, p_list_x, row_max, temperature, least, TILE)
+                _score_list(num_listed, p_list_id, p_list_x, row_max, temperature, min_logit, TILE)
             if tl.load(p_floor + i_row) > -INF:
                 if uses_k:
                     open_row = open_row & (top_k <= num_listed)
@@ -323,7 +323,7 @@ def choose_kernel(
                     tl.store(p_count + i_row, SETTLED)
                     open_row = temperature > 0
         else:
-            source = (vocab_size, p_list_id, p_list_x, row, row_max, temperature, least)
+            source = (vocab_size, p_list_id, p_list_x, row, row_max, temperature, min_logit)
             open_row = num_listed != SETTLED
     if open_row:
         if LISTED and not GIVEN:

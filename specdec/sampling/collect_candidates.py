@@ -69,7 +69,7 @@ class Shortlist(NamedTuple):
     tile_max: torch.Tensor | None  # [R, tiles] float32
     row_max: torch.Tensor | None  # [R] float32
     floor: torch.Tensor | None  # [R] float32
-    least: torch.Tensor | None  # [R] float32: logit that top-n-sigma asks for
+    min_logit: torch.Tensor | None  # [R] float32: logit that top-n-sigma asks for
     listed: torch.Tensor | None  # [R] int32: tokens that were to be listed, also beyond the capacity
     mass: torch.Tensor | None  # [R] int64: of the whole row, where the nucleus needs it
     list_id: torch.Tensor  # [R, capacity] int32
@@ -179,7 +179,7 @@ def floor_kernel(
     p_moments: tl.tensor,  # [R, 3, tiles]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
-    p_least: tl.tensor,  # [R]
+    p_min_logit: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
     p_mass: tl.tensor,  # [R]
     num_tiles: tl.tensor,
@@ -206,14 +206,14 @@ def floor_kernel(
     b_tile = tl.load(p_tile_max + i_row * num_tiles + o_tile, mask=o_tile < num_tiles, other=-INF)
     row_max = tl.max(b_tile)
     tl.store(p_row_max + i_row, row_max)
-    least = -INF
+    min_logit = -INF
     if (temperature > 0) & (n_sigma > 0):
         p_tile = p_moments + i_row * 3 * num_tiles + o_tile
         count = tl.sum(tl.load(p_tile, mask=o_tile < num_tiles, other=0.0))
         total = tl.sum(tl.load(p_tile + num_tiles, mask=o_tile < num_tiles, other=0.0))
         squares = tl.sum(tl.load(p_tile + 2 * num_tiles, mask=o_tile < num_tiles, other=0.0))
-        least = sigma_bound(row_max, n_sigma, count, total, squares)
-    tl.store(p_least + i_row, least)
+        min_logit = sigma_bound(row_max, n_sigma, count, total, squares)
+    tl.store(p_min_logit + i_row, min_logit)
     tl.store(p_count + i_row, 0)
     tl.store(p_mass + i_row, tl.zeros([], tl.int64))
     floor = -INF
@@ -229,7 +229,7 @@ def floor_kernel(
             wanted = top_k.to(tl.int32)
         b_group = tl.load(p_group_max + i_row * num_groups + o_group, mask=o_group < num_groups, other=-INF)
         floor = _floor_of(b_group, wanted)
-        floor = tl.where(floor > least, floor, -INF)  # all that top-n-sigma keeps is listed
+        floor = tl.where(floor > min_logit, floor, -INF)  # all that top-n-sigma keeps is listed
     tl.store(p_floor + i_row, floor)
 
 
@@ -243,7 +243,7 @@ def collect_kernel(
     p_path: tl.tensor,  # [R, D] or None
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
-    p_least: tl.tensor,  # [R]
+    p_min_logit: tl.tensor,  # [R]
     p_count: tl.tensor,  # [R]
     p_mass: tl.tensor,  # [R]
     p_list_id: tl.tensor,  # [R, capacity]
@@ -274,7 +274,7 @@ def collect_kernel(
     if SCORES or temperature > 0:
         top_k = tl.load(p_whole + TOP_K * num_requests + i_request)
         top_p = tl.load(p_real + TOP_P * num_requests + i_request)
-        row_max, least = tl.load(p_row_max + i_row), tl.load(p_least + i_row)
+        row_max, min_logit = tl.load(p_row_max + i_row), tl.load(p_min_logit + i_row)
         if p_seen is not None:
             p_seen += i_request * s_seen
             p_path += i_row * path_len
@@ -282,7 +282,7 @@ def collect_kernel(
         for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             o_token = i_tile * TILE + tl.arange(0, TILE)
             b_x = load_logits(row, o_token)
-            m_list = (b_x > -INF) & (b_x >= least)
+            m_list = (b_x > -INF) & (b_x >= min_logit)
             if _is_filtered(temperature, top_k, top_p, vocab_size):
                 if (top_k <= 0) | (top_k >= vocab_size):
                     b_mass = tl.where(m_list, mass_of(score_of(b_x, row_max, temperature)), 0)
@@ -351,7 +351,7 @@ def collect(
         tile_max=buffer(rows, num_tiles),
         row_max=buffer(rows),
         floor=buffer(rows),
-        least=buffer(rows),
+        min_logit=buffer(rows),
         listed=buffer(rows, dtype=torch.int32),
         mass=buffer(rows, dtype=torch.int64),
         list_id=buffer(rows, cut.capacity, dtype=torch.int32),
@@ -369,7 +369,7 @@ def collect(
     )
     floor_kernel[(rows,)](
         *(group_max, found.tile_max, *params, moments),
-        *(found.row_max, found.floor, found.least, found.listed, found.mass),
+        *(found.row_max, found.floor, found.min_logit, found.listed, found.mass),
         *(num_tiles, num_groups, vocab_size, num_nodes, batch, cut.capacity),
         SCORES=scores,
         K=k,

@@ -1,7 +1,7 @@
 """Sampling parameters of the running requests: a table on the device with a row for each, and the views that a round
 reads.
 
-    SamplingParams  --load-->  SamplingTable [rows, columns]  --at, a batch of rows-->  ParamVectors, Uses, biases
+    SamplingParams  --load-->  SamplingTable [rows, columns]  --row_params-->  ParamVectors of a batch, biases
 
 The columns are the seed and the numbers of `specdec.settings.sampling_numbers`; `ReferenceSampler` and `KernelSampler`
 draw with them. Logit biases lie next to the table, also as int64 cells, so that one upload sends all changes.

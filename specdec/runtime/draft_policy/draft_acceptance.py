@@ -1,8 +1,8 @@
 """Expected tokens per round of each draft, learned from accepted and rejected drafts.
 
     chance    probability that depth i + 1 of a draft is accepted if depth i was
-              of the engine: by source (model, lookup) and class; chains are one class, each tree is its own
-              of a request: by source; the engine's chance counts as ROW_WEIGHT drafts
+              The engine has one per source (model, lookup) and class; chains are one class, each tree is its own.
+              A request has one per source. The engine's is its prior, worth ROW_WEIGHT drafts
     tokens    1 + p_1 + p_1 p_2 + ...      p_i: the chance of the request at depth i
 
 A round counts for the depths that it reached. Counts decay, so old chances become uncertain again.

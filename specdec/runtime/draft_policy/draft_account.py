@@ -1,7 +1,7 @@
 """Bounds the time lost on rejected drafts to a share of the decoding time of the newest rounds.
 
-    balance   of each source: its equal part of (one plain round + SHARE of the seconds of all rounds)
-          + seconds that plain rounds take for the tokens of its rounds - seconds of its rounds
+    allowance   one plain round, and SHARE of the seconds of all rounds; each source has an equal part
+    balance     allowance + seconds of plain rounds for the same tokens - seconds that its rounds took
 
 The newest MEMORY rounds count, at the times that are believed *now*. So a burst of noise is not charged for long, and a
 draft that was timed too fast is charged in full when its true time is known. A draft is allowed only if the balance of

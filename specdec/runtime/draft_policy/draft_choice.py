@@ -34,16 +34,21 @@ class DraftChoice:
         self._use = DraftUse(shapes)
 
     def choose(
-        self, rows: IntArray, max_drafts: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
+        self,
+        rows: IntArray,
+        max_drafts: IntArray,
+        batch: int,
+        min_draft: DraftShape,
+        unsettled: Sequence[DraftShape] = (),
     ) -> DraftShape:
         """Choose for a round of rows [B] that can accept at most `max_drafts` [B] drafts each. batch: seats, padding
-        included. least: the smallest allowed draft, since a row has fixed it. unsettled: drafts of rounds in flight."""
+        included. min_draft: the smallest allowed draft, that a row has fixed. unsettled: drafts of rounds in flight."""
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
         tokens = self.acceptance.tokens(rows, max_drafts)  # [2, K]
         rate, hope = (tokens / (seconds if is_known else 1.0)).tolist()
-        if least.num_nodes > 1:
-            allowed = [number for number, shape in enumerate(self.shapes) if shape.covers(least)]
+        if min_draft.num_nodes > 1:
+            allowed = [number for number, shape in enumerate(self.shapes) if shape.covers(min_draft)]
         elif not is_known:
             allowed = [0]
         elif self._untried:  # try the smallest draft of each source once, whatever it costs

@@ -1,8 +1,8 @@
 """Seconds of a round with each draft.
 
 The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when the
-engine was made (or a guess) is one more sample, so a shorter time is believed at once and a longer one after three
-rounds. If the draft with the most samples takes longer than measured at the start, the measured times of all drafts
+engine was made (or a guess) is one sample of it. So a shorter time is believed after one round, a longer one after
+three. If the draft with the most samples takes longer than measured at the start, the measured times of all drafts
 rise by the same factor. A draft (or no draft) that has not run in the newest MEMORY rounds counts with half its time,
 so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other work, and all
 samples are dropped.

@@ -1,7 +1,7 @@
 """Captured rounds: the device side of a round is recorded once per shape, then replayed without Python.
 
     1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
-    2nd                    is captured, then replayed
+    2nd                    is captured, then replayed; a large shape only after LARGE_PATIENCE more
     later                  replayed
 
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,

@@ -32,8 +32,8 @@ DECODE_STAGES = ("other", "draft", "verify", "other")
 def decode_programs(state: DeviceState, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
     """The programs of one round; the last returns its packed result.
 
-    With grammars there are three: draft, which returns tokens and parents of the trees [2, B, N]; verify; and accept.
-    `Round.masks` holds the masks of the roots (N = 1) before draft, and those of all nodes of the trees before accept.
+    With grammars there are three: draft, verify, accept. Draft returns the trees [2, B, N]: tokens, then parents. The
+    host writes masks to `DeviceState.masks`: of the roots (N = 1) before draft, of all nodes before accept.
     """
     if not shape.uses.masked:
         return [lambda: DecodeRound(state, shape).run()]  # its tensors are freed when it returns
@@ -43,7 +43,7 @@ def decode_programs(state: DeviceState, shape: RoundShape) -> Sequence[Callable[
 
 
 class DecodeRound:
-    """One round, with the tensors that its three parts share. Every seated row gains at least one token."""
+    """One round, with the tensors that its three parts share. Each seated request gains at least one token."""
 
     def __init__(self, state: DeviceState, shape: RoundShape) -> None:
         self.state = state
@@ -119,10 +119,12 @@ class DecodeRound:
             prefix=self.prefix if tree.num_nodes == shape.width else None,
             positions=opened.chain_pos if opened.fits(tree) else None,
         )
-        self.fed = without_blanks(tree) if shape.forced else tree  # every node gets a valid token
-        self.states = state.target.forward(self.fed.tokens, self.plan, state.view, state.aux_layers)  # [B, N, H]
+        self.verify_tree = without_blanks(tree) if shape.forced else tree  # every node gets a valid token
+        self.states = state.target.forward(
+            self.verify_tree.tokens, self.plan, state.view, state.aux_layers
+        )  # [B, N, H]
         self.logits, self.softcap = state.logits(self.states[0], shape.logprobs)  # [B, N, V]
-        return self.fed.tokens  # a program must return a tensor to keep: this one is small
+        return self.verify_tree.tokens  # a program must return a tensor to keep: this one is small
 
     @torch.inference_mode()
     def accept(self) -> torch.Tensor:
@@ -131,7 +133,7 @@ class DecodeRound:
         state.clock.mark("other")
         allowed = state.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
-        drawn = self.sampler.draw_after(self.fed, allowed, self.logits, drawn_pos, self.softcap)
+        drawn = self.sampler.draw_after(self.verify_tree, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
         close = closing if state.on_kernels else reference_closing
         length, bonus, move = close(
@@ -152,7 +154,7 @@ class DecodeRound:
             seen = Observation(
                 rows=self.read_rows,
                 start=opened.committed_len,
-                tokens=self.fed.tokens,
+                tokens=self.verify_tree.tokens,
                 hidden=hidden,
                 aux_states=aux_states,
                 path=path,

@@ -29,8 +29,7 @@ from specdec.kvcache.table import Rows
 from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.opening import Opening
-from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.result import pack_round_result as pack_result
+from specdec.runtime.rounds.result import RoundShape, pack_round_result
 from specdec.runtime.rounds.round_weights import RoundWeights
 from specdec.runtime.rounds.unread import MAX_UNREAD, UnreadTokens, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
@@ -46,8 +45,8 @@ PREFILL_STAGES = ("prefill",)
 class Chunk(NamedTuple):
     """Prompt tokens that the target has read, and its final states at them.
 
-    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. states: the final states in `hidden`:
-    of every token [T, H], of the last token of each run [R, H], or none (zeros [R, H]). aux_states: [T, A * H].
+    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. hidden: [T, H] if `states` is EVERY,
+    the last state of each run [R, H] if it is LAST, zeros [R, H] if it is NONE. aux_states: [T, A * H].
     """
 
     pack: Pack
@@ -205,7 +204,7 @@ class DeviceState:
 
         Makes their K/V and the final states that `states` names. Layers that are needed for neither do not run.
         """
-        pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
+        pack, fed, plan, fewer = self._prepare_reading(rows, length, num_places, states)
         done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
         return Chunk.from_pack(pack, fed, done, states)
 
@@ -214,10 +213,10 @@ class DeviceState:
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> "PausedChunk":
         """Begin the forward of `read`, stopped before its first layer. Requires a target that can pause."""
-        pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
+        pack, fed, plan, fewer = self._prepare_reading(rows, length, num_places, states)
         return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
 
-    def _entering(
+    def _prepare_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> tuple[Pack, torch.Tensor, KVPlan, dict[str, Any]]:
         table = self.cache.table
@@ -275,7 +274,7 @@ class DeviceState:
         stamps = self.clock.stop()
         if earlier is not None:
             stamps = torch.stack([stamps[0] - earlier, stamps[1]])
-        return pack_result(one_node, scores, stamps)
+        return pack_round_result(one_node, scores, stamps)
 
     def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, begins: int) -> None:
         """Show the drafter the chunks and the target's states, unless all are after the drafter's last position."""

@@ -48,8 +48,8 @@ def round_shape(
 
 
 def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
-    """Turn off drafts for rows within `ahead` tokens of the drafter's last position. Returns the rows that this call
-    ended."""
+    """Turn off drafts for rows within `ahead` tokens of the drafter's last position. Returns those of them that must
+    catch up a last time: none if the drafter never reads late."""
     if state.max_positions is None:
         return rows[:0]
     reached = rows[state.cache.table.committed_len.host[rows] + ahead > state.max_positions]

@@ -3,8 +3,11 @@
     a round without its drafts   keeps the target's state at each committed token: states[row, position % MAX_UNREAD]
     catching up                  the drafter observes the unread tokens of all rows in one forward, like a prompt chunk
 
-All rows of a round catch up together: before the drafter drafts, before a row could have more than MAX_UNREAD unread
-tokens, and once when a row reaches the drafter's last position.
+All rows of a round catch up together, before a round
+
+    * in which the drafter drafts,
+    * after which a row could have more than MAX_UNREAD unread tokens, or
+    * in which a row reaches the drafter's last position, once.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """One choice of an answer: converts deltas to events in order, each with its tokens, and events to a chat's message,
 streamed or whole.
 
-Deltas may have any number of tokens; it knows no HTTP. The events of all deltas, joined, are those of the whole answer.
+Deltas may have any number of tokens; it knows no HTTP. Joined events do not depend on how an answer is divided.
 A message has one text, one thought and a list of calls, so only the deltas show the order of several texts. Separate
 texts of the answer are joined by a line end in the message; around a call they are kept as written.
 """
