@@ -20,16 +20,16 @@ class DenseForward(Protocol):
 
 def best_paths(
     forward: DenseForward, text: Sequence[int], levels: int, topk: int, count: int
-) -> tuple[list[Path], set[Path]]:
-    """Nodes that children are drawn from, level by level, and those of the draft: of `topk` children of each of the
-    best `topk` nodes of a level, the `count` with the best products of probabilities."""
-    beam, found, drawn_from = [(0.0, ())], list[tuple[float, Path]](), list[Path]()
+) -> tuple[dict[Path, torch.Tensor], set[Path]]:
+    """Logits at the nodes that children are drawn from, level by level, and the nodes of the draft: of `topk` children
+    of each of the best `topk` nodes of a level, the `count` with the best products of probabilities."""
+    beam, found, drawn_from = [(0.0, ())], list[tuple[float, Path]](), dict[Path, torch.Tensor]()
     for _ in range(levels):
         grown = []
         for score, path in beam:
-            best = forward.logits(text, path).log_softmax(-1).topk(topk)
+            drawn_from[path] = forward.logits(text, path)
+            best = drawn_from[path].log_softmax(-1).topk(topk)
             grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-        drawn_from += [path for _, path in beam]
         beam = sorted(grown, reverse=True)[:topk]
         found += grown
     return drawn_from, {path for _, path in sorted(found, reverse=True)[:count]}
@@ -49,6 +49,6 @@ def assert_best(forward: DenseForward, drafts: Sequence[Proposal], topk: int, to
         paths, levels = paths_of(draft), 1 + (len(draft.logits) - 1) // topk
         drawn_from, expected = best_paths(forward, draft.text, levels, topk, len(paths) - 1)
         assert set(paths[1:]) == expected and len(expected) == len(paths) - 1, draft.text
-        for path, found in zip(drawn_from, draft.logits, strict=True):
-            chosen, want = found > -torch.inf, forward.logits(draft.text, path).to(found.dtype)
-            torch.testing.assert_close(found[chosen], want[chosen], atol=tolerance, rtol=tolerance)
+        for want, found in zip(drawn_from.values(), draft.logits, strict=True):
+            chosen = found > -torch.inf
+            torch.testing.assert_close(found[chosen], want[chosen].to(found.dtype), atol=tolerance, rtol=tolerance)

@@ -23,7 +23,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases, usual
+from marks import deep, deep_cases, examples, usual
 from stand_ins import watch_proposals
 from tiny_models import FULL, SLIDING, eager, random_eagle3
 
@@ -281,7 +281,7 @@ def test_logits_and_kv_equal_a_dense_head(
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 20) for prompt in prompts]
     assert any(0 < sum(out.stats.accepted_counts) < 4 * out.stats.rounds for out in outputs)
-    assert_best(Dense(case.spec, tensors, model), seen, topk, 2e-3)
+    assert_best(Dense(case.spec, tensors, model), seen[:: 1 + len(seen) // examples(10, 100)], topk, 2e-3)
 
 
 def test_drafts_draw_with_the_noise_of_the_request(make_target, random_prompt) -> None:

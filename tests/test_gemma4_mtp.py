@@ -18,7 +18,7 @@ from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
 
-from marks import deep_cases, each_value, pairs, quick
+from marks import deep_cases, each_value, examples, pairs, quick
 from stand_ins import watch_proposals
 from tiny_models import GEMMA4_FAMILIES, TWO_OWNERS, eager
 
@@ -86,7 +86,7 @@ def test_every_step_equals_transformers(
     assert [out.token_ids for out in outputs] == [greedy_oracle(target, prompt, 24) for prompt in prompts]
     assert any(1 < out.stats.acceptance_length < STEPS + 1 for out in outputs)
     assert {int((row > -torch.inf).sum()) for each in seen for row in each.logits} == {3 if ordered else 12}
-    assert_best(Reference(target, assistant), seen[:: 1 + len(seen) // 24], 1, 1e-4)
+    assert_best(Reference(target, assistant), seen[:: 1 + len(seen) // examples(8, 24)], 1, 1e-4)
 
 
 def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
