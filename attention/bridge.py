@@ -158,7 +158,7 @@ class ForwardContext:
         destination = self.destination(call.layer)
         if destination is None:
             return call.answer(self, q, None, None)
-        self.plan.backend.store(destination, k, v)
+        self.plan.backend.store(self.view.writable_layer(call.layer), destination.slots, k, v)
         return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:

@@ -18,7 +18,6 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
-from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
@@ -52,24 +51,16 @@ class CheckedBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             self._check_pack(plan, plan.pack, group, window)
-        else:
-            self._check_lengths(plan)
-            steps = torch.arange(plan.positions.shape[1], device=plan.rows.device)
-            # node n lies at S + n, whatever its depth
-            self._check_writes(plan, group, plan.rows, plan.committed_len[:, None] + steps, self._own(plan))
-            self._check_pages(plan, group)
+            return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
+        self._check_lengths(plan)
+        self._check_writes(plan, group)
+        self._check_reads(plan, group)
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
-        rows, length = draft.rows.index, draft.committed_len[:, None]
         for layer, kept in store.layers.items():
-            read, start = block.prefix_slots(layer)
-            window = draft.windows[layer]
-            positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
-            oldest = 0 if window is None else length - window + 1
-            seen = (rows != self.sanitizer.table.padding_row)[:, None] & (positions >= oldest) & (positions < length)
-            self._check_reads(kept.group, rows, positions, read, seen)
+            self._check_draft(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
         return CheckedDraftBlock(block, store, draft, self.sanitizer)
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
@@ -79,40 +70,39 @@ class CheckedBackend:
             group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)])
         )
 
-    def _check_writes(
-        self, plan: KVPlan, group: GroupId, rows: torch.Tensor, positions: torch.Tensor, stored: torch.Tensor
+    def _check_draft(
+        self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
-        """Check the slots that a plan writes for rows [X] at positions [X, Y], if `stored` [X, Y]; others are null."""
-        if plan.write is None:
-            return
-        write = plan.write_slots(group).view(positions.shape)
-        inside = stored & (positions < self.sanitizer.table.slots.tensor.shape[1])
-        expected = torch.where(inside, self._slots_at(group, rows[:, None], positions), NULL_SLOT)
-        wrong = (write != expected) | (stored & (write == NULL_SLOT))
-        self.sanitizer.record_fault(Fault.WRITE, group, wrong, rows, positions, write, expected)
-        owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY).view_as(write) // plan.page_size]
-        self.sanitizer.record_fault(Fault.SHARED, group, stored & (owners > 1), rows, positions, write, expected)
-
-    def _check_reads(
-        self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor, read: torch.Tensor, seen: torch.Tensor
-    ) -> None:
-        """Check the slots `read` [X, Y] of keys at positions [X, Y] of rows [X], if `seen` [X, Y]."""
-        expected = self._slots_at(group, rows[:, None], positions)
+        """Compare `read` [B, L] with the table: slots of committed keys from position start [B] on."""
+        rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
+        positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
+        expected = self._slots_at(group, rows, positions)
+        oldest = 0 if window is None else length - window + 1
+        seen = (rows != self.sanitizer.table.padding_row) & (positions >= oldest) & (positions < length)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
-        self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
+        self.sanitizer.record_fault(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
 
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """Check the slot of every place, and of the oldest and the newest key that the place sees."""
         assert isinstance(plan.prefix, PackTables)
         table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.row_of]
-        [real] = self._own(plan)
-        stored = real & (pack.positions >= table.shared_len.tensor[rows])
-        self._check_writes(plan, group, rows, pack.positions[:, None], stored[:, None])
-        inside = real & (pack.positions < table.slots.tensor.shape[1])
+        real = pack.exists & (rows != table.padding_row)
+        inside = pack.positions < table.slots.tensor.shape[1]
+
+        def note(fault: Fault, found: torch.Tensor, positions: torch.Tensor, *slots: torch.Tensor) -> None:
+            self.sanitizer.record_fault(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
+
+        if plan.write is not None:
+            write, own = plan.write_slots(group), self._slots_at(group, rows, pack.positions)
+            stored = real & (pack.positions >= table.shared_len.tensor[rows])
+            wrong = torch.where(stored & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
+            note(Fault.WRITE, wrong, pack.positions, write, own)
+            owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY) // plan.page_size]
+            note(Fault.SHARED, stored & (owners > 1), pack.positions, write, own)
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
-            read = lines.slots_at(pack.row_of, positions)
-            self._check_reads(group, rows, positions[:, None], read[:, None], inside[:, None])
+            read, own = lines.slots_at(pack.row_of, positions), self._slots_at(group, rows, positions)
+            note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:
         """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last
@@ -123,18 +113,37 @@ class CheckedBackend:
         shown = (planned[:, None], committed[:, None], planned[:, None])
         self.sanitizer.record_fault(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
 
-    def _check_pages(self, plan: KVPlan, group: GroupId) -> None:
-        """Check the pages of the prefixes, and that they cover what the group keeps."""
-        assert isinstance(plan.prefix, PageTables)
-        page_size, length, real = plan.page_size, plan.committed_len[:, None], self._real(plan)[:, None]
+    def _check_writes(self, plan: KVPlan, group: GroupId) -> None:
+        if plan.write is None:
+            return
+        write = plan.write_slots(group).view(plan.positions.shape)  # [B, N]
+        steps = torch.arange(write.shape[1], device=write.device)
+        positions = plan.committed_len[:, None] + steps  # node n lies at S + n, whatever its depth
+        own = self._own(plan)
+        inside = own & (positions < self.sanitizer.table.slots.tensor.shape[1])
+        expected = torch.where(inside, self._slots_at(group, plan.rows[:, None], positions), NULL_SLOT)
+        wrong = (write != expected) | (own & (write == NULL_SLOT))
+        self.sanitizer.record_fault(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
+        owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY).view_as(write) // plan.page_size]
+        self.sanitizer.record_fault(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
+
+    def _check_reads(self, plan: KVPlan, group: GroupId) -> None:
+        rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
         pages, start = plan.prefix.pages(group)  # [B, P], [B]
-        positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size
-        self._check_reads(group, plan.rows, positions, pages * page_size, real & (positions < length))
+        columns = torch.arange(pages.shape[1], device=pages.device)
+        positions = start[:, None] + columns * page_size
+        expected = self._slots_at(group, rows, positions) // page_size
+        real = self._real(plan)[:, None]
+        wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
+        self.sanitizer.record_fault(
+            Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size
+        )
+
         oldest = (length - int(self.sanitizer.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
-        lost = self._slots_at(group, plan.rows[:, None], missing)
+        lost = self._slots_at(group, rows, missing)
         self.sanitizer.record_fault(Fault.COVER, group, short, plan.rows, missing, lost, lost)
 
     def check_finite(

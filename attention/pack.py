@@ -72,15 +72,21 @@ class RunSlots(NamedTuple):
 
 
 class PackTables(NamedTuple):
-    """Slots that a forward over a pack reads and writes. Lines of the primary group are those of the
+    """Slots that a forward over a pack reads and writes (`PrefixTables`). Lines of the primary group are those of the
     request table. Lines of a windowed group are made for the forward: they hold the keys that some token of the run
     sees, so they are O(window + longest run) wide."""
 
     lines: ByGroup[RunSlots]
     write: ByGroup[GroupLoc]
+    page_size: int
 
     def group_table(self, group: GroupId) -> RunSlots:
         return self.lines[group]
+
+    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+        lines = self.lines[group]
+        begin = torch.zeros_like(lines.line) if lines.begin is None else lines.begin
+        return lines.slots[lines.line, :: self.page_size] // self.page_size, begin
 
 
 def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
@@ -105,4 +111,4 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
 
     groups = [group for group, _ in allocator.pools.items()]
     lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)
-    return PackTables(ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)))
+    return PackTables(ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)), page_size)

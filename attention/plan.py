@@ -18,13 +18,12 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.kernels.page_table import PageTables
-from specdec.attention.pack import Pack, PackTables, locate_pack
+from specdec.attention.pack import Pack, locate_pack
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import NULL_SLOT, ByGroup, GroupId, GroupLoc
-from specdec.kvcache.layer_context import Destination, RecurrentContext
+from specdec.kvcache.layer_context import RecurrentContext
 from specdec.kvcache.table import RequestTable, Rows
 
 Attend = Callable[..., torch.Tensor]
@@ -32,14 +31,21 @@ Attend = Callable[..., torch.Tensor]
 scaling, softcap, sinks) -> [B, N, Hq, D]. The forward's own keys are in the pools already."""
 
 
+class PrefixTables(Protocol):
+    """Tables of the committed prefixes that a forward reads, in a form that only their backend knows. `write` has, by
+    group, the slots [B, N] of the N positions after each prefix, which the forward writes."""
+
+    @property
+    def write(self) -> ByGroup[GroupLoc]: ...
+    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. Used for checks."""
+
+
 class PlanBackend(KVOperations, Protocol):
     """The part of a backend that plans need: it makes their tables and computes with them."""
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Make tables of the prefixes [0, committed_len [B]), with slots of the `num_queries` positions after each."""
-
-    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [T, Hkv, D]."""
 
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
         """Attention under `plan` for layers of `group` with `window` (None: full attention).
@@ -58,7 +64,7 @@ class KVPlan:
     rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N] of the queries.
     tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
     write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
-    prefix: tables of the prefixes.
+    prefix: the backend's tables of the prefixes.
     block_len [B]: number of real queries of each causal run, before padding; None: all are real.
     pack: the runs of the row; rows and committed_len then have one entry per run, [R].
     window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.
@@ -69,7 +75,7 @@ class KVPlan:
     rows: torch.Tensor
     committed_len: torch.Tensor
     positions: torch.Tensor
-    prefix: PageTables | PackTables
+    prefix: PrefixTables
     page_size: int
     tree: DraftTree | None = None
     write: ByGroup[GroupLoc] | None = None
@@ -132,7 +138,7 @@ def plan_verify(
     tree: DraftTree,
     *,
     committed_len: torch.Tensor | None = None,
-    prefix: PageTables | None = None,
+    prefix: PrefixTables | None = None,
     positions: torch.Tensor | None = None,
 ) -> KVPlan:
     """Plan one tree per request. Node n writes to the slot of position S + n; its own position is S + depth[n].
@@ -165,7 +171,7 @@ def plan_frozen(
     window_shift: int,
     num_queries: int = 1,
     committed_len: torch.Tensor | None = None,
-    prefix: PageTables | None = None,
+    prefix: PrefixTables | None = None,
 ) -> KVPlan:
     """Plan queries that are all at position S + `position_offset` and see only the committed prefix [0, S).
 

@@ -61,34 +61,37 @@ class RunsAttention:
         return RunsAttention(columns.stop - columns.start, runs)
 
 
-def masked_runs(
-    query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    *,
-    pack: Pack,
-    lines: RunSlots,
-    window: int | None,
-    first_key: int = 0,
-    **options: Any,
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class MaskedRuns:
     """`RunsAttention` without a length read on the host, so it can be captured. All T places attend to every run, and a
     place keeps the result of its own run only; so it takes R times as long."""
-    out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
-    columns = torch.arange(lines.slots.shape[1], device=query.device)
-    for number in range(len(pack.rows)):
-        run = torch.full_like(columns, number)
-        keys = (columns if lines.begin is None else columns + lines.begin[number])[None]  # [1, L]
-        first, end = pack.start[number], pack.start[number] + pack.length[number]
-        oldest = torch.zeros_like(first) if window is None else (first - window + 1).clamp(min=0)
-        inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
-        mine = pack.exists & (pack.row_of == number)
-        positions = torch.where(mine, pack.positions, end - 1)[None]  # [1, T]
-        known = (keys == inside)[:, None] & (keys[:, None] <= positions[:, :, None])  # [1, T, L]
-        bias = bias_of(visible(positions, keys, known, window, first_key))
-        answer = VisibleKeys(lines.slots_at(run, inside[0])[None], bias).attend(query, pool_k, pool_v, **options)
-        out = torch.where(mine[:, None, None], answer, out)
-    return out
+
+    pack: Pack
+    lines: RunSlots
+    window: int | None
+    first_key: int = 0
+
+    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
+        pack, lines = self.pack, self.lines
+        out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
+        columns = torch.arange(lines.slots.shape[1], device=query.device)
+        for number in range(len(pack.rows)):
+            run = torch.full_like(columns, number)
+            keys = columns if lines.begin is None else columns + lines.begin[number]
+            first, end = pack.start[number], pack.start[number] + pack.length[number]
+            oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
+            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
+            mine = pack.exists & (pack.row_of == number)
+            back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
+            seen = (back >= 0) & (keys == inside)
+            if self.window is not None:
+                seen = seen & (back < self.window)
+            if self.first_key:
+                seen = seen & (keys >= pack.positions.clamp(max=self.first_key)[:, None])
+            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen[None])).attend
+            answer = attend(query, pool_k, pool_v, **options)
+            out = torch.where(mine[:, None, None], answer, out)
+        return out
 
 
 def dense_run(

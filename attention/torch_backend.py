@@ -1,7 +1,6 @@
 """The backend in plain torch. It runs anywhere, and is the reference for the Triton backend."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -14,13 +13,12 @@ from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
-from specdec.attention.runs import RunsAttention, dense_run, exact_run, masked_runs
+from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.beam import reference_expand
 from specdec.attention.trees.tree_builder import reference_select_tree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layer_context import Destination
-from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv
+from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -39,11 +37,10 @@ class TorchBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            lines = plan.prefix.group_table(group)
             if self.captured and not self.deterministic:
-                return partial(masked_runs, pack=plan.pack, lines=lines, window=window, first_key=plan.first_key)
+                return MaskedRuns(plan.pack, plan.prefix.group_table(group), window, plan.first_key)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.from_pack(make, plan.pack, lines, window, plan.first_key)
+            return RunsAttention.from_pack(make, plan.pack, plan.prefix.group_table(group), window, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         if self.deterministic:
             table = plan.prefix.group_table(group)
@@ -53,8 +50,8 @@ class TorchBackend:
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         return CopiedDraftBlock(store, draft)
 
-    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
+    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        reference_store_kv(k, v, slots, layer.k, layer.v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)

@@ -8,7 +8,7 @@ import torch
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
-from specdec.attention.kernels.ragged_attention import ragged_attention
+from specdec.attention.kernels.ragged_attention import RaggedAttention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
@@ -19,8 +19,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layer_context import Destination
-from specdec.kvcache.store import KVStore, move_kv, store_kv
+from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -41,9 +40,8 @@ class TritonBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            attend_runs = partial(ragged_attention, exact=self.deterministic, shares=shares)
-            lines, first_key = plan.prefix.group_table(group), plan.first_key
-            return partial(attend_runs, pack=plan.pack, lines=lines, window=window, first_key=first_key)
+            lines = plan.prefix.group_table(group)
+            return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=shares)
         return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
@@ -51,8 +49,8 @@ class TritonBackend:
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         return PagedDraftBlock(store, draft)
 
-    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
+    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        store_kv(k, v, slots, layer.k, layer.v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         addresses = store.addresses.get(group)

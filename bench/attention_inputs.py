@@ -7,7 +7,6 @@ from bench.device import DEVICE  # isort: skip - before triton
 import torch
 
 from bench.verify import in_float64
-from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels import paged_attention as pa
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
@@ -134,7 +133,7 @@ def prepare_paged(shape: Shape) -> Prepared:
     if not fp8:
         return Prepared(
             lambda **options: pa.paged_attention(**args, **options),
-            lambda: reference_paged_attention(**in_float64(args)),
+            lambda: pa.reference_paged_attention(**in_float64(args)),
         )
     args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
     rows = (args[name].transpose(1, 2).flatten(0, 1) for name in ("block_k", "block_v"))  # [B * M, Hkv, D]
@@ -146,46 +145,8 @@ def prepare_paged(shape: Shape) -> Prepared:
     own = {"block_k": numbers[0], "block_v": numbers[1], "block_scales": tuple(block.scales for block in blocks)}
     return Prepared(
         lambda **options: pa.paged_attention(**args | own, **options),
-        lambda: reference_paged_attention(**in_float64(args) | {"block_k": exact[0], "block_v": exact[1]}),
+        lambda: pa.reference_paged_attention(**in_float64(args) | {"block_k": exact[0], "block_v": exact[1]}),
     )
-
-
-def reference_paged_attention(
-    query: torch.Tensor,
-    block_k: torch.Tensor,
-    block_v: torch.Tensor,
-    block_positions: torch.Tensor,
-    ancestors: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    page_size: int,
-    window: int | None = None,
-    first_key: int = 0,
-    **options: Any,
-) -> torch.Tensor:
-    """Compute the attention by its definition, in float32, or in float64 for a float64 query. A key that no row sees
-    may be NaN."""
-    columns = torch.arange(pages.shape[1] * page_size, device=query.device)
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
-    k, v = (
-        torch.cat([pool[slots].transpose(1, 2), block], 2) for pool, block in ((pool_k, block_k), (pool_v, block_v))
-    )  # [B, Hkv, L + M, D]
-    keys = torch.arange(block_k.shape[2], device=query.device)
-    known = (ancestors[:, :, keys // pa.WORD] >> keys % pa.WORD) & 1 == 1  # [B, N, M]
-    column_pos = columns.expand(len(query), -1) if start is None else start[:, None] + columns
-    committed = (column_pos < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
-    key_pos = torch.cat([column_pos, block_positions], 1)
-    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    unseen = ~seen.any(1)[:, None, :, None]
-    k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
-    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
-    return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)
 
 
 def prepare_tree(shape: Shape) -> Prepared:

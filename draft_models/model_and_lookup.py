@@ -12,8 +12,11 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker,
 from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.kvcache.frozen import KVView
 
-NOT_OF_THE_MODEL = {"name", "reads_finished", "has_lookup"}
-"""Attributes of a drafter that a lookup has or changes. All others are those of its model."""
+OF_THE_MODEL = (
+    *("aux_layers", "kv_layout", "extra_keys", "reread", "reads_every_state", "fit", "unfused", "weights"),
+    *("may_lag", "max_steps", "default_steps", "max_positions"),
+)
+"""Attributes of a drafter that concern only its model, not a lookup."""
 
 
 class ModelAndLookup(Drafter):
@@ -25,9 +28,7 @@ class ModelAndLookup(Drafter):
         self.model, self.lookup = model, lookup
         self.name = f"{model.name} or {lookup.name}"
         self.reads_finished = lookup.reads_finished
-        for name in (
-            Drafter.__annotations__.keys() - NOT_OF_THE_MODEL
-        ):  # a model that does not inherit `Drafter` may lack some
+        for name in OF_THE_MODEL:  # a model that does not inherit `Drafter` may lack some
             setattr(self, name, getattr(model, name, getattr(Drafter, name)))
 
     def bind(self, binding: Binding) -> DraftWorker:

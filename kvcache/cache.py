@@ -17,7 +17,7 @@ from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD, StateCache
 from specdec.kvcache.sanitize import Sanitizer
-from specdec.kvcache.store import KVStore
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import Move, RequestTable
 
 CHECKPOINTS = 3
@@ -31,6 +31,9 @@ def num_state_slots(max_requests: int) -> int:
 
 class KVOperations(Protocol):
     """Operations on the tensors of a store. A backend of `specdec.attention` has them."""
+
+    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v [T, Hkv, D] at slots [T]."""
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         """Copy K/V of slots [M] in every layer of the group. All sources are read before any slot is written."""

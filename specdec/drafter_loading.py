@@ -14,7 +14,11 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    has_modules,
+    is_mtp_speculator,
+    native_mtp_drafter,
+)
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
@@ -116,7 +120,7 @@ def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, An
     """Drafters that "auto" tries for a target of `num_layers`: "mtp", and published names that are on disk. here:
     options of a checkpoint that is not downloaded."""
     try:
-        if module_count(checkpoint.config_file.parent, num_layers):
+        if has_modules(checkpoint.config_file.parent, num_layers):
             yield MTP
     except CheckpointError:
         pass  # missing or damaged
@@ -164,7 +168,7 @@ def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
     is_like_target = all(text.get(name) == getattr(target.config, name, None) for name in sizes)
-    return is_like_target and module_count(folder(), len(target.layout.layers)) > 0
+    return is_like_target and has_modules(folder(), len(target.layout.layers))
 
 
 def _model_and_lookup(

@@ -175,7 +175,7 @@ def recurrent(
         KVPlan(
             **shared,
             positions=integers(1, rows),
-            prefix=PackTables(ByGroup((lines, lines)), write),
+            prefix=PackTables(ByGroup((lines, lines)), write, 1),
             page_size=1,
             pack=runs,
         ),

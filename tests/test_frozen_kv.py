@@ -24,7 +24,6 @@ from kv_rig import (
 )
 
 from specdec.errors import FrozenKVError, KVStateError
-from specdec.kvcache.layer_context import Destination
 
 from snapshots import kv_contents
 
@@ -137,7 +136,7 @@ def test_write_goes_to_the_group_of_the_layer():
     one = torch.ones(1, 1, 1)
     for layer, k in ((0, one), (1, 3 * one)):
         kept = table.view.writable_layer(layer)
-        table.backend.store(Destination(kept.k, kept.v, plan.write_slots(kept.group)), k, 2 * k)
+        table.backend.store(kept, plan.write_slots(kept.group), k, 2 * k)
     assert torch.nonzero(table.store.layers[0].k).tolist() == [[swa.item(), 0, 0]]
     assert torch.nonzero(table.store.layers[1].v).tolist() == [[full.item(), 0, 0]]
     nowhere = dataclasses.replace(plan, write=None)

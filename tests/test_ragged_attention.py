@@ -14,7 +14,7 @@ from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.pack import Pack, RunSlots
-from specdec.attention.runs import RunsAttention, dense_run, exact_run, masked_runs
+from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
@@ -237,7 +237,6 @@ def test_random_packs_are_as_each_run_alone() -> None:
 )
 def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None, first_key: int) -> None:
     case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
-    keys = {"pack": case.pack, "lines": case.lines, "window": window, "first_key": first_key}
-    got = masked_runs(case.q, case.k, case.v, **keys, scaling=0.3)
+    got = MaskedRuns(case.pack, case.lines, window, first_key)(case.q, case.k, case.v, scaling=0.3)
     want = case.expected(window, None, None, first_key)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)

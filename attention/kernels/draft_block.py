@@ -22,7 +22,7 @@ from specdec.attention.kernels.page_table import build_page_tables, locate_prefi
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc, PrimaryLoc
-from specdec.kvcache.layer_context import Destination, ScoreOptions
+from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -99,7 +99,7 @@ class DraftBlock(Protocol):
     def enter_level(self, origin: torch.Tensor | None) -> None:
         """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
 
-    def destination(self, layer: int) -> Destination:
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
         """Tensors [slots, Hkv, D], and the slots [B * K] in them at which to write the K/V of the newest level."""
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
@@ -157,9 +157,9 @@ class CopiedDraftBlock:
             self.ancestors = self.ancestors | (columns <= (own if self.draft.order is NodeOrder.CAUSAL else own.amax()))
         self._bias = {sight: bias_of(self._seen(*sight)) for sight in self.prefix}
 
-    def destination(self, layer: int) -> Destination:
-        kept, cells = self.kept[layer], self._cells[self.draft.sight(layer)][:, self._newest()]
-        return Destination(kept.k, kept.v, GroupLoc(cells.flatten()))
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
+        cells = self._cells[self.draft.sight(layer)][:, self._newest()]
+        return self.kept[layer], GroupLoc(cells.flatten())
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.sight(layer)]
@@ -222,9 +222,8 @@ class PagedDraftBlock:
         else:
             self.bits = self.bits.gather(1, origin[:, :, None].expand_as(self.bits)) | own
 
-    def destination(self, layer: int) -> Destination:
-        own = self.scratch[layer]
-        return Destination(own.k, own.v, GroupLoc(self.slots[self.level]))
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
+        return self.scratch[layer], GroupLoc(self.slots[self.level])
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft

@@ -23,30 +23,11 @@ def page_slots(p_page: tl.tensor, o_column: tl.tensor, s_page: tl.tensor, PAGE_S
 
 
 @triton.jit
-def channels_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Offsets and mask of DIM channels in a tile of BLOCK."""
-    o_d = tl.arange(0, BLOCK)
-    return o_d, tl.full([BLOCK], True, tl.int1) if DIM == BLOCK else o_d < DIM
-
-
-@triton.jit
-def pool_of_head(
-    p_pool: tl.tensor,
-    p_scale: tl.tensor,  # or None
-    i_h: tl.tensor,
-    s_slot: tl.constexpr,
-    s_h: tl.tensor,
-    s_d: tl.tensor,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tuple:
-    """K or V of one head as `load_kv` reads them: addresses of slot 0 and of its scale, offsets and mask of channels
-    (in fp8 of pairs of them), strides of slots and channels."""
-    o_d, m_d = channels_of(DIM, BLOCK)
-    if p_scale is not None:
-        p_scale += i_h
-        o_d, m_d = channels_of(DIM // 2, BLOCK // 2)
-    return p_pool + i_h * s_h, p_scale, o_d, m_d, s_slot, s_d
+def pairs_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Offsets and mask of the pairs of a row of DIM numbers in a tile of BLOCK."""
+    o_pair = tl.arange(0, BLOCK // 2)
+    m_pair = tl.full([BLOCK // 2], True, tl.int1) if DIM == BLOCK else o_pair < DIM // 2
+    return o_pair, m_pair
 
 
 @triton.jit
@@ -98,26 +79,44 @@ def add_values(b_acc: tl.tuple, b_decay: tl.tensor, b_p: tl.tensor, b_v: tl.tupl
 
 
 @triton.jit
-def load_kv(
-    pool_k: tl.tuple,
-    pool_v: tl.tuple,
+def load_keys(
+    p_pool: tl.tensor,  # of one head: [slots, D], or [slots, D / 2] pairs
+    p_scale: tl.tensor,  # of one head: [slots], or None
     b_slot: tl.tensor,  # [BK, 1]
+    o_d: tl.tensor,  # [BD], or [BD / 2]
+    m_d: tl.tensor,
+    s_slot: tl.constexpr,
+    s_d: tl.tensor,
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> tl.tuple:
-    """K [BK, BD] and V [BK, BV] at these slots, which must all exist, each followed by the factors of its scores or
-    weights, [1, BK] or [1, 1]: see `fp8_kernels.py`. Pools: see `pool_of_head`."""
-    p_k, p_k_scale, o_d, m_d, s_k, s_d = pool_k
-    b_k = tl.load(p_k + b_slot * s_k + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
-    k_parts, b_k_factor = (b_k,), tl.full([1, 1], 1.0, tl.float32)
-    if p_k_scale is not None:
-        k_parts, b_k_factor = from_e4m3(b_k, DTYPE), tl.trans(tl.load(p_k_scale + b_slot * s_scale))
-    p_v, p_v_scale, o_v, m_v, s_v, s_c = pool_v
-    b_v = tl.load(p_v + b_slot * s_v + o_v[None, :] * s_c, mask=m_v[None, :], other=0)
-    v_parts, b_v_factor = (b_v,), tl.full([1, 1], 1.0, tl.float32)
-    if p_v_scale is not None:
-        v_parts, b_v_factor = decode_values(b_v, tl.load(p_v_scale + b_slot * s_scale), DTYPE)
-    return k_parts, b_k_factor, v_parts, b_v_factor
+) -> tuple[tl.tuple, tl.tensor]:
+    """K [BK, BD] at these slots, which must all exist, and the factors of their scores, [1, BK] or [1, 1]: see
+    `fp8_kernels.py`."""
+    b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
+    parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
+    if p_scale is not None:
+        parts, b_scale = from_e4m3(b_x, DTYPE), tl.trans(tl.load(p_scale + b_slot * s_scale))
+    return parts, b_scale
+
+
+@triton.jit
+def load_values(
+    p_pool: tl.tensor,
+    p_scale: tl.tensor,
+    b_slot: tl.tensor,
+    o_v: tl.tensor,
+    m_v: tl.tensor,
+    s_slot: tl.constexpr,
+    s_v: tl.tensor,
+    s_scale: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tuple[tl.tuple, tl.tensor]:
+    """`load_keys` for V."""
+    b_x = tl.load(p_pool + b_slot * s_slot + o_v[None, :] * s_v, mask=m_v[None, :], other=0)
+    parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
+    if p_scale is not None:
+        parts, b_scale = decode_values(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE)
+    return parts, b_scale
 
 
 @triton.jit

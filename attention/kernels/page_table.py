@@ -38,8 +38,8 @@ address."""
 
 
 class PageTables(NamedTuple):
-    """Tables of committed prefixes: page ids [B, width] of each group, the position `start` [groups, B] of each first
-    column, and the slots [B, N] of the N positions after each prefix, which a forward writes."""
+    """The `PrefixTables` of one launch: page ids [B, width] of each group, the position `start` [groups, B] of each
+    first column, and the slots [B, N] to write."""
 
     tables: ByGroup[torch.Tensor]
     start: torch.Tensor
@@ -50,7 +50,6 @@ class PageTables(NamedTuple):
         return self.tables[group], None if group == PRIMARY else self.start[group]
 
     def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P], and the position [B] of each first page."""
         return self.tables[group], self.start[group]
 
     def slots(self, group: GroupId, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,14 +18,16 @@ The sink and the block belong to split 0. The result of a row that sees nothing 
 the host reads nothing back, so it can be captured in a CUDA graph.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
+from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_device import device_limits
 from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
+from specdec.kvcache.layer_context import ScoreOptions
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -39,6 +41,44 @@ class PagedTiles(NamedTuple):
     num_warps: int
     num_stages: int
     waves: float = 2.0  # target number of programs per multiprocessor
+
+
+def reference_paged_attention(
+    query: torch.Tensor,
+    block_k: torch.Tensor,
+    block_v: torch.Tensor,
+    block_positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    pool_k: torch.Tensor,
+    pool_v: torch.Tensor,
+    pages: torch.Tensor,
+    start: torch.Tensor | None,
+    committed_len: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_size: int,
+    window: int | None = None,
+    first_key: int = 0,
+    **options: Unpack[ScoreOptions],
+) -> torch.Tensor:
+    """Compute the attention by its definition, in float32, or in float64 for a float64 query. A key that no row sees
+    may be NaN."""
+    columns = torch.arange(pages.shape[1] * page_size, device=query.device)
+    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    k, v = (
+        torch.cat([pool[slots].transpose(1, 2), block], 2) for pool, block in ((pool_k, block_k), (pool_v, block_v))
+    )  # [B, Hkv, L + M, D]
+    keys = torch.arange(block_k.shape[2], device=query.device)
+    known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
+    column_pos = columns.expand(len(query), -1) if start is None else start[:, None] + columns
+    committed = (column_pos < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
+    key_pos = torch.cat([column_pos, block_positions], 1)
+    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    unseen = ~seen.any(1)[:, None, :, None]
+    k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
+    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
+    return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)
 
 
 def paged_attention(
@@ -103,7 +143,7 @@ def paged_attention(
         *(query, block_k, block_v, numbers_k, numbers_v, *block_scales, scales_k, scales_v),
         *(pages, start, committed_len, positions, block_positions, ancestors),
         *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
-        *(query.stride(), block_k.stride(), block_v.stride(), *numbers_k.stride(), *numbers_v.stride()),
+        *(*query.stride(), *block_k.stride(), *block_v.stride(), *numbers_k.stride(), *numbers_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,
         KV_HEADS=kv_heads,

@@ -17,13 +17,13 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     NOWHERE,
     add_values,
-    channels_of,
     decode_values,
     join_parts,
-    load_kv,
+    load_keys,
+    load_values,
     page_slots,
+    pairs_of,
     parts_of,
-    pool_of_head,
     scores_of,
     zero_parts,
 )
@@ -36,16 +36,19 @@ BLOCK_N = tl.constexpr(16)  # keys per tile of the block
 @triton.jit
 def absorb(
     b_q: tl.tuple,
-    tile: tl.tuple,
+    b_k: tl.tuple,
+    b_v: tl.tuple,
+    b_k_scale: tl.tensor,
+    b_v_scale: tl.tensor,
     m_seen: tl.tensor,
-    state: tl.tuple,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tuple,
     scaling: tl.tensor,
     softcap: tl.tensor,
-) -> tl.tuple:
-    """One step of the online softmax, base 2: b_q [BM, BD] in parts, the keys of a `load_kv`, m_seen [BM, BK], [1,
-    BK], or None; state: maximum and sum [BM], accumulator [BM, BV] in parts."""
-    b_k, b_k_scale, b_v, b_v_scale = tile
-    b_max, b_sum, b_acc = state
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV] in parts, scales [1, BK] or [1,
+    1], m_seen [BM, BK], [1, BK], or None."""
     b_s = scores_of(b_q, b_k) * b_k_scale
     if softcap is None:
         b_s = b_s * (scaling * LOG2E)
@@ -94,9 +97,18 @@ def paged_attention_kernel(
     num_keys: tl.tensor,  # M
     num_splits: tl.tensor,
     num_pages: tl.tensor,
-    s_q: tl.tuple,
-    s_bk: tl.tuple,
-    s_bv: tl.tuple,
+    s_q_b: tl.tensor,
+    s_q_h: tl.tensor,
+    s_q_n: tl.tensor,
+    s_q_d: tl.tensor,
+    s_bk_b: tl.tensor,
+    s_bk_h: tl.tensor,
+    s_bk_n: tl.tensor,
+    s_bk_d: tl.tensor,
+    s_bv_b: tl.tensor,
+    s_bv_h: tl.tensor,
+    s_bv_n: tl.tensor,
+    s_bv_d: tl.tensor,
     s_pk_t: tl.constexpr,
     s_pk_h: tl.tensor,
     s_pk_d: tl.tensor,
@@ -130,11 +142,12 @@ def paged_attention_kernel(
     committed_len = tl.load(p_committed_len + i_b).to(tl.int32)
     o_row = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
-    o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
-    o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     m_row = o_node < num_rows
     b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
-    s_q_b, s_q_h, s_q_n, s_q_d = s_q
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
 
@@ -146,7 +159,7 @@ def paged_attention_kernel(
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
         b_max = tl.where(i_split == 0, b_sink, b_max)
     b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # the sink's; without a sink, the first key scales it to 0
-    state = b_max, b_sum, zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
+    b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
     start = 0
@@ -163,27 +176,30 @@ def paged_attention_kernel(
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_page = p_pages + i_b * s_page_b
-    pool_k = pool_of_head(p_pool_k, p_scale_k, i_h, s_pk_t, s_pk_h, s_pk_d, HEAD_DIM, BLOCK_D)
-    pool_v = pool_of_head(p_pool_v, p_scale_v, i_h, s_pv_t, s_pv_h, s_pv_d, VALUE_DIM, BLOCK_V)
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
+    if p_scale_k is not None:
+        p_scale_k += i_h
+        p_scale_v += i_h
+        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
+        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
-        tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, b_q[0].dtype)
+        b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype)
+        b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
         if first_key is not None:
             m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
-        state = absorb(b_q, tile, m_seen, state, scaling, softcap)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     # split 0: the block
-    s_bk_b, s_bk_h, s_bk_n, s_bk_d = s_bk
-    s_bv_b, s_bv_h, s_bv_n, s_bv_d = s_bv
-    _, _, o_k, m_k, _, _ = pool_k
-    _, _, o_x, m_x, _, _ = pool_v
     for i_key in tl.range(0, tl.where(i_split == 0, num_keys, 0), BLOCK_N, num_stages=1):
         o_key = i_key + tl.arange(0, BLOCK_N)
         m_key = o_key < num_keys
@@ -211,9 +227,8 @@ def paged_attention_kernel(
             b_k_scale = tl.trans(tl.load(p_block_k_scale + o_scale, mask=m_key[:, None], other=0.0))
             b_v_scale = tl.load(p_block_v_scale + o_scale, mask=m_key[:, None], other=0.0)
             b_v, b_v_scale = decode_values(b_own_v, b_v_scale, b_q[0].dtype)
-        state = absorb(b_q, (b_k, b_k_scale, b_v, b_v_scale), m_seen, state, scaling, softcap)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
-    b_max, b_sum, b_acc = state
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
     b_scale = tl.where(m_row, 1.0 / b_sum, 0.0)
     o_out = (i_b * num_rows + o_node) * (KV_HEADS * GROUP) + o_head

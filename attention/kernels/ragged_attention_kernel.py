@@ -15,11 +15,11 @@ SPLIT_LEN keys at absolute positions, folded in ascending order, so that a row h
 
 from specdec.attention.kernels.key_tiles import (
     LOG2E,
-    channels_of,
     join_parts,
-    load_kv,
+    load_keys,
+    load_values,
+    pairs_of,
     parts_of,
-    pool_of_head,
     zero_parts,
 )
 from specdec.attention.kernels.paged_attention_kernels import absorb
@@ -28,9 +28,68 @@ from specdec.gpu.triton_shim import tl, triton
 
 
 @triton.jit
+def _add_tile(
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,
+    p_scale_v: tl.tensor,
+    p_slots: tl.tensor,
+    i_key: tl.tensor,
+    lo: tl.tensor,
+    end: tl.tensor,
+    begin_of_line: tl.tensor,
+    b_q: tl.tuple,
+    b_pos: tl.tensor,
+    window: tl.tensor,
+    first_key: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tuple,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    o_d: tl.tensor,
+    m_d: tl.tensor,
+    o_v: tl.tensor,
+    m_v: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
+    """Add the tile of keys from i_key on. Columns outside [lo, end) load the nearest key inside and get weight 0."""
+    o_key = i_key + tl.arange(0, BLOCK_K)
+    o_inside = o_key
+    if MASKED:
+        o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
+    b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
+    b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype)
+    b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
+    m_seen = None
+    if MASKED:
+        m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
+        if window is not None:
+            m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+        if first_key is not None:
+            m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
+    if IN_ORDER:
+        b_max, b_sum, b_acc = absorb_in_order(
+            b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
+        )
+    else:
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
 def _walk(
-    pool_k: tl.tuple,
-    pool_v: tl.tuple,
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,
+    p_scale_v: tl.tensor,
     p_slots: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
@@ -42,37 +101,39 @@ def _walk(
     b_pos: tl.tensor,
     window: tl.tensor,
     first_key: tl.tensor,
-    state: tl.tuple,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_acc: tl.tuple,
     scaling: tl.tensor,
     softcap: tl.tensor,
+    o_d: tl.tensor,
+    m_d: tl.tensor,
+    o_v: tl.tensor,
+    m_v: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
     KV_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
-) -> tl.tuple:
-    """Add the keys [begin, stop), tile by tile. Before free_end every row sees every key, so no mask is needed. Columns
-    outside [lo, end) load the nearest key inside and get weight 0."""
-    for MASKED in tl.static_range(2):
-        first = tl.maximum(begin, free_end) if MASKED else begin
-        last = stop if MASKED else tl.minimum(stop, free_end)
-        for i_key in range(first, last, BLOCK_K):
-            o_key = i_key + tl.arange(0, BLOCK_K)
-            o_inside = o_key
-            m_seen = None
-            if MASKED:
-                o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
-            b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
-            tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, b_q[0].dtype)
-            if MASKED:
-                m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
-                if window is not None:
-                    m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
-                if first_key is not None:
-                    m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
-            if IN_ORDER:
-                state = absorb_in_order(b_q, tile, m_seen, state, scaling, softcap)
-            else:
-                state = absorb(b_q, tile, m_seen, state, scaling, softcap)
-    return state
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
+    """Add the keys [begin, stop). Before free_end every row sees every key, so no mask is needed."""
+    # fmt: off
+    for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
+        b_max, b_sum, b_acc = _add_tile(
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window,
+            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+            KV_HEADS, BLOCK_K, False, IN_ORDER,
+        )
+    for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
+        b_max, b_sum, b_acc = _add_tile(
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window,
+            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+            KV_HEADS, BLOCK_K, True, IN_ORDER,
+        )
+    # fmt: on
+    return b_max, b_sum, b_acc
 
 
 @triton.jit(do_not_specialize=["window", "first_key", "num_runs", "num_tokens", "num_splits", "s_line"])
@@ -159,14 +220,22 @@ def ragged_kernel(
         lo = tl.maximum(lo, first_pos - window + 1)
     end = tl.where(is_real, first_pos + count, 0)
 
-    o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
-    o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
     p_slots += line * s_line
-    pool_k = pool_of_head(p_pool_k, p_scale_k, i_h, s_pk_t, s_pk_h, s_pk_d, HEAD_DIM, BLOCK_D)
-    pool_v = pool_of_head(p_pool_v, p_scale_v, i_h, s_pv_t, s_pv_h, s_pv_d, VALUE_DIM, BLOCK_V)
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
+    if p_scale_k is not None:
+        p_scale_k += i_h
+        p_scale_v += i_h
+        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
+        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
     # without a window and a first key, every row sees every key before the tile's first token
     free_end = 0
     if GROWS and first_key is None:  # no window
@@ -184,11 +253,14 @@ def ragged_kernel(
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
             b_max = tl.where(i_split == 0, b_sink, b_max)
         b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
-        state = b_max, b_sum, zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
+        b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
+        # fmt: off
         b_max, b_sum, b_acc = _walk(
-            pool_k, pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window, first_key,
-            state, scaling, softcap, KV_HEADS, BLOCK_K, False,
-        )  # fmt: skip
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
+            b_pos, window, first_key, b_max, b_sum, b_acc, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t, s_pk_d,
+            s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, False,
+        )
+        # fmt: on
         b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
         if p_lse is not None:
             o_out += i_split * num_tokens.to(tl.int64) * (KV_HEADS * GROUP)
@@ -211,12 +283,15 @@ def ragged_kernel(
             stop = tl.minimum(split_begin(i_part + 1, SPLIT_LEN, GROWS), end)
             b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             b_part_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-            state = b_part_max, b_part_sum, zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
-            b_part_max, b_part_sum, b_parts = _walk(
-                pool_k, pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window, first_key,
-                state, scaling, softcap, KV_HEADS, BLOCK_K, True,
-            )  # fmt: skip
-            b_part = join_parts(b_parts)
+            b_part = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
+            # fmt: off
+            b_part_max, b_part_sum, b_part = _walk(
+                p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
+                b_pos, window, first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t,
+                s_pk_d, s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, True,
+            )
+            # fmt: on
+            b_part = join_parts(b_part)
             m_total = b_max > float("-inf")
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)

@@ -144,7 +144,7 @@ def tree_attention(
         *(pages, start, committed_len, positions, own.slots, own.run_end, block_len),
         *(part, part_max, part_sum, scaling, softcap, window, first_key or None),
         *(tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
-        *(query.stride(), *numbers_k.stride(), *numbers_v.stride(), *pages.stride(), *positions.stride()),
+        *(*query.stride(), *numbers_k.stride(), *numbers_v.stride(), *pages.stride(), *positions.stride()),
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,

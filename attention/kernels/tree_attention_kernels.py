@@ -21,12 +21,12 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     NOWHERE,
     add_values,
-    channels_of,
     join_parts,
-    load_kv,
+    load_keys,
+    load_values,
     page_slots,
+    pairs_of,
     parts_of,
-    pool_of_head,
     scores_of,
     zero_parts,
 )
@@ -63,14 +63,17 @@ def split_begin(split: tl.tensor, SPLIT_LEN: tl.constexpr, GROWS: tl.constexpr) 
 @triton.jit
 def absorb_in_order(
     b_q: tl.tuple,  # [BM, BD] in parts, as K and V: see `parts_of`
-    tile: tl.tuple,  # of `load_kv`
+    b_k: tl.tuple,  # [BK, BD]
+    b_v: tl.tuple,  # [BK, BV]
+    b_k_scale: tl.tensor,  # [1, BK] or [1, 1]
+    b_v_scale: tl.tensor,
     m_seen: tl.tensor,  # [BM, BK], or None: every row sees every key
-    state: tl.tuple,  # maximum [BM]; sum [BM, 16], 16 times; accumulator [BM, BV] in parts
+    b_max: tl.tensor,  # [BM]
+    b_sum: tl.tensor,  # [BM, 16], the sum 16 times
+    b_acc: tl.tuple,  # [BM, BV]
     scaling: tl.tensor,
     softcap: tl.tensor,
-) -> tl.tuple:
-    b_k, b_k_scale, b_v, b_v_scale = tile
-    b_max, b_sum, b_acc = state
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
     b_x = scores_of(b_q, b_k) * b_k_scale
     if softcap is None:
         factor = scaling * LOG2E
@@ -129,7 +132,10 @@ def attend_kernel(
     num_pages: tl.tensor,
     own_rows: tl.tensor,
     own_width: tl.tensor,
-    s_q: tl.tuple,
+    s_q_b: tl.tensor,
+    s_q_h: tl.tensor,
+    s_q_n: tl.tensor,
+    s_q_d: tl.tensor,
     s_pk_t: tl.constexpr,
     s_pk_h: tl.tensor,
     s_pk_d: tl.tensor,
@@ -184,16 +190,23 @@ def attend_kernel(
     first_split = split_of(request_lo, SPLIT_LEN, GROWS)
     num_splits = tl.where(request_lo < end, split_of(end - 1, SPLIT_LEN, GROWS) - first_split + 1, 0)
 
-    o_d, m_d = channels_of(HEAD_DIM, BLOCK_D)
-    o_v, m_v = channels_of(VALUE_DIM, BLOCK_V)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     wait_for_previous(PDL)  # the plan was complete before its first layer; queries, keys and values may not be
-    s_q_b, s_q_h, s_q_n, s_q_d = s_q
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
     DTYPE: tl.constexpr = b_q[0].dtype
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # offsets and masks within pools
     p_page = p_pages + i_b * s_page_b
-    pool_k = pool_of_head(p_pool_k, p_scale_k, i_h, s_pk_t, s_pk_h, s_pk_d, HEAD_DIM, BLOCK_D)
-    pool_v = pool_of_head(p_pool_v, p_scale_v, i_h, s_pv_t, s_pv_h, s_pv_d, VALUE_DIM, BLOCK_V)
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
+    if p_scale_k is not None:
+        p_scale_k += i_h
+        p_scale_v += i_h
+        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
+        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
     own_begin = committed_len // BLOCK_K * BLOCK_K
     own_base = committed_len // ALIGN * ALIGN
     shared_end = tl.minimum(own_begin, (start + num_pages * PAGE_SIZE) // BLOCK_K * BLOCK_K)
@@ -215,7 +228,7 @@ def attend_kernel(
         stop = tl.minimum(split_begin(first_split + i_part + 1, SPLIT_LEN, GROWS), end)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-        state = b_max, b_sum, zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
+        b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
 
         for i_key in range(begin, tl.minimum(stop, shared_end), BLOCK_K):
             o_key = i_key + tl.arange(0, BLOCK_K)
@@ -231,8 +244,11 @@ def attend_kernel(
                 m_seen = m_exists if m_seen is None else m_seen & m_exists
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
-            tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, DTYPE)
-            state = absorb_in_order(b_q, tile, m_seen, state, scaling, softcap)
+            b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, DTYPE)
+            b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, DTYPE)
+            b_max, b_sum, b_acc = absorb_in_order(
+                b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
+            )
 
         # the node's own tiles: one loop for each run of nodes on one path
         begin = tl.maximum(begin, own_begin)
@@ -258,11 +274,17 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                tile = load_kv(pool_k, pool_v, b_slot, KV_HEADS, DTYPE)
-                state = absorb_in_order(b_q, tile, m_seen, state, scaling, softcap)
+                b_k, b_k_scale = load_keys(
+                    p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype
+                )
+                b_v, b_v_scale = load_values(
+                    p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype
+                )
+                b_max, b_sum, b_acc = absorb_in_order(
+                    b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
+                )
             node = run_end + 1
 
-        b_max, b_sum, b_acc = state
         b_sum, b_split = tl.max(b_sum, 1), join_parts(b_acc)
         if FOLD:
             b_total_max, b_decay, b_weight = fold_weights(b_total_max, b_max)

@@ -24,32 +24,6 @@ CHUNK = 16
 
 
 @triton.jit
-def of_head(
-    inputs: tl.tuple,
-    strides: tl.tuple,
-    records: tl.tuple,
-    first_row: tl.tensor,
-    i_head: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-) -> tuple[tl.tuple, tl.tuple]:
-    """Addresses of one head: of its q, k, v, g and beta in `first_row`, and of its k, u and g at slot 0 of the
-    pools."""
-    key_head = i_head // (HEADS // KEY_HEADS)
-    p_q, p_k, p_v, p_g, p_beta = inputs
-    s_q, s_k, s_v, s_g, s_beta, _ = strides
-    p_q += first_row * s_q + key_head * K_DIM
-    p_k += first_row * s_k + key_head * K_DIM
-    p_v += first_row * s_v + i_head * V_DIM
-    p_g += first_row * s_g + i_head
-    p_beta += first_row * s_beta + i_head
-    p_pool_k, p_pool_u, p_pool_g = records
-    return (p_q, p_k, p_v, p_g, p_beta), (p_pool_k + key_head * K_DIM, p_pool_u + i_head * V_DIM, p_pool_g + i_head)
-
-
-@triton.jit
 def slots_at(
     p_table: tl.tensor, begin: tl.tensor, positions: tl.tensor, mask: tl.tensor, PAGE: tl.constexpr
 ) -> tl.tensor:
@@ -127,30 +101,30 @@ def fold_chunk(
 
 @triton.jit
 def weights_of(
-    queries: tl.tuple,
-    keys: tl.tuple,
+    p_q: tl.tensor,
+    p_k: tl.tensor,
     rows: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
     mask: tl.tensor,
-    others: tl.tuple,
+    p_other: tl.tensor,
     other_rows: tl.tensor,
+    other_stride: tl.tensor,
     other_mask: tl.tensor,
     apart: tl.tensor,
     K_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Weights that earlier records (keys `others`) have for the keys and the queries of `rows`; all three are an
-    address and a stride. apart [FOLD, FOLD]: log decay between two places; -inf if one does not see the other."""
-    p_q, s_q = queries
-    p_k, s_k = keys
-    p_other, s_other = others
+    """Weights that earlier records have for the keys and the queries of `rows`. apart [FOLD, FOLD]: log decay between
+    two places; -inf if one does not see the other."""
     by_key = tl.zeros_like(apart)
     by_query = tl.zeros_like(apart)
     for i_k in range(0, K_DIM, CHUNK):
         o_k = i_k + tl.arange(0, CHUNK)
-        other = tl.trans(load_block(p_other, other_rows, s_other, o_k, other_mask, K_DIM))
-        by_key = tl.dot(load_block(p_k, rows, s_k, o_k, mask, K_DIM), other, by_key, input_precision=PRECISION)
-        by_query = tl.dot(load_block(p_q, rows, s_q, o_k, mask, K_DIM), other, by_query, input_precision=PRECISION)
+        other = tl.trans(load_block(p_other, other_rows, other_stride, o_k, other_mask, K_DIM))
+        by_key = tl.dot(load_block(p_k, rows, stride_k, o_k, mask, K_DIM), other, by_key, input_precision=PRECISION)
+        by_query = tl.dot(load_block(p_q, rows, stride_q, o_k, mask, K_DIM), other, by_query, input_precision=PRECISION)
     decay = tl.exp(apart)
     return decay * by_key, decay * by_query
 
@@ -204,11 +178,13 @@ def solve_records(
 
 @triton.jit
 def store_records(
-    records: tl.tuple,
+    p_k: tl.tensor,
+    p_u: tl.tensor,
+    p_g: tl.tensor,
     slots: tl.tensor,
     p_new_k: tl.tensor,
     rows: tl.tensor,
-    s_k: tl.tensor,
+    stride_k: tl.tensor,
     u: tl.tensor,
     g: tl.tensor,
     stored: tl.tensor,
@@ -223,7 +199,6 @@ def store_records(
 ) -> None:
     """Store records at slots [FOLD]: each program stores its tile of u, the first tile of a head stores g, and the
     first head of a key stores k."""
-    p_k, p_u, p_g = records
     stored = stored & (slots != 0)
     cells_u = p_u + slots[:, None] * (HEADS * V_DIM) + o_v[None, :]
     tl.store(cells_u, u, mask=stored[:, None] & (o_v < V_DIM)[None, :])
@@ -232,6 +207,6 @@ def store_records(
         if i_head % (HEADS // KEY_HEADS) == 0:
             for i_k in range(0, K_DIM, CHUNK):
                 o_k = i_k + tl.arange(0, CHUNK)
-                k = load_block(p_new_k, rows, s_k, o_k, stored, K_DIM)
+                k = load_block(p_new_k, rows, stride_k, o_k, stored, K_DIM)
                 cells_k = p_k + slots[:, None] * (KEY_HEADS * K_DIM) + o_k[None, :]
                 tl.store(cells_k, k, mask=stored[:, None] & (o_k < K_DIM)[None, :])

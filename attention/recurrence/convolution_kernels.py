@@ -12,6 +12,31 @@ from specdec.gpu.triton_shim import tl, triton
 
 
 @triton.jit
+def before_forward(
+    p_inputs: tl.tensor,
+    p_pool: tl.tensor,
+    p_table: tl.tensor,
+    begin: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    start: tl.tensor,
+    o_channel: tl.tensor,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> tl.tensor:
+    """Inputs at positions before `start`, 0 elsewhere. `first` tokens are folded into the state."""
+    recorded = (position >= first) & (position < start)
+    slot = slots_at(p_table, begin, position, recorded, PAGE)
+    m_recorded = o_channel < tl.where(recorded, CHANNELS, 0)
+    found = tl.load(p_pool + slot * CHANNELS + o_channel, mask=m_recorded, other=0.0).to(tl.float32)
+    kept = (position >= 0) & (position < first)
+    p_inputs += tl.where(kept, TAPS + position - first, 0) * CHANNELS
+    m_kept = o_channel < tl.where(kept, CHANNELS, 0)
+    return found + tl.load(p_inputs + o_channel, mask=m_kept, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def tree_convolution_kernel(
     p_in: tl.tensor,
     p_weight: tl.tensor,
@@ -61,13 +86,10 @@ def tree_convolution_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for tap in range(TAPS + 1):
         position = mine - TAPS + tap
-        recorded = (position >= first) & (position < start)
-        slot = slots_at(p_table + i_request * stride_table, begin, position, recorded, PAGE)
-        m_recorded = o_channel < tl.where(recorded, CHANNELS, 0)
-        x = tl.load(p_pool + slot * CHANNELS + o_channel, mask=m_recorded, other=0.0).to(tl.float32)
-        folded = (position >= 0) & (position < first)
-        p_folded = p_inputs + tl.where(folded, TAPS + position - first, 0) * CHANNELS + o_channel
-        x += tl.load(p_folded, mask=o_channel < tl.where(folded, CHANNELS, 0), other=0.0).to(tl.float32)
+        x = before_forward(
+            p_inputs, p_pool, p_table + i_request * stride_table, begin, position, first, start,
+            o_channel, TAPS, CHANNELS, PAGE,
+        )  # fmt: skip
         at = tl.sum(tl.where(above & (positions == position), o_node, 0), axis=0)
         own = o_channel < tl.where(position >= start, CHANNELS, 0)
         x += tl.load(p_rows_in + at * stride_in, mask=own, other=0.0).to(tl.float32)

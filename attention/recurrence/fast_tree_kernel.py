@@ -18,24 +18,35 @@ That is safe: only folds, earlier forwards and the plan write them, and all of t
 convolution, a plain launch, began. This kernel never triggers the next one, so the next is a plain launch.
 """
 
-from specdec.attention.recurrence.block_kernels import load_block, number_of, of_head, slots_at
+from specdec.attention.recurrence.block_kernels import load_block, number_of, slots_at
 from specdec.gpu.dependent_launch import wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
 
 @triton.jit(do_not_specialize=["stride_tree", "stride_node", "num_nodes"])
 def fast_tree_kernel(
-    inputs: tl.tuple,  # q, k, v, g, beta
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_g: tl.tensor,
+    p_beta: tl.tensor,
     p_out: tl.tensor,
     p_state: tl.tensor,
-    records: tl.tuple,  # pools of k, u, g
+    p_pool_k: tl.tensor,
+    p_pool_u: tl.tensor,
+    p_pool_g: tl.tensor,
     p_rows: tl.tensor,
     p_start: tl.tensor,
     p_table: tl.tensor,
     p_begin: tl.tensor,
     p_write: tl.tensor,
     p_ancestors: tl.tensor,
-    strides: tl.tuple,  # of the rows of inputs and of the table
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
+    stride_table: tl.tensor,
     stride_tree: tl.tensor,
     stride_node: tl.tensor,
     num_nodes: tl.tensor,
@@ -53,6 +64,7 @@ def fast_tree_kernel(
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
+    key_head = i_head // (HEADS // KEY_HEADS)
     row = tl.load(p_rows + i_request).to(tl.int64)
     start = tl.load(p_start + i_request).to(tl.int64)
     begin = tl.load(p_begin + i_request)
@@ -65,23 +77,25 @@ def fast_tree_kernel(
     p_state += (row * HEADS + i_head) * (K_DIM * V_DIM)
     state = tl.load(p_state + o_k[:, None] * V_DIM + o_v[None, :], mask=m_state, other=0.0)
     first_row = i_request * num_nodes
-    s_q, s_k, s_v, s_g, s_beta, s_table = strides
-    inputs, records = of_head(inputs, strides, records, first_row, i_head, HEADS, KEY_HEADS, K_DIM, V_DIM)
-    p_q, p_k, p_v, p_g, p_beta = inputs
-    p_pool_k, p_pool_u, p_pool_g = records
-    p_q += o_k
-    p_v += o_v
+    p_q += first_row * stride_q + key_head * K_DIM + o_k
+    p_k += first_row * stride_k + key_head * K_DIM
+    p_v += first_row * stride_v + i_head * V_DIM + o_v
+    p_g += first_row * stride_g + i_head
+    p_beta += first_row * stride_beta + i_head
     p_out += (first_row * HEADS + i_head) * V_DIM + o_v
     p_write += first_row
     p_ancestors += i_request * stride_tree
+    p_pool_k += key_head * K_DIM
+    p_pool_u += i_head * V_DIM
+    p_pool_g += i_head
     o_node = o_record - committed
     m_old, m_new = o_node < 0, (o_node >= 0) & (o_node < num_nodes)
-    slots = slots_at(p_table + i_request * s_table, begin, first + o_record, m_old, PAGE)
+    slots = slots_at(p_table + i_request * stride_table, begin, first + o_record, m_old, PAGE)
     g = tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
     wait_for_previous(PDL)
-    g += tl.load(p_g + o_node * s_g, mask=m_new, other=0.0).to(tl.float32)
+    g += tl.load(p_g + o_node * stride_g, mask=m_new, other=0.0).to(tl.float32)
     keys = load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-    keys += load_block(p_k, o_node, s_k, o_k, m_new, K_DIM)
+    keys += load_block(p_k, o_node, stride_k, o_k, m_new, K_DIM)
     u = load_block(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
     total = tl.cumsum(tl.where(m_old, g, 0.0), axis=0)
     for node in tl.range(num_nodes, num_stages=2):
@@ -90,13 +104,13 @@ def fast_tree_kernel(
         mine = o_node == node
         total = tl.where(mine, path, total)
         decay = tl.exp(tl.where(m_old | above, path - total, float("-inf")))
-        k = tl.load(p_k + node * s_k + o_k, mask=m_k, other=0.0).to(tl.float32)
-        q = tl.load(p_q + node * s_q, mask=m_k, other=0.0).to(tl.float32)
-        record = tl.load(p_v + node * s_v, mask=m_v, other=0.0).to(tl.float32)
+        k = tl.load(p_k + node * stride_k + o_k, mask=m_k, other=0.0).to(tl.float32)
+        q = tl.load(p_q + node * stride_q, mask=m_k, other=0.0).to(tl.float32)
+        record = tl.load(p_v + node * stride_v, mask=m_v, other=0.0).to(tl.float32)
         if CORRECTED:
             by_key = decay * tl.sum(keys * k[None, :], axis=1)  # its own record is still 0
             known = tl.exp(path) * tl.sum(state * k[:, None], axis=0) + tl.sum(u * by_key[:, None], axis=0)
-            record = tl.load(p_beta + node * s_beta).to(tl.float32) * (record - known)
+            record = tl.load(p_beta + node * stride_beta).to(tl.float32) * (record - known)
         u = tl.where(mine[:, None], record[None, :], u)
         by_query = decay * tl.sum(keys * q[None, :], axis=1)
         out = tl.exp(path) * tl.sum(state * q[:, None], axis=0) + tl.sum(u * by_query[:, None], axis=0)

@@ -99,16 +99,25 @@ class PrefixSlots:
         return cls(*plan.prefix.pages(group), plan.page_size)
 
 
-def spans_of(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-    """The X spans of the runs of a pack (see `span_kernels.py`): the run of each, and the position of its first place,
-    [X] each. X is an upper bound; unused spans at the end have no token."""
-    first = pack.start // FOLD * FOLD
-    counts = ((pack.start + pack.length - first + SPAN - 1) // SPAN).masked_fill(pack.length == 0, 0)
-    cu_spans = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    most = len(pack.rows) + len(pack.row_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
-    numbers = torch.arange(most, device=first.device)
-    run_of = torch.searchsorted(cu_spans[1:], numbers, right=True).clamp(max=len(pack.rows) - 1)
-    return run_of, first[run_of] + (numbers - cu_spans[run_of]) * SPAN
+class Spans(NamedTuple):
+    """The X spans of the runs of a pack: see `span_kernels.py`. X is an upper bound; unused spans at the end have no
+    token.
+
+    run_of, position [X]: the run of each span, and the position of its first place.
+    """
+
+    run_of: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def of_pack(cls, pack: Pack) -> "Spans":
+        first = pack.start // FOLD * FOLD
+        counts = ((pack.start + pack.length - first + SPAN - 1) // SPAN).masked_fill(pack.length == 0, 0)
+        cu_spans = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        most = len(pack.rows) + len(pack.row_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
+        numbers = torch.arange(most, device=first.device)
+        run_of = torch.searchsorted(cu_spans[1:], numbers, right=True).clamp(max=len(pack.rows) - 1)
+        return cls(run_of, first[run_of] + (numbers - cu_spans[run_of]) * SPAN)
 
 
 class RecurrentKernels:
@@ -122,7 +131,7 @@ class RecurrentKernels:
         self._plan = plan
         self._view = view
         self._deterministic = deterministic
-        self._spans: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._spans: Spans | None = None
         self._slots: PrefixSlots | None = None
 
     def convolve(
@@ -140,15 +149,15 @@ class RecurrentKernels:
         blocks = triton.cdiv(channels, shape["BLOCK"])
         bias_given = weight if bias is None else bias
         if plan.pack is None:
-            positions, ancestors, strides = _nodes_of(plan)
-            num_nodes = positions.shape[1]
+            tree = _tree_arguments(plan)
             tree_convolution_kernel[(len(inputs), blocks)](
                 *(inputs, weight, bias_given, out, state.inputs, kept.fields[0], plan.rows, plan.committed_len),
-                *(slots.table, slots.begin, write, positions, ancestors),
-                *(inputs.stride(0), slots.table.stride(0), *strides, *weight.stride(), num_nodes),
+                *(slots.table, slots.begin, write, *tree.tensors),
+                *(inputs.stride(0), slots.table.stride(0), *tree.strides, *weight.stride()),
+                tree.num_nodes,
                 **shape,
                 BIAS=bias is not None,
-                NODES=max(FOLD, triton.next_power_of_2(num_nodes)),
+                NODES=tree.padded,
                 PAGE=slots.page_size,
                 num_warps=4,
             )
@@ -180,7 +189,7 @@ class RecurrentKernels:
         assert state is not None
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)
-        inputs = q, k, v, g, beta
+        _, pool_k, pool_u, pool_g = kept.fields
         heads, v_dim = v.shape[1:]
         write = plan.write_slots(kept.group)
         block = _block(v_dim, FORM.columns)
@@ -195,20 +204,19 @@ class RecurrentKernels:
             "CHUNK": CHUNK,
         }
         sizes = {"BLOCK_V": block, **FORM.options}
-        strides = tuple(x.stride(0) for x in (*inputs, slots.table))
+        strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
         out = make(v.shape, dtype=torch.float32, device=v.device)
-        given = inputs, out, state.matrices, kept.fields[1:]
+        given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
         if plan.pack is None:
-            positions, ancestors, tree_strides = _nodes_of(plan)
-            num_nodes = positions.shape[1]
+            tree = _tree_arguments(plan)
             requests = plan.rows, plan.committed_len, slots.table, slots.begin, write
             grid = heads, tiles, len(plan.rows)
-            records = triton.next_power_of_2(FOLD - 1 + num_nodes)
+            records = triton.next_power_of_2(FOLD - 1 + tree.num_nodes)
             if not self._deterministic and records <= MAX_RECORDS:
                 block_k = _block(k.shape[2], 4096)
                 fast_tree_kernel[grid](
-                    *(*given, *requests, ancestors, strides, *tree_strides[1:], num_nodes),
+                    *(*given, *requests, tree.tensors[1], *strides, *tree.strides[1:], tree.num_nodes),
                     **{name: size for name, size in shape.items() if name != "CHUNK"},
                     PAGE=slots.page_size,
                     RECORDS=records,
@@ -218,22 +226,22 @@ class RecurrentKernels:
                     **pdl_options(v.device, behind_library=not convolved),
                 )
                 return out
-            many = num_nodes > FOLD
+            many = tree.num_nodes > FOLD
             totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.float32, device=v.device)
             tree_kernel[grid](
-                *(*given, totals, *requests, positions, ancestors, strides, *tree_strides, num_nodes),
+                *(*given, totals, *requests, *tree.tensors, *strides, *tree.strides, tree.num_nodes),
                 **shape,
                 **sizes,
-                NODES=max(FOLD, triton.next_power_of_2(num_nodes)),
+                NODES=tree.padded,
                 PAGE=slots.page_size,
             )
             return out
         pack = plan.pack
-        runs = (pack.rows, pack.start, pack.length, pack.cu_len), slots.table, slots.begin, write, strides
+        runs = pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write
         if self._deterministic:
-            run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, **shape, **sizes)
+            run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)
             return out
-        spans = self._spans = self._spans or spans_of(pack)
+        spans = self._spans = self._spans or Spans.of_pack(pack)
         parts, dtype = SPAN_PARTS
         keys = torch.empty((2, parts, *k.shape), dtype=dtype, device=v.device)
         weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
@@ -242,15 +250,16 @@ class RecurrentKernels:
         shape |= {"SPAN": SPAN, "PARTS": parts, "CHUNK": _block(k.shape[2], SPAN)}
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
-        weights_kernel[(heads, len(spans[0]))](
-            *((q, k, g, beta), *made, *spans, pack.start, pack.length, pack.cu_len),
-            *(tuple(x.stride(0) for x in (q, k, g, beta)), *of_parts),
+        weights_kernel[(heads, len(spans.run_of))](
+            *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
+            *(x.stride(0) for x in (q, k, g, beta)),
+            *of_parts,
             **{name: size for name, size in shape.items() if name not in ("V_DIM", "CHUNK")},
             CHUNK=_block(k.shape[2], WEIGHT_CHUNK),
             num_warps=WEIGHT_WARPS,
         )
         spans_kernel[(heads, triton.cdiv(v_dim, block), len(pack.rows))](
-            *(*given, *made, *runs, *of_parts, len(v)),
+            *(*given[1:], *made, *runs, *strides[1:], *of_parts, len(v)),
             **shape,
             BLOCK_K=_block(k.shape[2], 4096),
             BLOCK_V=block,
@@ -326,13 +335,24 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     store.ranks.join()
 
 
-def _nodes_of(plan: KVPlan) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
-    """Positions and ancestors of the nodes of a plan as kernels read them, and their strides."""
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The nodes of a plan as kernels read them: positions and ancestors, with strides."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    strides: tuple[int, int, int]
+    num_nodes: int
+    padded: int
+
+
+def _tree_arguments(plan: KVPlan) -> _Tree:
     assert plan.tree is not None, "recurrent layers run over trees or packed runs"
     positions, ancestors = plan.positions, plan.tree.ancestors
+    num_nodes = positions.shape[1]
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     ancestors = ancestors if ancestors.stride(2) == 1 else ancestors.contiguous()
-    return positions, ancestors, (positions.stride(0), ancestors.stride(0), ancestors.stride(1))
+    strides = positions.stride(0), ancestors.stride(0), ancestors.stride(1)
+    return _Tree((positions, ancestors), strides, num_nodes, max(FOLD, triton.next_power_of_2(num_nodes)))
 
 
 def _by_row(x: torch.Tensor) -> torch.Tensor:

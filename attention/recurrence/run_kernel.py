@@ -4,7 +4,6 @@ from specdec.attention.recurrence.block_kernels import (
     fold_chunk,
     load_block,
     load_chunk,
-    of_head,
     running_sum,
     slots_at,
     solve_records,
@@ -16,15 +15,29 @@ from specdec.gpu.triton_shim import tl, triton
 
 @triton.jit
 def run_kernel(
-    inputs: tl.tuple,  # q, k, v, g, beta
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_g: tl.tensor,
+    p_beta: tl.tensor,
     p_out: tl.tensor,
     p_state: tl.tensor,
-    records: tl.tuple,  # pools of k, u, g
-    runs: tl.tuple,  # rows, start, length, cu_len
+    p_pool_k: tl.tensor,
+    p_pool_u: tl.tensor,
+    p_pool_g: tl.tensor,
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_length: tl.tensor,
+    p_cu_len: tl.tensor,
     p_table: tl.tensor,
     p_begin: tl.tensor,
     p_write: tl.tensor,
-    strides: tl.tuple,  # of the rows of inputs and of the table
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
+    stride_table: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -37,7 +50,7 @@ def run_kernel(
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
     i_run = tl.program_id(2).to(tl.int64)
-    p_rows, p_start, p_length, p_cu_len = runs
+    key_head = i_head // (HEADS // KEY_HEADS)
     row = tl.load(p_rows + i_run).to(tl.int64)
     length = tl.load(p_length + i_run).to(tl.int64)
     if length > 0:
@@ -45,12 +58,16 @@ def run_kernel(
         begin = tl.load(p_begin + i_run)
         before = tl.load(p_cu_len + i_run).to(tl.int64) - start  # place of position 0
         first, end = start // FOLD * FOLD, start + length
-        s_q, s_k, s_v, s_g, s_beta, s_table = strides
-        p_table += i_run * s_table
-        inputs, records = of_head(inputs, strides, records, 0, i_head, HEADS, KEY_HEADS, K_DIM, V_DIM)
-        p_q, p_k, p_v, p_g, p_beta = inputs
-        p_pool_k, p_pool_u, p_pool_g = records
+        p_table += i_run * stride_table
+        p_q += key_head * K_DIM
+        p_k += key_head * K_DIM
+        p_v += i_head * V_DIM
+        p_g += i_head
+        p_beta += i_head
         p_out += i_head * V_DIM
+        p_pool_k += key_head * K_DIM
+        p_pool_u += i_head * V_DIM
+        p_pool_g += i_head
         o_place = tl.arange(0, FOLD)
         o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
         m_v = o_v < V_DIM
@@ -60,13 +77,13 @@ def run_kernel(
             m_old, m_new = positions < start, (positions >= start) & (positions < end)
             rows = before + positions
             slots = slots_at(p_table, begin, positions, m_old, 1)
-            v = load_block(p_v, rows, s_v, o_v, m_new, V_DIM)
-            g = tl.load(p_g + rows * s_g, mask=m_new, other=0.0).to(tl.float32)
+            v = load_block(p_v, rows, stride_v, o_v, m_new, V_DIM)
+            g = tl.load(p_g + rows * stride_g, mask=m_new, other=0.0).to(tl.float32)
             g += tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
             u = v + load_block(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
             beta = tl.zeros_like(g)
             if CORRECTED:
-                beta = tl.load(p_beta + rows * s_beta, mask=m_new, other=0.0).to(tl.float32)
+                beta = tl.load(p_beta + rows * stride_beta, mask=m_new, other=0.0).to(tl.float32)
             last = tl.minimum(end - position, FOLD)
             total = running_sum(g, last, o_place)
             known, out = tl.zeros_like(v), tl.zeros_like(v)
@@ -76,9 +93,9 @@ def run_kernel(
                 o_k = i_k + tl.arange(0, CHUNK)
                 m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
                 state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
-                k = load_block(p_k, rows, s_k, o_k, m_new, K_DIM)
+                k = load_block(p_k, rows, stride_k, o_k, m_new, K_DIM)
                 k += load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-                q = load_block(p_q, rows, s_q, o_k, m_new, K_DIM)
+                q = load_block(p_q, rows, stride_q, o_k, m_new, K_DIM)
                 known = tl.dot(k, state, known, input_precision=PRECISION)
                 out = tl.dot(q, state, out, input_precision=PRECISION)
                 by_key = tl.dot(k, tl.trans(k), by_key, input_precision=PRECISION)
@@ -97,7 +114,7 @@ def run_kernel(
                     o_k = i_k + tl.arange(0, CHUNK)
                     m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
                     state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
-                    k = load_block(p_k, rows, s_k, o_k, m_new, K_DIM)
+                    k = load_block(p_k, rows, stride_k, o_k, m_new, K_DIM)
                     k += load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
                     state = fold_chunk(state, kept, k, weighted, PRECISION)
                     tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
@@ -105,6 +122,6 @@ def run_kernel(
             else:  # store records of unfolded tokens
                 slots = tl.load(p_write + rows, mask=m_new, other=0)
                 store_records(
-                    records, slots, p_k, rows, s_k, u, g, m_new, o_v, i_head, i_tile,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, m_new, o_v, i_head, i_tile,
                     HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                 )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.recurrence.block_kernels import load_block, of_head, slots_at, store_records
+from specdec.attention.recurrence.block_kernels import load_block, slots_at, store_records
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 
 SPAN = 64
@@ -114,7 +114,10 @@ def load_parts(
 
 @triton.jit
 def weights_kernel(
-    inputs: tl.tuple,  # q, k, g, beta
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_g: tl.tensor,
+    p_beta: tl.tensor,
     p_keys: tl.tensor,  # [2, PARTS, T, HK, DK]: keys, queries
     p_weights: tl.tensor,  # [2, PARTS, T, HV, SPAN]: B, (I + A)^-1 - I
     p_total: tl.tensor,  # [T, HV]: G
@@ -123,7 +126,10 @@ def weights_kernel(
     p_start: tl.tensor,
     p_length: tl.tensor,
     p_cu_len: tl.tensor,
-    strides: tl.tuple,  # of the rows of inputs
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
     part_keys: tl.tensor,
     part_weights: tl.tensor,
     HEADS: tl.constexpr,
@@ -140,8 +146,6 @@ def weights_kernel(
     DTYPE: tl.constexpr = p_keys.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KEY_HEADS
     key_head = i_head // GROUP
-    p_q, p_k, p_g, p_beta = inputs
-    s_q, s_k, s_g, s_beta = strides
     i_run = tl.load(p_run_of + i_span)
     position = tl.load(p_position + i_span)
     start = tl.load(p_start + i_run)
@@ -151,15 +155,15 @@ def weights_kernel(
         positions = position + o
         exists = (positions >= start) & (positions < start + length)
         rows = tl.load(p_cu_len + i_run) - start + positions
-        g = tl.load(p_g + rows * s_g + i_head, mask=exists, other=0.0).to(tl.float32)
+        g = tl.load(p_g + rows * stride_g + i_head, mask=exists, other=0.0).to(tl.float32)
         total = tl.cumsum(g, axis=0)
         by_key = tl.zeros((SPAN, SPAN), tl.float32)
         by_query = tl.zeros((SPAN, SPAN), tl.float32)
         for i_k in range(0, K_DIM, CHUNK):
             o_k = i_k + tl.arange(0, CHUNK)
             m_k = exists[:, None] & (o_k < K_DIM)[None, :]
-            k = load_block(p_k + key_head * K_DIM, rows, s_k, o_k, exists, K_DIM)
-            q = load_block(p_q + key_head * K_DIM, rows, s_q, o_k, exists, K_DIM)
+            k = load_block(p_k + key_head * K_DIM, rows, stride_k, o_k, exists, K_DIM)
+            q = load_block(p_q + key_head * K_DIM, rows, stride_q, o_k, exists, K_DIM)
             high_k = k.to(DTYPE)
             low_k = low_part(k, high_k)
             by_query += product(q, tl.trans(high_k), tl.trans(low_k), PARTS)
@@ -175,7 +179,7 @@ def weights_kernel(
         by_query *= decay
         store_parts(cells, by_query, by_query.to(DTYPE), exists[:, None], part_weights, PARTS)
         if CORRECTED:
-            beta = tl.load(p_beta + rows * s_beta + i_head, mask=exists, other=0.0).to(tl.float32)
+            beta = tl.load(p_beta + rows * stride_beta + i_head, mask=exists, other=0.0).to(tl.float32)
             before = o[:, None] > o[None, :]
             by_key = tl.where(before, beta[:, None] * by_key * decay, 0.0)
             by_key = tl.where(before, triangular_inverse(by_key, SPAN, FOLD, DTYPE), 0.0)
@@ -203,18 +207,30 @@ def after_records(
 
 @triton.jit(do_not_specialize=["num_places"])
 def spans_kernel(
-    inputs: tl.tuple,  # q, k, v, g, beta
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_g: tl.tensor,
+    p_beta: tl.tensor,
     p_out: tl.tensor,
     p_state: tl.tensor,
-    records: tl.tuple,  # pools of k, u, g
+    p_pool_k: tl.tensor,
+    p_pool_u: tl.tensor,
+    p_pool_g: tl.tensor,
     p_keys: tl.tensor,
     p_weights: tl.tensor,
     p_total: tl.tensor,
-    runs: tl.tuple,  # rows, start, length, cu_len
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_length: tl.tensor,
+    p_cu_len: tl.tensor,
     p_table: tl.tensor,
     p_begin: tl.tensor,
     p_write: tl.tensor,
-    strides: tl.tuple,  # of the rows of inputs and of the table
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
+    stride_table: tl.tensor,
     part_keys: tl.tensor,
     part_weights: tl.tensor,
     num_places: tl.tensor,
@@ -232,7 +248,7 @@ def spans_kernel(
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
     i_run = tl.program_id(2).to(tl.int64)
-    p_rows, p_start, p_length, p_cu_len = runs
+    key_head = i_head // (HEADS // KEY_HEADS)
     row = tl.load(p_rows + i_run).to(tl.int64)
     o, o_v = tl.arange(0, SPAN), i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     m_v = o_v < V_DIM
@@ -249,11 +265,14 @@ def spans_kernel(
         before = tl.load(p_cu_len + i_run).to(tl.int64) - start  # place of position 0
         first, end = start // FOLD * FOLD, start + length
         folded = end // FOLD * FOLD
-        _, s_k, s_v, s_g, s_beta, s_table = strides
-        inputs, records = of_head(inputs, strides, records, 0, i_head, HEADS, KEY_HEADS, K_DIM, V_DIM)
-        _, p_k, p_v, p_g, p_beta = inputs
-        p_pool_k, p_pool_u, p_pool_g = records
-        p_keys += i_head // (HEADS // KEY_HEADS) * K_DIM
+        p_k += key_head * K_DIM
+        p_v += i_head * V_DIM
+        p_g += i_head
+        p_beta += i_head
+        p_pool_k += key_head * K_DIM
+        p_pool_u += i_head * V_DIM
+        p_pool_g += i_head
+        p_keys += key_head * K_DIM
         p_weights += i_head * SPAN
         p_total += i_head
         o_place, o_k = tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
@@ -264,7 +283,7 @@ def spans_kernel(
         begun = (tl.zeros_like(o_k) < first)[None, :]
         state = tl.load(p_tile, mask=m_tile & begun, other=0.0)  # [BLOCK_V, BLOCK_K]
         m_old = first + o_place < start
-        old_slots = slots_at(p_table + i_run * s_table, tl.load(p_begin + i_run), first + o_place, m_old, 1)
+        old_slots = slots_at(p_table + i_run * stride_table, tl.load(p_begin + i_run), first + o_place, m_old, 1)
         old_total = tl.cumsum(tl.load(p_pool_g + old_slots * HEADS, mask=m_old, other=0.0), axis=0)
         old_k = load_block(p_pool_k, old_slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
         old_u = load_block(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
@@ -285,10 +304,10 @@ def spans_kernel(
             high_b, low_b = load_parts(cells_w, exists[:, None], part_weights, PARTS)
             total = tl.load(p_total + rows * HEADS, mask=exists, other=0.0)
             decay = tl.exp(total)[None, :]
-            u = tl.load(p_v + rows[None, :] * s_v + o_v[:, None], mask=m_new, other=0.0).to(tl.float32)
+            u = tl.load(p_v + rows[None, :] * stride_v + o_v[:, None], mask=m_new, other=0.0).to(tl.float32)
             out = decay * product(state, tl.trans(high_q), tl.trans(low_q), PARTS)
             if CORRECTED:
-                beta = tl.load(p_beta + rows * s_beta, mask=exists, other=0.0).to(tl.float32)
+                beta = tl.load(p_beta + rows * stride_beta, mask=exists, other=0.0).to(tl.float32)
                 u = beta[None, :] * (u - decay * product(state, tl.trans(high_k), tl.trans(low_k), PARTS))
                 high_a, low_a = load_parts(cells_w + PARTS * part_weights, exists[:, None], part_weights, PARTS)
                 u += product(u, tl.trans(high_a), tl.trans(low_a), PARTS)
@@ -299,10 +318,10 @@ def spans_kernel(
             if position + SPAN >= end:  # store records of unfolded tokens
                 m_left = exists & (positions >= folded)
                 slots = tl.load(p_write + rows, mask=m_left, other=0)
-                g = tl.load(p_g + rows * s_g, mask=m_left, other=0.0).to(tl.float32)
+                g = tl.load(p_g + rows * stride_g, mask=m_left, other=0.0).to(tl.float32)
                 store_records(
-                    records, slots, p_k, rows, s_k, tl.trans(u), g, m_left, o_v, i_head, i_tile,
-                    HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_v, i_head,
+                    i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                 )  # fmt: skip
         if folded > first:
             tl.store(p_tile, state, mask=m_tile)

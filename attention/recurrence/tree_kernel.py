@@ -6,7 +6,6 @@ from specdec.attention.recurrence.block_kernels import (
     load_block,
     load_chunk,
     number_of,
-    of_head,
     running_sum,
     slots_at,
     solve_records,
@@ -19,10 +18,16 @@ from specdec.gpu.triton_shim import tl, triton
 
 @triton.jit(do_not_specialize=["stride_positions", "stride_tree", "stride_node", "num_nodes"])
 def tree_kernel(
-    inputs: tl.tuple,  # q, k, v, g, beta
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_g: tl.tensor,
+    p_beta: tl.tensor,
     p_out: tl.tensor,
     p_state: tl.tensor,
-    records: tl.tuple,  # pools of k, u, g
+    p_pool_k: tl.tensor,
+    p_pool_u: tl.tensor,
+    p_pool_g: tl.tensor,
     p_totals: tl.tensor,
     p_rows: tl.tensor,
     p_start: tl.tensor,
@@ -31,7 +36,12 @@ def tree_kernel(
     p_write: tl.tensor,
     p_positions: tl.tensor,
     p_ancestors: tl.tensor,
-    strides: tl.tuple,  # of the rows of inputs and of the table
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
+    stride_table: tl.tensor,
     stride_positions: tl.tensor,
     stride_tree: tl.tensor,
     stride_node: tl.tensor,
@@ -50,22 +60,27 @@ def tree_kernel(
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
+    key_head = i_head // (HEADS // KEY_HEADS)
     row = tl.load(p_rows + i_request).to(tl.int64)
     o_place, o_node = tl.arange(0, FOLD), tl.arange(0, NODES)
     o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     m_v = o_v < V_DIM
     first_row = i_request * num_nodes
-    s_q, s_k, s_v, s_g, s_beta, s_table = strides
-    inputs, records = of_head(inputs, strides, records, first_row, i_head, HEADS, KEY_HEADS, K_DIM, V_DIM)
-    p_q, p_k, p_v, p_g, p_beta = inputs
-    p_pool_k, p_pool_u, p_pool_g = records
+    p_q += first_row * stride_q + key_head * K_DIM
+    p_k += first_row * stride_k + key_head * K_DIM
+    p_v += first_row * stride_v + i_head * V_DIM
+    p_g += first_row * stride_g + i_head
+    p_beta += first_row * stride_beta + i_head
     p_out += (first_row * HEADS + i_head) * V_DIM
     p_totals += (first_row * HEADS + i_head) * tl.num_programs(1) + i_tile
     stride_totals = HEADS * tl.num_programs(1)
     p_write += first_row
     p_positions += i_request * stride_positions
     p_ancestors += i_request * stride_tree
-    p_table += i_request * s_table
+    p_table += i_request * stride_table
+    p_pool_k += key_head * K_DIM
+    p_pool_u += i_head * V_DIM
+    p_pool_g += i_head
     start = tl.load(p_start + i_request).to(tl.int64)
     begin = tl.load(p_begin + i_request)
     first = start // FOLD * FOLD
@@ -100,11 +115,11 @@ def tree_kernel(
                     below = tl.load(p_ancestors + rows * stride_node + node, mask=exists & (rows != node), other=0)
                     exists = exists & (below != 0)
                 if tl.max(exists.to(tl.int32), axis=0) > 0:
-                    v = load_block(p_v, rows, s_v, o_v, exists, V_DIM)
-                    g = tl.load(p_g + rows * s_g, mask=exists, other=0.0).to(tl.float32)
+                    v = load_block(p_v, rows, stride_v, o_v, exists, V_DIM)
+                    g = tl.load(p_g + rows * stride_g, mask=exists, other=0.0).to(tl.float32)
                     beta = tl.zeros_like(g)
                     if CORRECTED:
-                        beta = tl.load(p_beta + rows * s_beta, mask=exists, other=0.0).to(tl.float32)
+                        beta = tl.load(p_beta + rows * stride_beta, mask=exists, other=0.0).to(tl.float32)
                     # sum log decays in the order of the path
                     total = tl.zeros_like(g)
                     if level == 0:
@@ -119,7 +134,7 @@ def tree_kernel(
                         )
                         seen = exists[:, None] & inside[None, :]
                         seen = tl.load(p_above[:, None] + columns[None, :], mask=seen, other=0) != 0
-                        own = tl.load(p_g + columns * s_g, mask=inside, other=0.0).to(tl.float32)
+                        own = tl.load(p_g + columns * stride_g, mask=inside, other=0.0).to(tl.float32)
                         for place in range(tl.minimum(num_nodes - i_columns, FOLD)):
                             one = tl.where(seen & (o_place == place)[None, :], own[None, :], 0.0)
                             total += tl.sum(one, axis=1)
@@ -137,13 +152,13 @@ def tree_kernel(
                             slots += tl.load(p_write + at, mask=m_node, other=0)
                             other_u = load_block(p_pool_u, slots, HEADS * V_DIM, o_v, o_place >= 0, V_DIM)
                             own = tl.load(p_pool_g + slots * HEADS, mask=places < start, other=0.0)
-                            own += tl.load(p_g + at * s_g, mask=m_node, other=0.0).to(tl.float32)
+                            own += tl.load(p_g + at * stride_g, mask=m_node, other=0.0).to(tl.float32)
                             k = load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, places < start, K_DIM)
-                            k += load_block(p_k, at, s_k, o_k, m_node, K_DIM)
+                            k += load_block(p_k, at, stride_k, o_k, m_node, K_DIM)
                             weighted, kept = weigh_records(other_u, running_sum(own, FOLD, o_place), o_place, FOLD)
                             state = fold_chunk(state, kept, k, weighted, PRECISION)
-                        k = load_block(p_k, rows, s_k, o_k, exists, K_DIM)
-                        q = load_block(p_q, rows, s_q, o_k, exists, K_DIM)
+                        k = load_block(p_k, rows, stride_k, o_k, exists, K_DIM)
+                        q = load_block(p_q, rows, stride_q, o_k, exists, K_DIM)
                         known = tl.dot(k, state, known, input_precision=PRECISION)
                         out = tl.dot(q, state, out, input_precision=PRECISION)
                     decay = tl.exp(total)[:, None]
@@ -152,7 +167,7 @@ def tree_kernel(
                         old = exists[:, None] & m_old[None, :]
                         apart = tl.where(old, total[:, None] - old_total[None, :], float("-inf"))
                         by_key, by_query = weights_of(
-                            (p_q, s_q), (p_k, s_k), rows, exists, (p_pool_k, KEY_HEADS * K_DIM), old_slots, m_old,
+                            p_q, p_k, rows, stride_q, stride_k, exists, p_pool_k, old_slots, KEY_HEADS * K_DIM, m_old,
                             apart, K_DIM, CHUNK, PRECISION,
                         )  # fmt: skip
                         old_u = load_block(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
@@ -172,20 +187,21 @@ def tree_kernel(
                             slots = tl.load(p_write + columns)
                             other_u = load_block(p_pool_u, slots, HEADS * V_DIM, o_v, inside, V_DIM)
                             by_key, by_query = weights_of(
-                                (p_q, s_q), (p_k, s_k), rows, exists, (p_k, s_k), columns, inside,
+                                p_q, p_k, rows, stride_q, stride_k, exists, p_k, columns, stride_k, inside,
                                 apart, K_DIM, CHUNK, PRECISION,
                             )  # fmt: skip
                             known, out = add_records(known, out, by_key, by_query, other_u, FOLD, o_place)
                     # the tile itself: the last columns of `seen`
                     apart = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
                     by_key, by_query = weights_of(
-                        (p_q, s_q), (p_k, s_k), rows, exists, (p_k, s_k), rows, exists, apart, K_DIM, CHUNK, PRECISION
-                    )
+                        p_q, p_k, rows, stride_q, stride_k, exists, p_k, rows, stride_k, exists,
+                        apart, K_DIM, CHUNK, PRECISION,
+                    )  # fmt: skip
                     last = tl.minimum(num_nodes - i_rows, FOLD)
                     u, out = solve_records(v, v, beta, exists, known, out, by_key, by_query, last, o_place, CORRECTED)
                     slots = tl.load(p_write + rows, mask=exists, other=0)
                     store_records(
-                        records, slots, p_k, rows, s_k, u, g, exists, o_v, i_head, i_tile,
+                        p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, exists, o_v, i_head, i_tile,
                         HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                     )  # fmt: skip
                     if NODES > FOLD:

@@ -201,7 +201,9 @@ class TapContext(NamedTuple):
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v [B, Hkv, N, D]."""
-        self.plan.backend.store(self.destination(layer), *(x.transpose(1, 2).flatten(0, 1) for x in (k, v)))
+        kept = self.view.writable_layer(layer)
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        self.plan.backend.store(kept, self.plan.write_slots(kept.group), k, v)
 
 
 class KeptTaps:

@@ -94,12 +94,15 @@ class DraftContext:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k, v = call.rows()
-        if (destination := self.destination(call.layer)) is not None:
-            self.backend.store(destination, k, v)
+        if self.owners[call.layer] == call.layer:
+            self.backend.store(*self.block.destination(call.layer), k, v)
         return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
-        return self.block.destination(layer) if self.owners[layer] == layer else None
+        if self.owners[layer] != layer:
+            return None
+        kept, slots = self.block.destination(layer)
+        return Destination(kept.k, kept.v, slots)
 
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]

@@ -37,8 +37,13 @@ NAMES = {
 """Names, after "mtp.", of the parts of a module that `write_module` writes."""
 
 
+def has_modules(folder: Path, num_layers: int) -> bool:
+    """Does this folder have MTP modules for a target of `num_layers` layers?"""
+    return module_count(folder, num_layers) > 0
+
+
 def module_count(folder: Path, num_layers: int) -> int:
-    """The number of MTP modules in a folder for a target of `num_layers` layers."""
+    """The number of MTP modules in a folder."""
     return len(module_tensors(tensor_files(folder), num_layers))
 
 
