@@ -48,7 +48,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Forgetful(Ranks):
-    """An exchange overwrites the result of the one before with NaN, for whoever reads it late."""
+    """An exchange overwrites the result of the previous one with NaN, so a late read fails."""
 
     last: torch.Tensor | None = None
 

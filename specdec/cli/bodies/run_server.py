@@ -102,7 +102,7 @@ def _keys(given: Sequence[str], file: Path | None) -> dict[str, str]:
 
 
 def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:
-    """Log a warning if requests need no key. It is not an error: a server behind a proxy may be open on purpose."""
+    """Warn if requests need no key. A server behind a proxy may be open on purpose, so this is not an error."""
     if settings.api_keys:
         return
     host = bound.getsockname()[0]
