@@ -70,9 +70,6 @@ def limit(seconds: float, more_bytes: int | None) -> None:
 def main() -> None:
     given, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the library prints must not mix with answers
-    if resource is not None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.nice(NICE)
     first = given.readline()
     if not first:
         return
@@ -89,5 +86,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(NICE)
     threading.stack_size(int(sys.argv[1]))
     threading.Thread(target=main).start()  # an error ends it, and the process with it
