@@ -46,7 +46,7 @@ class RequestRate:
 
     def take(self, client: str, now: float) -> float:
         """Take one request if there is one. Returns the seconds until there is one; 0: it was taken."""
-        until = max(self._spent_until.get(client, 0.0), now - 60) + self._cost
+        until = max(self._spent_until.get(client, -math.inf), now - 60) + self._cost
         if until - now > 1e-3:  # less is a rounding error
             return until - now
         self._spent_until[client] = until
