@@ -30,15 +30,25 @@ _parser = FairPool(1, "specdec-bodies")
 
 
 def parse(raw: bytes, model: type[Model], unknown_fields: str = "refuse") -> Model:
-    """Parse the body as a model. Raises ApiError for the first mistake."""
+    """Parse the body as a model. Raises ApiError for the first mistake.
+
+    An error may live until Python collects cycles, and it keeps the frames that it passed through. So none of these
+    frames holds the body's values, which may take many megabytes."""
+    found = _parsed(raw, model, unknown_fields)
+    if isinstance(found, ApiError):
+        raise found
+    return found
+
+
+def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiError:
     try:
         value = from_json(raw)
     except ValueError as error:  # also for 200 levels, numbers of thousands of digits and half a surrogate pair
-        raise ApiError(400, f"the body cannot be read as JSON: {error}", code="invalid_json") from None
+        return ApiError(400, f"the body cannot be read as JSON: {error}", code="invalid_json")
     try:
         return model.model_validate(value, context={"unknown_fields": unknown_fields})
     except ValidationError as error:
-        raise invalid_body(error.errors(include_url=False)) from None
+        return invalid_body(error.errors(include_url=False))
 
 
 async def read_body(request: Request) -> bytes:
