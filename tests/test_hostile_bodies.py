@@ -16,7 +16,7 @@ from specdec.serving.http import bodies, events
 from specdec.serving.http.bodies import parse
 from specdec.serving.http.faults import ApiError
 from specdec.serving.openai import chat_completions as chat
-from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
+from specdec.serving.openai.protocol import MAX_ITEMS, MAX_TOOLS, ChatRequest, CompletionRequest, ResponsesRequest
 from specdec.serving.server_settings import ServeSettings
 from specdec.text.detokenize import token_bytes
 
@@ -88,6 +88,12 @@ def test_what_is_large_and_right_is_read():
     assert parse(json.dumps({"prompt": ids}).encode(), CompletionRequest).prompt == [ids]
     many = [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 10_000
     assert len(parse(json.dumps({"messages": many}).encode(), ChatRequest).messages) == 10_000
+
+
+def test_lists_that_the_loop_reads_are_bounded():
+    items = '{"input": [' + "{}," * MAX_ITEMS + "{}]}"
+    assert f"{MAX_ITEMS + 1} members, and {MAX_ITEMS} are allowed" in refused(items, ResponsesRequest)
+    assert f"{MAX_TOOLS} are allowed" in refused("{" + MESSAGES + ', "tools": [' + "{}," * MAX_TOOLS + "{}]}")
 
 
 def test_depth_is_bounded():

@@ -82,8 +82,8 @@ class Grammars:
 
     @property
     def kept_bytes(self) -> int:
-        with self._lock:
-            return sum(one.bytes for one in self._kept.values())
+        """Memory of the kept grammars, by their estimates."""
+        return sum(one.bytes for one in self._kept.values())
 
     def _compile(self, name: str, value: Any) -> Any:
         """The library's matcher at the beginning of a grammar: a kept one, or a new one."""
@@ -98,9 +98,8 @@ class Grammars:
             raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out")
         with self._lock:
             self._kept[name, value] = found
-            excess = sum(one.bytes for one in self._kept.values()) - COMPILED_BYTES
-            while excess > 0:
-                excess -= self._kept.popitem(last=False)[1].bytes
+            while self.kept_bytes > COMPILED_BYTES:
+                self._kept.popitem(last=False)
         return found.matcher
 
 

@@ -44,13 +44,6 @@ class ResponseStore:
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by key and id, least recently used first
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self._kept.values()))
-
     def get(self, key: str, response_id: str) -> StoredResponse | None:
         with self._lock:
             found = self._kept.get((key, response_id))
