@@ -93,9 +93,11 @@ class Grammars:
                 self._kept.move_to_end((name, value))
                 return self._kept[name, value].matcher
         require_bounded(name, value)
-        found, reason = self._library.compile(name, value)
-        if found is None:
-            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out")
+        try:
+            found = self._library.compile(name, value)
+        except ValueError as error:  # such as ConfigError
+            reason = reason_of(str(error))
+            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out") from None
         with self._lock:
             self._kept[name, value] = found
             while self.kept_bytes > COMPILED_BYTES:
@@ -129,40 +131,38 @@ class GrammarLibrary:
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
 
-    def compile(self, name: str, value: Any) -> tuple[CompiledGrammar | None, str]:
-        """Compile a grammar that has passed `require_bounded`. Returns None and the reason if it cannot be followed.
+    def compile(self, name: str, value: Any) -> CompiledGrammar:
+        """Compile a grammar that has passed `require_bounded`. Raises ValueError, with the reason, if it cannot be
+        followed.
 
         A grammar that is not plain is tried in the worker process first (`grammar_trial`). Such grammars are compiled
         one at a time, there and here: four at once would take processors from the engine, and add up their memory.
         """
         make = self._llguidance.LLMatcher
-        try:
-            if name == "regex":
-                text, grammar = value, make.grammar_from_regex(value)
-            elif name == "choice":
-                text = "|".join(map(_literal, value))
-                grammar = make.grammar_from_regex(text)
-            else:
-                schema = json.loads(value) if name == "json_schema" else {"type": "object"}
-                schema = {} if schema is True else schema
-                text = json.dumps(schema)
-                grammar = make.grammar_from_json_schema(text, _options(schema))
-                del schema  # ten times as large as its text, and this may wait
-            size = BYTES_PER_CHAR * len(text)
-            if compiles_in_linear_time(name, value):
-                matcher = self._matcher(grammar)
-            else:
-                with self._one_at_a_time:
-                    size = max(size, self._trial.run(grammar))
-                    matcher = self._matcher(grammar)
-        except ValueError as error:  # such as ConfigError
-            return None, reason_of(str(error))
-        if matcher.is_error():
-            return None, reason_of(matcher.get_error())
-        return CompiledGrammar(matcher, size), ""
+        if name == "regex":
+            text, grammar = value, make.grammar_from_regex(value)
+        elif name == "choice":
+            text = "|".join(map(_literal, value))
+            grammar = make.grammar_from_regex(text)
+        else:
+            schema = json.loads(value) if name == "json_schema" else {"type": "object"}
+            schema = {} if schema is True else schema
+            text = json.dumps(schema)
+            grammar = make.grammar_from_json_schema(text, _options(schema))
+            del schema  # ten times as large as its text, and this may wait
+        size = BYTES_PER_CHAR * len(text)
+        if compiles_in_linear_time(name, value):
+            return CompiledGrammar(self._matcher(grammar), size)
+        with self._one_at_a_time:
+            size = max(size, self._trial.run(grammar))
+            return CompiledGrammar(self._matcher(grammar), size)
 
     def _matcher(self, grammar: str) -> Any:
-        return with_large_stack(lambda: self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0))
+        make = self._llguidance.LLMatcher
+        matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
 
     def goes_on(self, matcher: Any) -> bool:
         """Is any token of the model allowed next?"""
