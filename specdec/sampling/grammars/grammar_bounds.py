@@ -114,21 +114,20 @@ def _require_references(schema: Any) -> None:
             raise ConfigError(
                 f"json_schema cannot be followed (it has more than {MAX_REFERENCES} references); inline some of them"
             )
-        place = _split(value)
-        if place is None or (place[0] and place[1] != "json-schema.org"):
+        if _is_elsewhere(value):
             raise ConfigError(
                 f"json_schema cannot be followed ({key}={shown(value)} is elsewhere, and nothing is fetched); put the "
                 "definition into $defs"
             )
 
 
-def _split(reference: str) -> tuple[str, str] | None:
-    """Scheme and host of a reference; None if it is no address."""
+def _is_elsewhere(reference: str) -> bool:
+    """Does this reference lead to another document, other than the meta-schemas, which the library has?"""
     try:
         parts = urlsplit(reference)
     except ValueError:
-        return None
-    return parts.scheme or ("//" if parts.netloc else ""), parts.netloc
+        return True
+    return bool(parts.scheme or parts.netloc) and parts.netloc != "json-schema.org"
 
 
 def _depth(text: str, opening: str, closing: str) -> int:

@@ -56,7 +56,6 @@ class GrammarTrial:
         self._worker: subprocess.Popen[bytes] | None = None
         self._pid = os.getpid()
         self._finalizer: Any = None
-        self.starts = 0
 
     def run(self, grammar: str) -> int:
         """Returns the bytes that the grammar takes. Raises ConfigError, with the reason, if it must not be compiled."""
@@ -96,7 +95,7 @@ class GrammarTrial:
             )
         except OSError as error:
             raise WorkerDied(f"no process could be started to compile it in: {error}") from None
-        self._worker, self._pid, self.starts = worker, os.getpid(), self.starts + 1
+        self._worker, self._pid = worker, os.getpid()
         self._finalizer = weakref.finalize(self, _stop, worker, os.getpid())
         try:
             self._answer(worker, self._begin, START_SECONDS)
