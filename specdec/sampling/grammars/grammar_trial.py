@@ -44,10 +44,6 @@ STACK_BYTES = 64 << 20
 _stack_size = threading.Lock()
 
 
-class WorkerDied(Exception):
-    """The worker ended or did not answer in time. The message says what is wrong with the grammar."""
-
-
 class GrammarTrial:
     """The worker of one tokenizer. `run` may be called from any thread, but only one at a time."""
 
@@ -62,10 +58,7 @@ class GrammarTrial:
         asked = {"grammar": grammar, "seconds": SECONDS, "bytes": BYTES, "forced": FORCED_BYTES}
         try:
             answer = self._answer(self._ready(), asked, PATIENCE)
-        except WorkerDied as error:
-            self._end()
-            raise ConfigError(str(error)) from None
-        except BaseException:  # half an answer may be left in the pipe
+        except BaseException:  # the worker has died, or half an answer may be left in the pipe
             self._end()
             raise
         if answer["bytes"] > LARGE_BYTES:
@@ -94,13 +87,13 @@ class GrammarTrial:
                 start_new_session=True,  # Ctrl-C is meant for this process only
             )
         except OSError as error:
-            raise WorkerDied(f"no process could be started to compile it in: {error}") from None
+            raise ConfigError(f"no process could be started to compile it in: {error}") from None
         self._worker, self._pid = worker, os.getpid()
         self._finalizer = weakref.finalize(self, _stop, worker, os.getpid())
         try:
             self._answer(worker, self._begin, START_SECONDS)
-        except WorkerDied:
-            raise WorkerDied("the process that it would be compiled in did not start") from None
+        except ConfigError:
+            raise ConfigError("the process that it would be compiled in did not start") from None
         return worker
 
     def _end(self) -> None:
@@ -109,7 +102,7 @@ class GrammarTrial:
         self._worker = self._finalizer = None
 
     def _answer(self, worker: "subprocess.Popen[bytes]", asked: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The worker's answer. Raises WorkerDied if it ends, or does not answer within `seconds`."""
+        """The worker's answer. Raises ConfigError, with the reason, if it ends or does not answer within `seconds`."""
         assert worker.stdin is not None and worker.stdout is not None
         late = threading.Event()
 
@@ -129,7 +122,7 @@ class GrammarTrial:
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
-            raise WorkerDied(f"it took more than {seconds:g} s to compile" if late.is_set() else _why(worker))
+            raise ConfigError(f"it took more than {seconds:g} s to compile" if late.is_set() else _why(worker))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
