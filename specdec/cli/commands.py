@@ -269,7 +269,7 @@ MAKE = {
         "The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
-    "recipe": command(RecipeOptions, body("memory_pages", "show_recipe"), "Nothing is downloaded."),
+    "recipe": command(RecipeOptions, body("list_pairs", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, show_models, "With --memory: the memory of a pair, whose weights are not needed."),
 }
 """Makers of the commands, by name."""

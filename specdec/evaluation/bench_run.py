@@ -16,10 +16,10 @@ from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Way, first_difference, take_turns
 from specdec.evaluation.gsm8k_report import (
     UNNAMED,
-    figures,
     final_number,
     grouped_figures,
     is_correct,
+    run_figures,
     stats_of,
     table_lines,
 )
@@ -122,7 +122,7 @@ def run_bench(
         require_parity(records, engines[-1])
         requests = {name: stats_of(records, name) for name in engines}
         stats = RequestStats.total(requests[engines[-1]])
-        whole = figures(records, comparable=False)
+        whole = run_figures(records, comparable=False)
         speeds = {name: timing["tokens_per_second"] for name, timing in whole["timing"].items()}
         slower, accepted = "", None
         if drafter is not None:

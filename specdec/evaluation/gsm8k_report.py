@@ -102,7 +102,7 @@ def make_report(
         comparison |= {score: _split(names, *(graded[name][score] for name in names)) for score in SCORES}
     # with accuracies, outputs may differ; without them, a speed-up needs equal outputs
     comparable = comparison is not None and (bool(graded) or not comparison["unequal"])
-    whole = figures(records, comparable)
+    whole = run_figures(records, comparable)
     for name, scores in graded.items():
         whole["runs"][name] |= {score: _share(right) for score, right in scores.items()}
     return {
@@ -146,7 +146,7 @@ def stats_of(records: Sequence[Record], name: str) -> list[RequestStats]:
     return [RequestStats(**record["runs"][name]["stats"]) for record in records]
 
 
-def figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
+def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
     """Tokens, acceptance and speed of each run over some records."""
     runs: dict[str, Any] = {}
     timing: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def grouped_figures(
     groups: dict[str, list[Record]] = {}
     for record in records if grouped else ():
         groups.setdefault(group_of(record), []).append(record)
-    return {name: figures(members, comparable) for name, members in groups.items()}
+    return {name: run_figures(members, comparable) for name, members in groups.items()}
 
 
 def _grade(records: Sequence[Record], name: str, answers: Sequence[str]) -> dict[str, list[bool]]:
