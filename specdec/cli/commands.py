@@ -110,7 +110,7 @@ class EvalNumbers(SamplingNumbers):
     """Sampling defaults of `eval`: longer answers, the same in every run."""
 
     max_new_tokens: int = option(512, "Maximum number of tokens to generate.")
-    seed: int | None = option(0, "With its number, gives the seed of each problem.")
+    seed: int | None = option(0, "Together with a problem's number, gives its seed.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
