@@ -195,12 +195,13 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
         seeded = [replace(params, seed=problem_seed(params.seed or 0, index)) for index in asked]
         ways = {name: partial(engine.generate, params=seeded, progress=False) for name, engine in engines.items()}
         prompts = {name: [ask.prompt(index, known[index]) for index in asked] for name, known in answers.items()}
-        for index, runs, *asked_of in zip(asked, take_turns(ways, prompts), *prompts.values(), strict=True):
+        for place, (index, runs) in enumerate(zip(asked, take_turns(ways, prompts), strict=True)):
             parting = None
             if len(engines) == 2:
+                first, second = (own[place] for own in prompts.values())
                 outputs = (run["token_ids"] for run in runs.values())
-                same = asked_of[0] == asked_of[1]
-                parting = find_parting(engines["plain"].target, asked_of[0], *outputs) if same else AFTER_UNEQUAL
+                equal = first == second  # earlier answers were
+                parting = find_parting(engines["plain"].target, first, *outputs) if equal else AFTER_UNEQUAL
             records.append({"index": index, "turn": turn, "parting": parting, "runs": runs})
             for name, run in runs.items():
                 answers[name][index].append(run["text"])

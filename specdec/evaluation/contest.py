@@ -44,7 +44,8 @@ def take_turns(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]) -> 
 def tokens_per_second(runs: Sequence[Runs], name: str) -> float:
     """Output tokens of one way per second of its own batches."""
     own = [run[name] for run in runs]
-    return sum(len(run["token_ids"]) for run in own) / sum(run["seconds"] for run in own)
+    seconds: float = sum(run["seconds"] for run in own)
+    return sum(len(run["token_ids"]) for run in own) / seconds
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:

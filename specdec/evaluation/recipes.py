@@ -75,8 +75,8 @@ def recipes() -> dict[str, Recipe]:
 def _from_json(
     pair: PublishedPair, *, cards: list[dict[str, Any]], steps: list[dict[str, Any]], **figures: Any
 ) -> Recipe:
-    cards_and_steps = {"cards": [CardMemory(**card) for card in cards], "steps": [StepTime(**step) for step in steps]}
-    return Recipe(pair=pair, **figures, **cards_and_steps)
+    sizes, times = [CardMemory(**card) for card in cards], [StepTime(**step) for step in steps]
+    return Recipe(pair=pair, cards=sizes, steps=times, **figures)
 
 
 def find_recipe(model: str) -> PublishedPair:
