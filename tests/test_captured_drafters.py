@@ -69,7 +69,7 @@ CASES += [("gemma4-e2b", "ordered", "fused")]
 
 @deep_cases(
     *("gemma4-e2b-none-torch", "gemma4-e2b-suffix-torch", "gemma4-e2b-block-torch", "gemma4-e2b-lm-torch"),
-    "glm4_moe-shared-mtp-torch",
+    *("gemma4-e2b-ngram-torch", "glm4_moe-shared-mtp-torch", "step-form-mtp-torch"),
 )
 @pytest.mark.parametrize(("family", "kind", "runs"), usual(CASES, lambda family, kind, runs: runs == "torch"))
 def test_a_cuda_graph_can_hold_a_round(family, kind, runs, made, random_prompt, monkeypatch) -> None:

@@ -21,6 +21,7 @@ from tiny_models import random_eagle3
 
 VOCAB = 300  # more than byte_tokenizer has
 TREE = SpecConfig(3, 2, 6, adaptive=False)
+FEW_LAYERS = {} if is_deep() else {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["x", "long-one"]}},
@@ -64,7 +65,7 @@ def source(make_target, tmp_path_factory) -> Callable[..., Any]:
 
     def get(family: str, mtp: bool) -> Any:
         if not mtp:
-            return make_target(family, vocab_size=VOCAB)
+            return make_target(family, vocab_size=VOCAB, **FEW_LAYERS)
         if family not in folders:
             folders[family] = publish(family, tmp_path_factory.mktemp(family), vocab_size=VOCAB).folder
         return folders[family]

@@ -15,7 +15,6 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
 from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
 from dense_oracle import attend
 
@@ -183,20 +182,6 @@ def test_frozen(page_size: int, offset: int, shift: int):
     for lengths in ([17, 3, 30, 1, 0], [0, 0]):
         scene = Scene(lengths, page_size=page_size, window=4)
         scene.agree(scene.table.frozen(scene.rows, position_offset=offset, window_shift=shift))
-
-
-@PAGE_SIZES
-def test_frozen_sees_the_window_plus_one_newest_keys(page_size: int):
-    """At S with a shift of 2; and those keys are the widest view that eviction leaves room for."""
-    window = 4
-    scene = Scene([20], page_size=page_size, window=window)
-    plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=FROZEN_EXTRA_KEYS)
-    keys = visible_keys(plan, window)
-    seen = keys.bias[0, 0, 0] == 0
-    _, start = prefix_slots(plan, SWA)
-    assert (start + torch.arange(len(seen)))[seen].tolist() == [15, 16, 17, 18, 19]
-    assert (keys.slots[0, seen] != 0).all()
-    assert (visible_keys(plan, None).bias[..., :20] == 0).all()
 
 
 def test_frozen_queries_do_not_see_each_other_or_the_lookahead():

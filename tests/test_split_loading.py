@@ -20,8 +20,7 @@ from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
 from specdec.layers.merge import is_merged
-from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
-from specdec.layers.packed.weight_slices import StackedWeights, place_weight, range_of, rank_rows
+from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 
 from marks import deep, deep_cases, is_deep
@@ -206,27 +205,3 @@ def test_transformers_assists_no_target_in_host_memory():
         assert len(assisted_peer(engine, SamplingParams(), 2)) == 1
         engine.target.home = torch.device("meta")
         assert assisted_peer(engine, SamplingParams(), 2) == []
-
-
-# slices
-
-
-def test_rows_of_stacked_weights():
-    first, second = torch.arange(8.0).view(4, 2), torch.arange(8.0, 20.0).view(6, 2)
-    stacked = StackedWeights((first, second))
-    assert stacked.shape == (10, 2)
-    assert [piece.tolist() for piece in range_of(stacked, slice(3, 6))] == [[[6, 7]], [[8, 9], [10, 11]]]
-    own = rank_rows(stacked, [4, 6], 1, 2)
-    assert place_weight(own, torch.cat).equal(torch.cat([first[2:], second[3:]]))
-    assert all(piece.untyped_storage().data_ptr() in {first.data_ptr(), second.data_ptr()} for piece in own.parts)
-
-
-def test_rows_of_packed_weights_are_those_of_their_numbers():
-    torch.manual_seed(0)
-    words = torch.randint(-(2**31), 2**31 - 1, (6, 8), dtype=torch.int32)
-    weight = PackedWeight("int4", words, torch.rand(2, 6), torch.randint(0, 16, (2, 6)).float(), 32)
-    own = place_weight(rank_rows(weight, [2, 4], 1, 2), torch.cat)
-    assert isinstance(own, PackedWeight)
-    rows = [1, 4, 5]
-    assert numbers_of(own).equal(numbers_of(weight)[rows])
-    assert own.scales.equal(weight.scales[:, rows])

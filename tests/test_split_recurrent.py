@@ -56,8 +56,8 @@ def test_kernels_of_ranks_have_the_tokens_of_one_device(random_prompt, monkeypat
     torch.manual_seed(0)
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 96}
     target = TargetModel(spread(build_target("qwen3_5", **kinds)).eval(), REFERENCE)
-    asked, params = [random_prompt(26, seed=3)], SamplingParams(max_new_tokens=7, ignore_eos=True)
-    short = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=0)
+    asked, params = [random_prompt(30, seed=3)], SamplingParams(max_new_tokens=3, ignore_eos=True)
+    short = SamplingParams(max_new_tokens=2, ignore_eos=True, logprobs=0)
     settings = {"max_batch_size": 1, "max_model_len": 64, "deterministic": False}
     with engine_of(target, 1, **settings) as engine:
         [plain] = engine.generate(asked, params)

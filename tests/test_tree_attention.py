@@ -367,12 +367,6 @@ def test_two_warps_decode_keys_of_8_bits() -> None:
         assert choose_rows(4, heads, 128, 2, is_tree=False, fp8=fp8).num_warps == warps
 
 
-def test_few_programs_over_128_channels_take_eight_warps() -> None:
-    """Requests times K/V heads: up to 16 wait for latency; more than 32 share a multiprocessor, so stages are few."""
-    chosen = {heads: choose_rows(4, heads, 128, 2, is_tree=False, fp8=False) for heads in (8, 16, 32, 64)}
-    assert chosen == {8: RowTiles(16, 8, 5), 16: RowTiles(16, 8, 5), 32: RowTiles(16, 4, 5), 64: RowTiles(16, 4, 3)}
-
-
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
     cut = choose_key_split(512, 2, 1)
