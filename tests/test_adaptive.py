@@ -28,7 +28,7 @@ from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
 from inside import capture_on_tape
-from marks import deep, deep_cases, each_value, examples, is_deep, pairs, usual_cases
+from marks import deep, deep_cases, examples, is_deep, pairs, usual_cases
 
 LADDER = draft_ladder(CHAIN, captured=True)
 BOTH = draft_ladder(CHAIN, captured=True, lookup=True)
@@ -499,9 +499,7 @@ ALONE = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"]
 @usual_cases("tiny-gemma4-mtp,suffix-tree-0.8")
 @pytest.mark.parametrize(
     ("drafter", "shape", "temperature"),
-    each_value(
-        pairs([*ALONE, *(f"{model},suffix" for model in MODELS)], ["chain", "tree"], [0.0, 0.8]),
-    ),
+    pairs([*ALONE, *(f"{model},suffix" for model in MODELS)], ["chain", "tree"], [0.0, 0.8]),
 )
 def test_no_token_depends_on_the_choice(drafter, shape, temperature):
     """Costs are such that every draft is the best in turn, and wrong ones are tried."""

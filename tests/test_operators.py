@@ -335,7 +335,7 @@ def ask():
         pass
 with listen("127.0.0.1", 0) as bound:
     url = address(bound)
-    settings = ServeSettings(model_names=["m"], liveness_seconds=0.5, stop_seconds=1)
+    settings = ServeSettings(model_names=["m"], liveness_seconds=0.3, stop_seconds=0.2)
     died = run_app(served, settings, bound, lambda: threading.Thread(target=ask, daemon=True).start())
 print(died, flush=True)
 sys.exit(1 if died else 0)

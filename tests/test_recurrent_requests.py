@@ -16,7 +16,7 @@ from mtp_checkpoints import publish
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases, is_deep, slow
+from marks import deep, is_deep, slow, usual
 from tiny_models import random_eagle3
 
 VOCAB = 300  # more than byte_tokenizer has
@@ -102,11 +102,9 @@ def prompt_scores(outs: Outputs) -> torch.Tensor:
 
 
 CASES = [(family, kind) for family in FAMILIES for kind in KINDS] + [(family, "mtp") for family in WITH_MTP]
-USUAL = {("qwen3_5", "trees"), ("qwen3_next", "mtp"), ("lfm2", "eagle3"), ("granitemoehybrid", "block")}
 
 
-@deep_cases("granitemoehybrid-block", "lfm2-eagle3", "qwen3_next-mtp")
-@pytest.mark.parametrize(("family", "kind"), [slow(*c) if c in USUAL else deep(*c) for c in CASES])
+@pytest.mark.parametrize(("family", "kind"), usual(CASES, lambda *case: case == ("qwen3_5", "trees")))
 def test_each_request_is_what_it_is_alone(family, kind, engine_for, prompts, params) -> None:
     """Schemas, choices, samples, salts, penalties and scores, in one batch with a drafter; then again, with hits."""
     lone = engine_for(family, None, mtp=kind == "mtp", max_batch_size=1, prefix_cache=False)
