@@ -21,7 +21,7 @@ from specdec.gpu import triton_device
 from specdec.kvcache import store as kv_store
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases, examples, slow
+from marks import deep, examples
 from processes import run
 from stand_ins import watch_proposals
 from tiny_models import random_eagle3
@@ -82,18 +82,17 @@ def launches(monkeypatch):
     return counter
 
 
-@deep_cases("gemma4-e2b-mtp-spec2-4", "llama-eagle3-spec7-4")
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),
     [
         deep("gemma4-e2b", None, CHAIN, 4),
         deep("gemma4-e2b", "mtp", CHAIN, 1),
-        slow("gemma4-e2b", "mtp", TREE, 4),
+        deep("gemma4-e2b", "mtp", TREE, 4),
         deep("gemma4-e2b", "eagle3", TREE, 1),
         deep("llama", None, CHAIN, 1),
         ("llama", "ngram", CHAIN, 1),
         deep("llama", "eagle3", CHAIN, 1),
-        slow("llama", "eagle3", TREE, 4),
+        deep("llama", "eagle3", TREE, 4),
         deep("gpt_oss", "eagle3", TREE, 1),
         deep("gpt_oss", "eagle3", CHAIN, 4),
         deep("gemma2", None, CHAIN, 1),
