@@ -33,7 +33,7 @@ def test_ranks_divide_states_and_records(count, three_prompts) -> None:
     """Those of all ranks, side by side, are those of one device, and copies for cached prefixes are too."""
     one, split = (engine_of(target_of("qwen3_5"), n, prefill_chunk=16, max_batch_size=1) for n in (1, count))
     for engine in (one, split):
-        engine.generate(three_prompts[::2], PARAMS[::2])
+        engine.generate(three_prompts[1:2], PARAMS[1:2])
     [whole], shares = one.cache.stores, split.cache.stores
     channels = [4 * 8 // count, 4 * 8 // count, 8 * 128 // count]  # queries, keys, values
     for layer, kept in whole.layers.items():
