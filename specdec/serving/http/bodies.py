@@ -1,14 +1,12 @@
-"""Bodies of requests: values are counted before parsing, they are parsed off the event loop, and the first mistake is
-reported.
+"""Bodies of requests: raw bytes -> JSON -> model. The first mistake is reported.
 
-    raw bytes -> counts (containers, members, values), without building anything -> JSON -> model
-
-Small bodies are parsed on the event loop, larger ones on a thread for bodies, one at a time. A route whose router has
-`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. If its client leaves, all work
-for it is cancelled, from parsing on, and the body is released.
+Small bodies are parsed on the event loop, larger ones on a thread for bodies, one at a time: parsed, a body may take
+fifty times its bytes. A route whose router has `route_class=BodyRoute` declares its body as usual:
+`async def route(body: Model, ...)`. If its client leaves, all work for it is cancelled, from parsing on, and the body
+is released.
 """
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,63 +17,23 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from specdec.serving.fair_pool import FairPool
+from specdec.serving.http.body_time import BodyTime
 from specdec.serving.http.events import while_connected
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_CONTAINERS = 1 << 15
-"""Most objects and arrays in a body: each takes up to 232 bytes."""
-MAX_MEMBERS = 1 << 16
-"""Most members of all objects of a body together: each has its own key."""
-BYTES_PER_VALUE = 8
-"""A body may hold at most `max_body_bytes` / BYTES_PER_VALUE values."""
-MIN_VALUES = 1 << 16
 SMALL = 1 << 15
 """Bodies up to this many bytes are parsed on the loop, in less time than a thread takes to start."""
-WINDOW = 1 << 16
-"""Bytes that are scanned before other threads may run."""
-
 _parser = FairPool(1, "specdec-bodies")
 
 
-def json_counts(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yields the containers, members and values of UTF-8 JSON so far, after each window; arbitrary numbers for text
-    that is not JSON."""
-    containers, members, commas, inside, escaped = 0, 0, 0, False, False
-    for at in range(0, len(raw), WINDOW):
-        window = raw[at : at + WINDOW]
-        if escaped:
-            window = b"__" + window[1:]
-        # an escaped quote or backslash ends no string; a backslash at the end belongs to the next window
-        window = window.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-        escaped = window.endswith(b"\\")
-        parts = window.split(b'"')
-        outside = b" ".join(parts[1::2] if inside else parts[::2])
-        inside ^= not len(parts) % 2
-        containers += outside.count(b"{") + outside.count(b"[")
-        members += outside.count(b":")
-        commas += outside.count(b",")
-        yield containers, members, commas + containers
-
-
-def require_few_values(raw: bytes, max_values: int) -> None:
-    """Raise ApiError if parsing a body would take more than proportional time or memory."""
-    kinds, limits = ("objects and arrays", "members of objects", "values"), (MAX_CONTAINERS, MAX_MEMBERS, max_values)
-    for counts in json_counts(raw):
-        for kind, count, most in zip(kinds, counts, limits, strict=True):
-            if count > most:
-                message = f"there was an error parsing the body: it has {count} {kind} or more, and {most} are allowed"
-                raise ApiError(400, message, code="invalid_json")
-
-
-def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str = "refuse") -> Model:
+def parse(raw: bytes, model: type[Model], unknown_fields: str = "refuse") -> Model:
     """Parse the body as a model. Raises ApiError for the first mistake.
 
-    An error lives until it is answered (refusals may wait for seconds), and so do the frames that it passed through. So
-    none of these frames holds the body's values, which may take tens of megabytes."""
-    require_few_values(raw, max_values)
+    An error may live until Python collects cycles, and it keeps the frames that it passed through. So none of these
+    frames holds the body's values, which may take many megabytes."""
     found = _parsed(raw, model, unknown_fields)
     if isinstance(found, ApiError):
         raise found
@@ -96,8 +54,10 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
 async def read_body(request: Request) -> bytes:
     """Read the body of a request; the request keeps no copy. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body_time: BodyTime = request.app.state.body_time
     try:
-        raw = b"".join([piece async for piece in request.stream()])
+        async with body_time.limit():
+            raw = b"".join([piece async for piece in request.stream()])
     except ClientDisconnect:
         raise ApiError(400, "the body ended before its end", code="invalid_json") from None
     if not raw:
@@ -111,8 +71,7 @@ async def read_body(request: Request) -> bytes:
 
 async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) -> Model:
     """`parse`, on the thread for bodies if it takes long. It is dropped if the task is cancelled before it begins."""
-    max_values = max(MIN_VALUES, settings.max_body_bytes // BYTES_PER_VALUE)
-    how = partial(parse, raw, model, max_values, settings.unknown_fields)
+    how = partial(parse, raw, model, settings.unknown_fields)
     small = len(raw) <= SMALL
     del raw
     return how() if small else await _parser.wait_for(_parser.submit(how))
