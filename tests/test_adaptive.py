@@ -28,7 +28,7 @@ from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
 from inside import capture_on_tape
-from marks import deep, deep_cases, each_value, examples, is_deep, pairs, usual_cases
+from marks import deep, deep_cases, examples, is_deep, pairs, usual_cases
 
 LADDER = draft_ladder(CHAIN, captured=True)
 BOTH = draft_ladder(CHAIN, captured=True, lookup=True)
@@ -312,7 +312,7 @@ def test_no_source_takes_the_trials_of_the_other():
     assert account.balance(times).tolist() == pytest.approx([1.0 - 7.0 + SHARE * 4.5, 1.0 + SHARE * 4.5], rel=0.01)
 
 
-@settings(max_examples=examples(15, 300))
+@settings(max_examples=examples(8, 300))
 @given(seed=st.integers(0, 2**32 - 1), timed=st.booleans())
 def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
     """Requests of any chance come and go, rounds take anything, and the drafter may have to catch up. All together take
@@ -349,7 +349,7 @@ USUAL = list(ROWS)[::41]
 
 def ratios(names):
     """[row, 2, seed]: how many times as fast as the best fixed draft, and as plain decoding."""
-    seeds = range(examples(2, 8))
+    seeds = range(examples(1, 8))
     return np.array([[measured_row(name, seed) for seed in seeds] for name in names]).swapaxes(1, 2)
 
 
@@ -382,14 +382,14 @@ def test_drafts_that_were_all_timed_too_slow_are_tried(batch):
 
 def test_hard_and_easy_requests_get_drafts_of_their_own():
     machine = Machine(seconds=lambda shape, batch: 1 + 0.4 * shape.num_steps)
-    load = Load(lambda number: (0.9 if number % 2 else 0.1, 0.0), tokens=200, crowds=20)
+    load = Load(lambda number: (0.9 if number % 2 else 0.1, 0.0), tokens=200, crowds=10)
     outcome = adaptive(machine, load, LADDER)
     assert min(fixed(machine, load, shape) for shape in LADDER) / outcome.seconds > 1.05, outcome.rounds
 
 
 def test_what_was_off_is_found_again():
     """An engine that saw thousands of wrong drafts meets requests whose drafts are right."""
-    wrong = examples(15, 100)
+    wrong = examples(8, 100)
     machine, load = Machine(), Load(lambda number: (float(number >= wrong), 0.0), tokens=200, crowds=wrong + 1)
     outcome = adaptive(machine, load, LADDER)
     assert sum(outcome.rounds.values()) < 200 * wrong + 100
@@ -460,13 +460,13 @@ def test_a_poor_model_does_not_starve_the_lookup_of_trials():
 
 
 def test_a_drafter_that_turns_bad_loses_little_of_what_it_gained():
-    """Drafts of 20 crowds are right, those of the next four never."""
+    """Drafts of 10 crowds are right, those of the next two never."""
 
     def outcome(crowds):
-        load = Load(lambda number: (0.8 * (number < 20), 0.0), crowds=crowds)
+        load = Load(lambda number: (0.8 * (number < 10), 0.0), crowds=crowds)
         return adaptive(Machine(), load, LADDER)
 
-    good, both = outcome(20), outcome(24)
+    good, both = outcome(10), outcome(12)
     assert (both.seconds - good.seconds) / (both.plain_seconds - good.plain_seconds) < 1.04
 
 
@@ -496,12 +496,10 @@ MODELS = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "tiny-gemma4"]
 ALONE = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"]
 
 
-@usual_cases("tiny-gemma4-eagle3-chain-0.8", "tiny-gemma4-mtp,suffix-tree-0.8")
+@usual_cases("tiny-gemma4-mtp,suffix-tree-0.8")
 @pytest.mark.parametrize(
     ("drafter", "shape", "temperature"),
-    each_value(
-        pairs([*ALONE, *(f"{model},suffix" for model in MODELS)], ["chain", "tree"], [0.0, 0.8]),
-    ),
+    pairs([*ALONE, *(f"{model},suffix" for model in MODELS)], ["chain", "tree"], [0.0, 0.8]),
 )
 def test_no_token_depends_on_the_choice(drafter, shape, temperature):
     """Costs are such that every draft is the best in turn, and wrong ones are tried."""

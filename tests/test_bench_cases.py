@@ -144,8 +144,8 @@ def test_an_answer_is_graded_by_its_code(answer: str, right: bool):
 
 def test_programs_are_stopped_and_see_nothing_of_the_caller(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("A_SECRET", "1")
-    assert not passes("while True: pass", seconds=0.5)
-    assert not passes("import time; time.sleep(60)", seconds=0.5)
+    assert not passes("while True: pass", seconds=0.2)
+    assert not passes("import time; time.sleep(60)", seconds=0.2)
     assert passes("import os; assert 'A_SECRET' not in os.environ and not os.listdir('.')")
     monkeypatch.setattr(humaneval, "MAX_MEMORY", 256 << 20)
     assert not passes("x = bytearray(1 << 30)")

@@ -16,7 +16,7 @@ from kv_rig import ints, layer_spec, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import KEEP_ALL, CacheField, KVLayout, Retention, attention_fields, cache_groups
+from specdec.kvcache.layout import KEEP_ALL, KVLayout, Retention, attention_fields, cache_groups
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
@@ -101,11 +101,6 @@ def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page
     for group, retention in allocator.groups.items():
         held = sum(tensor[0].nbytes for tensor in store.tensors(group))
         assert held == layout.slot_bytes(retention, torch.float32)
-
-
-def test_a_field_has_its_own_size() -> None:
-    assert [field.bytes(torch.float16) for field in attention_fields(4, 192, 128)] == [1536, 1024]
-    assert attention_fields(2, 8) == (CacheField("k", 2, 8), CacheField("v", 2, 8))
 
 
 # claims by group

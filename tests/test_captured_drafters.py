@@ -19,7 +19,7 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.models.target import TargetModel
 
 from inside import captured_rounds
-from marks import deep_cases, examples, usual
+from marks import examples, usual_cases
 from tiny_models import random_eagle3
 
 pytest.importorskip("triton")
@@ -67,11 +67,8 @@ CASES += [("gemma4-e2b", "ordered", "fused")]
 """Target, drafter, and what runs: plain torch, kernels of attention and recurrence, or kernels of whole layers too."""
 
 
-@deep_cases(
-    *("gemma4-e2b-none-torch", "gemma4-e2b-suffix-torch", "gemma4-e2b-block-torch", "gemma4-e2b-lm-torch"),
-    "glm4_moe-shared-mtp-torch",
-)
-@pytest.mark.parametrize(("family", "kind", "runs"), usual(CASES, lambda family, kind, runs: runs == "torch"))
+@usual_cases("gemma4-e2b-mtp-torch", "gemma4-e2b-eagle3-torch", "glm4_moe-3-mtp-torch")
+@pytest.mark.parametrize(("family", "kind", "runs"), CASES)
 def test_a_cuda_graph_can_hold_a_round(family, kind, runs, made, random_prompt, monkeypatch) -> None:
     """Rounds of MTP modules once ran uncaptured on GPUs, ten times as long: one index was made on the host."""
     model, drafter = made(family, kind)

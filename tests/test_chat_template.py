@@ -1,6 +1,8 @@
 """A request's messages reach the chat template unchanged."""
 
 import json
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 from reciting import HARMONY, reciting
@@ -23,12 +25,23 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "8"}
 USER = {"role": "user", "content": "Hi"}
 
 
-def prompt_of(template, path, parser="hermes", **body):
-    with reciting(template=template, tool_parser=parser) as reciter:
-        reciter.answer_next("x")
-        answer = reciter.post(path, **body)
-        assert answer.status_code == 200, answer.text
-        return reciter.prompts[-1]
+@pytest.fixture(scope="module")
+def prompt_of():
+    """prompt_of(template, path, parser="hermes", **body): the prompt of a request. A template has one server."""
+    with ExitStack() as servers:
+
+        @cache
+        def reciter_of(template, parser):
+            return servers.enter_context(reciting(template=template, tool_parser=parser))
+
+        def ask(template, path, parser="hermes", **body):
+            reciter = reciter_of(template, parser)
+            reciter.answer_next("x")
+            answer = reciter.post(path, **body)
+            assert answer.status_code == 200, answer.text
+            return reciter.prompts[-1]
+
+        yield ask
 
 
 @pytest.mark.parametrize(
@@ -38,7 +51,7 @@ def prompt_of(template, path, parser="hermes", **body):
         (ADDING, "<user>Hi<assistant>f<tool>8"),
     ],
 )
-def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expected, monkeypatch):
+def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expected, prompt_of, monkeypatch):
     """It was "": a template that asks `content is none` wrote no calls. Others add it to text. transformers leaves what
     is None out of messages from 5.24 on."""
     usual = PreTrainedTokenizerBase.apply_chat_template
@@ -80,7 +93,7 @@ def test_thoughts_go_where_the_template_reads_them(template, field):
 
 
 @pytest.mark.parametrize("content", [None, "", "I look."])
-def test_thoughts_sent_back_reach_gpt_oss(content):
+def test_thoughts_sent_back_reach_gpt_oss(content, prompt_of):
     answer = {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": [CALL]}
     prompt = prompt_of(HARMONY, "chat/completions", "harmony", messages=[USER, answer, RESULT], tools=[TOOL])
     thought = "Hm." if not content else "Hm.\nI look."
@@ -107,7 +120,7 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f", "argumen
     ],
     ids=["two answers", "text and call", "text, call, text", "thought and text"],
 )
-def test_the_items_of_answers_are_messages_with_borders(items, expected):
+def test_the_items_of_answers_are_messages_with_borders(items, expected, prompt_of):
     prompt = prompt_of(SHOWN, "responses", input=[{"role": "user", "content": "Hi"}, *items, USER])
     assert prompt.startswith(f"<user>Hi{expected}<user>Hi")
 

@@ -13,7 +13,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
 from specdec.loading import load_model, pick_dtype
 
-from marks import deep_cases, slow
+from marks import deep, deep_cases, slow
 
 PARAMS = SamplingParams(max_new_tokens=12)
 CONFIG = EngineConfig(max_batch_size=1, max_model_len=64)
@@ -120,7 +120,7 @@ def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_
         Engine.from_pretrained(make_target("llama"), str(tmp_path), config=CONFIG)
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
+@pytest.mark.parametrize("ordered", [deep(False), True], ids=["dense", "centroid"])
 def test_an_assistant_is_read_from_a_folder(ordered, make_target, make_assistant, random_prompt, tmp_path):
     target = make_target("gemma4-e2b")
     assistant = make_assistant(target, ordered)
@@ -156,7 +156,7 @@ def test_dtype_is_float32_on_the_cpu_and_the_checkpoints_elsewhere(make_target):
     assert pick_dtype(None, torch.device("cuda"), config) == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, deep(torch.float16)])
 def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
     make_target("gemma4-e2b").save_pretrained(tmp_path)
     config = EngineConfig(max_batch_size=2, max_model_len=64, dtype=dtype)
@@ -237,10 +237,18 @@ def test_loading_arguments_without_anything_to_load_are_refused(make_target):
         Engine.from_pretrained(make_target("llama"), token="secret", revision="v1")
 
 
-@pytest.mark.slow
+class Compiled(torch.nn.Module):
+    """A model where torch.compile puts it. Importing torch's compiler takes seconds."""
+
+    def __init__(self, base):
+        super().__init__()
+        self._orig_mod = base
+
+
+@pytest.mark.parametrize("compile_model", [Compiled, deep(torch.compile)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it imports its compiler
-def test_a_compiled_model_is_asked_for_what_it_wraps(make_target):
-    compiled = torch.compile(make_target("llama"))
+def test_a_compiled_model_is_asked_for_what_it_wraps(compile_model, make_target):
+    compiled = compile_model(make_target("llama"))
     for arguments, role in (((compiled,), "target"), ((make_target("llama"), compiled), "drafter")):
         with pytest.raises(ConfigError, match=rf"^{role} is a torch.compile'd LlamaForCausalLM; .* {role}._orig_mod$"):
             Engine.from_pretrained(*arguments)

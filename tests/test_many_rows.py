@@ -68,23 +68,6 @@ def test_every_row_gets_the_pages_that_it_lacks():
     table.check()
 
 
-def test_rows_may_come_in_any_order_and_only_those_named_grow():
-    table = make()
-    table.ensure_slots(ints(2, 0), ints(1, 2))
-    assert table.slots.host[:3, :3].tolist() == [[2, 3, 0], [0, 0, 0], [1, 0, 0]]
-    table.check()
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_rows_that_lack_nothing_take_nothing(page_size: int):
-    table = make(page_size)
-    table.ensure_slots(ints(0, 1), ints(4, 8))
-    before = contents(table)
-    table.ensure_slots(ints(0, 1), ints(4, 5))
-    table.ensure_slots(ints(), ints())
-    assert contents(table) == before
-
-
 def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
     table = make()
     table.close_rows(1)

@@ -151,10 +151,7 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
 
 def test_the_last_by_priority_is_preempted(engine_for, random_prompt):
     """Three requests outgrow pools for two: it is the one of lowest priority that steps back, though it came first."""
-    roomy = engine_for(False, None)
-    full = sum(len(random_prompt(n)) + 40 for n in (20, 20)) + 10
-    del roomy
-    engine = engine_for(False, None, full_slots=full, max_batch_size=3)
+    engine = engine_for(False, None, full_slots=2 * (20 + 40) + 10, max_batch_size=3)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     last, *others = [engine.submit(random_prompt(20, seed=i), params, priority=p) for i, p in enumerate((5, 0, 0))]
     outs = [handle.output() for handle in (last, *others)]

@@ -244,7 +244,7 @@ LATIN = "it is not UTF-8 text"
         ("--config", "a: [", "cannot be read"),
         ("--config", "port: 1\nPORT: 2", "'PORT' is no option"),
         ("--config", "max-waiting: 1\nmax_waiting: 2", "is there twice"),
-        ("--config", "a: " + "[" * 1500 + "]" * 1500, "cannot be read: it is nested too deep"),
+        ("--config", "a: " + "[" * 600 + "]" * 600, "cannot be read: it is nested too deep"),
         ("--config", "# f\xfcr", LATIN),
         ("--chat-template", "# f\xfcr", LATIN),
         ("--api-key-file", "# f\xfcr", LATIN),
@@ -353,7 +353,7 @@ def ask():
         pass
 with listen("127.0.0.1", 0) as bound:
     url = address(bound)
-    settings = ServeSettings(model_names=["m"], liveness_seconds=0.5, stop_seconds=1)
+    settings = ServeSettings(model_names=["m"], liveness_seconds=0.3, stop_seconds=0.2)
     died = run_app(served, settings, bound, lambda: threading.Thread(target=ask, daemon=True).start())
 print(died, flush=True)
 sys.exit(1 if died else 0)

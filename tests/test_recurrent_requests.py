@@ -16,11 +16,12 @@ from mtp_checkpoints import publish
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases, is_deep, slow
+from marks import deep, is_deep, slow, usual
 from tiny_models import random_eagle3
 
 VOCAB = 300  # more than byte_tokenizer has
 TREE = SpecConfig(3, 2, 6, adaptive=False)
+FEW_LAYERS = {} if is_deep() else {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["x", "long-one"]}},
@@ -64,7 +65,7 @@ def source(make_target, tmp_path_factory) -> Callable[..., Any]:
 
     def get(family: str, mtp: bool) -> Any:
         if not mtp:
-            return make_target(family, vocab_size=VOCAB)
+            return make_target(family, vocab_size=VOCAB, **FEW_LAYERS)
         if family not in folders:
             folders[family] = publish(family, tmp_path_factory.mktemp(family), vocab_size=VOCAB).folder
         return folders[family]
@@ -101,11 +102,9 @@ def prompt_scores(outs: Outputs) -> torch.Tensor:
 
 
 CASES = [(family, kind) for family in FAMILIES for kind in KINDS] + [(family, "mtp") for family in WITH_MTP]
-USUAL = {("qwen3_5", "trees"), ("qwen3_next", "mtp"), ("lfm2", "eagle3"), ("granitemoehybrid", "block")}
 
 
-@deep_cases("granitemoehybrid-block", "lfm2-eagle3", "qwen3_next-mtp")
-@pytest.mark.parametrize(("family", "kind"), [slow(*c) if c in USUAL else deep(*c) for c in CASES])
+@pytest.mark.parametrize(("family", "kind"), usual(CASES, lambda *case: case == ("qwen3_5", "trees")))
 def test_each_request_is_what_it_is_alone(family, kind, engine_for, prompts, params) -> None:
     """Schemas, choices, samples, salts, penalties and scores, in one batch with a drafter; then again, with hits."""
     lone = engine_for(family, None, mtp=kind == "mtp", max_batch_size=1, prefix_cache=False)

@@ -214,14 +214,6 @@ def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
         torch.testing.assert_close(kept.v, -kept.k)
 
 
-def test_stores_have_room_for_the_null_page_and_every_page():
-    rig = make(page_size=2, pages=4, window_pages=3)
-    sliding, full = rig.store.layers[SLIDING_LAYER], rig.store.layers[FULL_LAYER]
-    assert (full.k.shape, full.group) == ((10, 1, 1), PRIMARY)
-    assert (sliding.v.shape, sliding.group) == ((8, 1, 1), SWA)
-    assert rig.bytes_by_group() == {"full": 4 * 2 * 10, "window 6": 4 * 2 * 8}
-
-
 # eviction
 
 

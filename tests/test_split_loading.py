@@ -20,17 +20,17 @@ from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
 from specdec.layers.merge import is_merged
-from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
-from specdec.layers.packed.weight_slices import StackedWeights, place_weight, range_of, rank_rows
+from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 
-from marks import deep, is_deep
-from tiny_models import FULL, SLIDING, build_target, random_eagle3, spread
+from marks import deep, deep_cases, is_deep
+from tiny_models import FULL, build_target, random_eagle3, spread
 
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
 NARROW |= {"num_key_value_heads": 4}  # one range of K, and three
 LATENTS = {"num_key_value_heads": 8, "head_dim": 8, "qk_rope_head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32}
-LATENT_FORMS = [("deepseek_v3", "fp8-block"), deep("deepseek_v3", "int4-g32"), deep("glm4_moe_lite", "awq")]
+RECURRENT = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+RECURRENT |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", FULL]}
 GEMMA = {"num_global_key_value_heads": 4, "global_head_dim": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ranges": ("llama", WIDE),
@@ -39,13 +39,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rows, biases": ("qwen2", NARROW),
     "merged, tied": ("phi3", {**NARROW, "tie_word_embeddings": True}),
     "per-layer embeddings": ("gemma4-e2b", {**WIDE, **GEMMA}),
-    "recurrent": ("qwen3_next", {**NARROW, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 4}),
+    "recurrent": ("qwen3_next", {**NARROW, **RECURRENT, "num_experts": 4}),
     "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
 }
-PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4"), ("qwen3_5", "int4-g32")]
-MORE = [
-    *(("qwen2", "awq"), ("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2")),
-    *(("llama", "int4-zeros"), ("qwen3_next", "fp8-block")),
+QUICK_FORMS = [("mistral", "fp8-block"), ("gpt_oss", "mxfp4"), ("qwen3_5", "int4-g32"), ("deepseek_v3", "fp8-block")]
+DEEP_FORMS = [
+    *(("llama", "int4-g32"), ("deepseek_v3", "int4-g32"), ("glm4_moe_lite", "awq"), ("qwen2", "awq")),
+    *(("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2"), ("llama", "int4-zeros")),
+    ("qwen3_next", "fp8-block"),
 ]
 
 
@@ -98,36 +99,41 @@ def loaded(folder: Any, count: int, drafter: Any = None, **config: Any) -> Engin
     return Engine.from_pretrained(folder, drafter, spec=TREE, config=settings)
 
 
+@pytest.fixture
+def asked(three_prompts: list[list[int]]) -> list[list[int]]:
+    """Two prompts, one of a single token; all three with `make test-deep`."""
+    return three_prompts if is_deep() else [three_prompts[0][:12], three_prompts[2]]
+
+
+@deep_cases("2-ranges", "2-rows", "4-ranges", "4-rows")
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [2, deep(4)])
 def test_a_checkpoint_on_ranks_has_the_bits_of_one_device(
-    case: str, count: int, tmp_path: Path, three_prompts: list[list[int]]
+    case: str, count: int, tmp_path: Path, asked: list[list[int]]
 ):
     folder = saved(*CASES[case], tmp_path)
-    alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
-    engine = loaded(folder, count, "ngram", prefill_chunk=16)
+    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    engine = loaded(folder, count, "ngram", prefill_chunk=8)
     assert isinstance(engine.target.decoder, SplitDecoder) and isinstance(engine.target.head, SplitHead)
-    assert answers(engine, three_prompts) == alone
+    assert answers(engine, asked) == alone
 
 
-@pytest.mark.parametrize(("family", "form"), [*PACKED, *LATENT_FORMS, *(deep(*case) for case in MORE)])
+@pytest.mark.parametrize(("family", "form"), [*QUICK_FORMS, *(deep(*case) for case in DEEP_FORMS)])
 def test_packed_weights_on_ranks_have_the_bits_of_one_device(
-    family: str, form: str, tmp_path: Path, three_prompts: list[list[int]]
+    family: str, form: str, tmp_path: Path, asked: list[list[int]]
 ):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
-    sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32} if "qwen3_" in family else {}
-    if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row, and below for fewer rows
-        sizes |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
+    sizes |= {"num_hidden_layers": 2}
+    if family == "gpt_oss":
+        sizes |= {"num_hidden_layers": 1, "layer_types": [FULL]}
+    if "qwen3_" in family:
+        sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    if family in ("qwen3_5", "qwen3_next"):
+        sizes |= RECURRENT
     if family in ("deepseek_v3", "glm4_moe_lite"):
-        sizes |= {
-            **LATENTS,
-            "num_hidden_layers": 2,
-            "moe_intermediate_size": 32,
-            "mlp_layer_types": ["dense", "sparse"],
-        }
+        sizes |= {**LATENTS, "moe_intermediate_size": 32, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
     folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)
-    asked = three_prompts[::2] if family == "gpt_oss" and not is_deep() else three_prompts
     alone = answers(loaded(folder, 1, max_batch_size=1), asked)
     engine = loaded(folder, 2, "ngram")
     weights = [share.layers[0].qkv for share in engine.target.decoder.parts]
@@ -166,14 +172,14 @@ def test_a_checkpoint_stays_mapped_and_nothing_is_merged_in_host_memory(tmp_path
         assert any(first <= param.data_ptr() < last for first, last in spans)
 
 
-def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, three_prompts: list[list[int]]):
+def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, asked: list[list[int]]):
     folder = saved("llama", WIDE, tmp_path)
-    alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
+    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
     with loaded(folder, 2) as engine:
         target, head = engine.target, random_eagle3(engine.target.model)
     again = Engine(target, head, spec=TREE, config=engine.config)
     assert again.target is target
-    assert answers(again, three_prompts) == alone
+    assert answers(again, asked) == alone
 
 
 def test_a_shared_target_is_for_as_many_devices(tmp_path: Path):
@@ -199,27 +205,3 @@ def test_transformers_assists_no_target_in_host_memory():
         assert len(assisted_peer(engine, SamplingParams(), 2)) == 1
         engine.target.home = torch.device("meta")
         assert assisted_peer(engine, SamplingParams(), 2) == {}
-
-
-# slices
-
-
-def test_rows_of_stacked_weights():
-    first, second = torch.arange(8.0).view(4, 2), torch.arange(8.0, 20.0).view(6, 2)
-    stacked = StackedWeights((first, second))
-    assert stacked.shape == (10, 2)
-    assert [piece.tolist() for piece in range_of(stacked, slice(3, 6))] == [[[6, 7]], [[8, 9], [10, 11]]]
-    own = rank_rows(stacked, [4, 6], 1, 2)
-    assert place_weight(own, torch.cat).equal(torch.cat([first[2:], second[3:]]))
-    assert all(piece.untyped_storage().data_ptr() in {first.data_ptr(), second.data_ptr()} for piece in own.parts)
-
-
-def test_rows_of_packed_weights_are_those_of_their_numbers():
-    torch.manual_seed(0)
-    words = torch.randint(-(2**31), 2**31 - 1, (6, 8), dtype=torch.int32)
-    weight = PackedWeight("int4", words, torch.rand(2, 6), torch.randint(0, 16, (2, 6)).float(), 32)
-    own = place_weight(rank_rows(weight, [2, 4], 1, 2), torch.cat)
-    assert isinstance(own, PackedWeight)
-    rows = [1, 4, 5]
-    assert numbers_of(own).equal(numbers_of(weight)[rows])
-    assert own.scales.equal(weight.scales[:, rows])

@@ -23,7 +23,8 @@ CHAIN = SpecConfig(3, adaptive=False)
 def test_prompts_that_part_after_a_state_share_it(three_prompts) -> None:
     """On several devices prefixes were kept as for a drafter with K/V of its own: by the token after them, too."""
     engine, [_, prompt, _] = engine_of(target_of("qwen3_5"), 2), three_prompts
-    hits = [engine.generate([*prompt[:32], token], PARAMS[0])[0].stats.cached_tokens for token in (1, 1, 2)]
+    one = SamplingParams(max_new_tokens=1)
+    hits = [engine.generate([*prompt[:32], token], one)[0].stats.cached_tokens for token in (1, 1, 2)]
     assert hits == [0, 32, 32]
 
 
@@ -32,7 +33,7 @@ def test_ranks_divide_states_and_records(count, three_prompts) -> None:
     """Those of all ranks, side by side, are those of one device, and copies for cached prefixes are too."""
     one, split = (engine_of(target_of("qwen3_5"), n, prefill_chunk=16, max_batch_size=1) for n in (1, count))
     for engine in (one, split):
-        engine.generate(three_prompts, PARAMS)
+        engine.generate(three_prompts[1:2], PARAMS[1:2])
     [whole], shares = one.cache.stores, split.cache.stores
     channels = [4 * 8 // count, 4 * 8 // count, 8 * 128 // count]  # queries, keys, values
     for layer, kept in whole.layers.items():
@@ -56,8 +57,8 @@ def test_kernels_of_ranks_have_the_tokens_of_one_device(random_prompt, monkeypat
     torch.manual_seed(0)
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 96}
     target = TargetModel(spread(build_target("qwen3_5", **kinds)).eval(), REFERENCE)
-    asked, params = [random_prompt(26, seed=3)], SamplingParams(max_new_tokens=7, ignore_eos=True)
-    short = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=0)
+    asked, params = [random_prompt(30, seed=3)], SamplingParams(max_new_tokens=3, ignore_eos=True)
+    short = SamplingParams(max_new_tokens=2, ignore_eos=True, logprobs=0)
     settings = {"max_batch_size": 1, "max_model_len": 64, "deterministic": False}
     with engine_of(target, 1, **settings) as engine:
         [plain] = engine.generate(asked, params)

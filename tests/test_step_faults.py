@@ -289,17 +289,25 @@ def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_
 ):
     engine = make_engine(make_target("llama", vocab_size=300), "ngram", tokenizer=byte_tokenizer, max_batch_size=8)
     good, bad = (random_prompt(n, vocab=256) for n in (5, 9))
+    """The 500 has the headers of any answer; a stream that has begun ends with the error."""
     body = {"model": "tiny-gemma4", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    origin = "https://a.example"
+    headers = {"Authorization": "Bearer one", "Origin": origin, "X-Request-Id": "mine"}
     [truth] = engine.generate([good], SamplingParams(max_new_tokens=60, ignore_eos=True))
     breaks(engine, bad, names=names)
-    with served(engine) as (url, running, _), httpx.Client(timeout=120) as client, ExitStack() as open_streams:
+    with (
+        served(engine, cors_origins=[origin], api_keys={"a": "one"}) as (url, running, _),
+        httpx.Client(timeout=120, headers=headers) as client,
+        ExitStack() as open_streams,
+    ):
         streams = []
         for _ in range(2):
             sent = body | {"prompt": good, "stream": True}
             stream = open_streams.enter_context(client.stream("POST", f"{url}/v1/completions", json=sent))
             lines = stream.iter_lines()
             streams.append(([next(lines)], lines))
-        answers = [client.post(f"{url}/v1/completions", json=body | {"prompt": bad}) for _ in range(2)]
+        answer = client.post(f"{url}/v1/completions", json=body | {"prompt": bad})
+        streamed = client.post(f"{url}/v1/completions", json=body | {"prompt": bad, "stream": True})
         assert client.get(f"{url}/health").status_code == 200 and running.trouble is None
         for begun, lines in streams:
             begun.extend(lines)
@@ -308,7 +316,10 @@ def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_
             assert begun[-2] == "data: [DONE]"
         after = client.post(f"{url}/v1/completions", json=body | {"prompt": good, "max_tokens": 4})
         assert after.status_code == 200 and truth.text.startswith(after.json()["choices"][0]["text"])
-    for answer in answers:
-        error = answer.json()["error"]
-        assert answer.status_code == 500 and error["type"] == "server_error" and "no such thing" in error["message"]
+    error = answer.json()["error"]
+    assert answer.status_code == 500 and error["type"] == "server_error" and "no such thing" in error["message"]
+    assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"] == "mine"
+    assert answer.headers["access-control-allow-origin"] == origin
+    last = [line for line in streamed.text.splitlines() if line][-1]
+    assert streamed.status_code == 200 and json.loads(last.removeprefix("data: "))["error"] == error
     assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0

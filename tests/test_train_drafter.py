@@ -39,6 +39,7 @@ from specdec.training.train_settings import TrainSettings
 from marks import deep, deep_cases, examples, slow
 from processes import run as run_python
 from processes import run_ranks
+from tiny_models import FULL, SLIDING
 
 
 def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
@@ -144,7 +145,8 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_law(make_target) -> None
 @pytest.fixture
 def checkpoint(tmp_path, make_target, byte_tokenizer) -> Path:
     """A random target with a tokenizer on disk."""
-    model = make_target("gemma4-31b", vocab_size=258, fresh=True)
+    few = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
+    model = make_target("gemma4-31b", vocab_size=258, fresh=True, **few)
     model.generation_config.eos_token_id = 257
     model.generation_config.pad_token_id = 0
     model.save_pretrained(tmp_path / "target")
@@ -159,8 +161,8 @@ def prompts(tmp_path) -> Path:
     return file
 
 
-SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --heads 4"
-SMALL += f" --max-new-tokens {examples(12, 24)}"
+SMALL = "--answers 16 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --heads 4"
+SMALL += f" --max-new-tokens {examples(6, 24)}"
 SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
@@ -242,7 +244,7 @@ def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, 
     lines = capsys.readouterr().out
     for stage in ("answers", "training", "report"):
         assert re.search(rf"^{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+", lines, re.MULTILINE), stage
-    assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
+    assert report["steps"] == 4 and report["answers"] == 16 and 0 < report["loss"] < 10
     trees = ("chain of 3", "tree of depth 3, topk 4, 32 nodes") if kind == "block" else train_drafter.SHAPES
     assert [*report["held_out"]] == [*trees]
     assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
@@ -263,13 +265,13 @@ def test_a_stopped_run_goes_on(kind, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
     steps; other settings are refused."""
     out = tmp_path / "stopped"
-    first = f"--kind {kind} --answers 16 --steps 2"
+    first = f"--kind {kind} --answers 8 --steps 2"
     run(checkpoint, prompts, out, first)
     answers = out / "training" / "answers-0.jsonl"
     lines = answers.read_text().splitlines()
-    answers.write_text("\n".join(lines[:11]) + "\n" + lines[11][:20])  # torn while the twelfth was written
+    answers.write_text("\n".join(lines[:5]) + "\n" + lines[5][:20])  # torn while the sixth was written
     report = run(checkpoint, prompts, out, f"--kind {kind}")
-    assert report["answers"] == 24 and report["steps"] == 4
+    assert report["answers"] == 16 and report["steps"] == 4
     whole = run(checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
     texts = [
         [json.loads(x)["answer"] for x in (folder / "training/answers-0.jsonl").read_text().splitlines()]
@@ -431,11 +433,11 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
     done = ranks(["-m", "specdec.cli", "train", *folders, *SMALL.split()])
     assert [each.returncode for each in done] == [0] * len(done), [each.stderr[-2000:] for each in done]
     report = json.loads((out / "training" / "report.json").read_text())
-    assert report["processes"] == 2 and report["answers"] == 24 and report["steps"] == 4
+    assert report["processes"] == 2 and report["answers"] == 16 and report["steps"] == 4
     parts = [(out / f"training/answers-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
-    assert [len(part) for part in parts] == [12, 12]
+    assert [len(part) for part in parts] == [8, 8]
     asked = [json.loads(line)["prompt"] for part in parts for line in part]
-    assert len({tuple(p) for p in asked}) == 24
+    assert len({tuple(p) for p in asked}) == 16
 
 
 @pytest.mark.slow
@@ -443,8 +445,8 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     """Training and engine agree about what position i holds; reading the states one layer early shows."""
     model = make_target("llama", num_hidden_layers=3)
     target = TargetModel(model)
-    prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(6)]
-    docs = [(np.array(p + greedy_oracle(model, p, 24), np.int32), len(p)) for p in prompts]
+    prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(4)]
+    docs = [(np.array(p + greedy_oracle(model, p, 20), np.int32), len(p)) for p in prompts]
     spec = small_spec(
         intermediate_size=64,
         aux_layers=(2, 1, 3),
@@ -454,10 +456,10 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     )
     torch.manual_seed(0)
     trainable = TrainableEagle3(Eagle3Head(spec), target)
-    batch = batch_of(docs, 60)
+    batch = batch_of(docs, 24)
     known = {name: x.detach() for name, x in trainable.target_states(batch).items()}
-    optimizer = torch.optim.Adam(trainable.module.parameters(), lr=1e-2)
-    for _ in range(70):
+    optimizer = torch.optim.Adam(trainable.module.parameters(), lr=2e-2)
+    for _ in range(40):
         optimizer.zero_grad()
         draft_loss(trainable, batch, known, 4).backward()
         optimizer.step()
@@ -466,8 +468,8 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     for aux_layers in ((2, 1, 3), (1, 0, 2)):
         drafter = Eagle3Drafter(trainable.module, target)
         drafter.aux_layers = aux_layers
-        engine = Engine(target, drafter, config=EngineConfig(max_batch_size=3, max_model_len=64))
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24))
+        engine = Engine(target, drafter, config=EngineConfig(max_batch_size=4, max_model_len=64))
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=20))
         assert [out.token_ids for out in outputs] == [list(map(int, doc[cut:])) for doc, cut in docs]
         lengths.append(engine.stats().acceptance_length)
     right, wrong = lengths

@@ -100,7 +100,7 @@ def test_kernels_and_plain_torch_are_the_definition(name: str) -> None:
     check([request(n, num_rows, parents, seed=n, **sizes) for n in lengths], **options)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *map(deep, range(2, 60))])
+@pytest.mark.parametrize("seed", [0, *map(deep, range(1, 60))])
 def test_random_cases_are_the_definition(seed: int) -> None:
     draw = random.Random(seed)
     kind, num_rows = draw.choice(("tree", "chain", "frozen")), draw.randrange(1, 24)
@@ -127,7 +127,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
     check([request(n, num_rows, heads=(3, 1), seed=n, valid=rows) for n, rows in valid], window=window)
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, deep(9)])
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
     args = lay_out(requests, window=window, page_size=4)
@@ -217,7 +217,7 @@ def test_own_keys_of_a_small_tree() -> None:
         assert chain.slots[0, 0, :8].tolist() == [164, 165, 7, 8, 9, 10, 11, 0]
 
 
-@pytest.mark.parametrize("page_size", [slow(1), 4])
+@pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_own_keys_against_the_reference(page_size: int) -> None:
     g = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 63, 64, 100], device=DEVICE)
@@ -262,7 +262,7 @@ BITS = pytest.mark.parametrize(
 )
 
 
-@deep_cases("21-run-torch.float32")
+@deep_cases("21-run-torch.float32", "21-run_plain-torch.bfloat16")
 @BITS
 @pytest.mark.parametrize("window", [deep(None), 21])
 def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
@@ -365,12 +365,6 @@ def test_two_warps_decode_keys_of_8_bits() -> None:
     """They need a fifth fewer instructions than four, where programs are many; a lone request waits for latency."""
     for fp8, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
         assert choose_rows(4, heads, 128, 2, is_tree=False, fp8=fp8).num_warps == warps
-
-
-def test_few_programs_over_128_channels_take_eight_warps() -> None:
-    """Requests times K/V heads: up to 16 wait for latency; more than 32 share a multiprocessor, so stages are few."""
-    chosen = {heads: choose_rows(4, heads, 128, 2, is_tree=False, fp8=False) for heads in (8, 16, 32, 64)}
-    assert chosen == {8: RowTiles(16, 8, 5), 16: RowTiles(16, 8, 5), 32: RowTiles(16, 4, 5), 64: RowTiles(16, 4, 3)}
 
 
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
