@@ -25,10 +25,10 @@ from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
 from inside import capture_on_tape
-from marks import deep, deep_cases, examples, slow
+from marks import deep, deep_cases, examples, is_deep, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
-NEW = examples(8, 12)
+NEW = examples(6, 12)
 BF16 = torch.bfloat16
 DTYPES = torch.float32, BF16
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: python -m bench bits")
@@ -126,7 +126,7 @@ def test_bits_are_those_of_a_request_alone(
 ):
     """Alone; with others that join and leave; in chunks of 16 and 256; preempted; chains and trees of any size."""
     model = make_target(family, fresh=True).to(dtype)
-    prompts, params = requests(random_prompt, (40, 5, 21, 1))
+    prompts, params = requests(random_prompt, (40, 5, 21, 1) if is_deep() else (37, 5, 18))
     alone = engine(model, prefill_chunk=256, max_batch_size=1)
     expected = answers(alone, prompts, params)
     truths = [prompt + tokens for prompt, (tokens, _) in zip(prompts, expected, strict=True)]

@@ -48,8 +48,9 @@ def model(make_target: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "shape", "windows", "page_size"),
     [
-        ("eagle3", "one level", (5,), 4),
-        slow("eagle3", "chain", (None, 2), 4),
+        ("eagle3", "two levels", (None, 2), 4),
+        deep("eagle3", "one level", (5,), 4),
+        deep("eagle3", "chain", (None, 2), 4),
         deep("eagle3", "two levels", (2,), 1),
         deep("eagle3", "tree", (3, None, 2), 4),
         deep("eagle3", "tree", (None,), 1),

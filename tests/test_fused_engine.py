@@ -155,9 +155,9 @@ def test_tokens_are_the_same_on_the_kernels(
         small["layer_types"] = ["sliding_attention", "full_attention"]
     model = make_target(family, **small)
     drafter = make_assistant(model, ordered=ordered) if family.startswith("gemma4") else None
-    prompts = [random_prompt(10), random_prompt(3)]
-    params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0.9, seed=1)]
-    settings = {"spec": DRAFTS[shape], "prefill_chunk": 16}
+    prompts, new = [random_prompt(examples(6, 10)), random_prompt(3)], examples(3, 4)
+    params = [SamplingParams(max_new_tokens=new), SamplingParams(max_new_tokens=new, temperature=0.9, seed=1)]
+    settings = {"spec": DRAFTS[shape], "prefill_chunk": 4}
     want = generate(model, drafter, prompts, params, fused=False, **settings)
     assert generate(model, drafter, prompts, params, fused=True, attention="triton", **settings) == want
 

@@ -34,7 +34,7 @@ from specdec.layers.rope_store import (
     rotary,
 )
 
-from marks import deep_cases, slow
+from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + (
@@ -86,7 +86,7 @@ def test_a_gate_of_any_size_is_exact():
         close(got[1], -reference_activate(-gates, activation))
 
 
-@pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 136), slow(400, 1100, 328)])
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 300, 328), deep(400, 1100, 328)])
 def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
     """With ranges of K and without, biased, gated; rows that descriptors cannot describe go the usual way."""
     launched = []

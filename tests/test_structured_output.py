@@ -20,6 +20,7 @@ from specdec.sampling.reference_sampler import MaskedFirstLevel
 
 from inside import capture_on_tape, captured_rounds
 from marks import deep, deep_cases, each_value, examples, quick, slow, usual_cases
+from tiny_models import few_layers
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
@@ -70,7 +71,7 @@ NO_RULES = slice(len(GRAMMARS) + 1)
 
 @pytest.fixture(scope="module")
 def model(make_target):
-    return make_target("gemma4-e2b", vocab_size=VOCAB)
+    return make_target("gemma4-e2b", vocab_size=VOCAB, **few_layers())
 
 
 @pytest.fixture(scope="module")
