@@ -230,7 +230,7 @@ def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(setting
 # --json FILE means one thing
 
 
-@deep_cases("bench")
+@deep_cases("bench", "eval")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

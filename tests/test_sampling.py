@@ -202,12 +202,6 @@ def uniform(seed, position, token):
     return (bits + 0.5) * 2.0**-52
 
 
-def test_splitmix64_is_the_published_one():
-    """The first outputs for state 1234567, as published with the generator."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [splitmix64((1234567 + i * GAMMA) & MASK) for i in range(1, 5)] == published
-
-
 def test_noise_on_paper():
     seeds, positions, vocab = [0, 1, 42, (1 << 63) - 1], [0, 1, 4095, 1 << 40], 7
     noise = gumbel_noise(torch.tensor(seeds), torch.tensor([positions] * 4), vocab)
