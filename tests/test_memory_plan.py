@@ -84,7 +84,7 @@ def test_states_of_recurrent_layers_are_counted_apart(family, tmp_path, make_tar
 
 @pytest.mark.parametrize(
     ("drafter", "page_size"),
-    [("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), ("windowed", 1), deep("ngram", 4)],
+    [deep("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), ("windowed", 1), deep("ngram", 4)],
 )
 def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
