@@ -99,12 +99,6 @@ def test_prompts(prompt, parts, engine):
     assert is_untouched(engine)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(make_target, make_engine, byte_tokenizer):
-    engine = make_engine(make_target("llama"), tokenizer=byte_tokenizer)
-    with one_sentence(ConfigError, "vocabulary of 96"):
-        engine.generate("\u00ff" * 3)
-
-
 @pytest.mark.parametrize(
     ("params", "parts"),
     [
@@ -125,19 +119,21 @@ def test_params(params, parts, engine):
     assert is_untouched(engine)
 
 
-@pytest.mark.parametrize("text", [5, None, ["a", "b"], "a\ud800b"], ids=repr)
-def test_what_is_no_text_is_not_encoded(text, make_target, make_engine, pair_tokenizer):
-    said = "half a surrogate pair at character 2" if isinstance(text, str) else "string is expected"
-    with one_sentence(ConfigError, said):
-        make_engine(make_target("llama"), tokenizer=pair_tokenizer).encode(text)
-
-
 @pytest.mark.parametrize(
-    ("ids", "part"), [("ab", "'ab'"), (5, "5"), (None, "None"), ([1, -100], "-100"), ([1.5], "1.5"), ([[1]], "[1]")]
+    ("call", "given", "part"),
+    [
+        *(("encode", text, "string is expected") for text in (5, None, ["a", "b"])),
+        ("encode", "a\ud800b", "half a surrogate pair at character 2"),
+        *(("decode", ids, part) for ids, part in (("ab", "'ab'"), (5, "5"), (None, "None"), ([1, -100], "-100"))),
+        *(("decode", ids, part) for ids, part in (([1.5], "1.5"), ([[1]], "[1]"))),
+        ("generate", "\u00ff" * 3, "vocabulary of 96"),  # a tokenizer with more tokens than the model
+    ],
+    ids=ascii,
 )
-def test_what_is_no_list_of_ids_is_not_decoded(ids, part, make_target, make_engine, pair_tokenizer):
+def test_what_is_no_text_and_no_list_of_ids(call, given, part, make_target, make_engine, byte_tokenizer):
+    engine = make_engine(make_target("llama"), tokenizer=byte_tokenizer)
     with one_sentence(ConfigError, part):
-        make_engine(make_target("llama"), tokenizer=pair_tokenizer).decode(ids)
+        getattr(engine, call)(given)
 
 
 def test_stop_strings_need_a_tokenizer(engine):

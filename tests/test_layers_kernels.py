@@ -1,7 +1,5 @@
 """The kernels of specdec.layers against their references: odd sizes, strides, every option; rows that do not meet."""
 
-import functools
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -241,16 +239,6 @@ def test_two_tiles_hold_the_rows():
     for rows in range(65, 193):
         first, second = gemm_small.two_tiles(rows)
         assert first in (64, 128) and second in (0, 16, 32, 64) and rows <= first + second < rows + 32
-
-
-def test_tiles_of_some_rows():
-    """160 rows of Gemma 4 E4B on 132 multiprocessors: gate/up and head load a weight once, q/k/v are one wave."""
-    some = functools.partial(gemm_small.tiles_for_some_rows, 160, wave=264)
-    assert some(20480, 1, gated=True) == Tiles(128, 128, 64, 8, 3, 128, tail_m=32)
-    assert some(262144, 1, gated=False) == Tiles(128, 128, 64, 8, 4, 128, tail_m=32)
-    assert some(3072, 4, gated=False) == Tiles(64, 128, 64, 4, 3, 64, tail_m=32)  # 192 programs, where 288 were
-    for n, splits in ((2560, 4), (5120, 4), (10752, 1)):
-        assert some(n, splits, gated=False) == Tiles(128, 64, 64, 8, 4, 128)
 
 
 @pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")

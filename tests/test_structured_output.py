@@ -171,11 +171,7 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
     monkeypatch.setattr(MaskedFirstLevel, "_masked", lambda self, logits, positions: logits)
     outs = engine_of(kind, max_batch_size=4).generate(prompts[:4], params[:4])
     assert sum(seen) < len(seen) / 2
-    assert (
-        [out.token_ids for out in outs]
-        == [out.token_ids for out in knowing]
-        == [out.token_ids for out in alone[:4]]
-    )
+    assert [out.token_ids for out in outs] == [out.token_ids for out in knowing] == [out.token_ids for out in alone[:4]]
 
 
 # forced tokens
