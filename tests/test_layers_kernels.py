@@ -83,7 +83,7 @@ def test_a_gate_of_any_size_is_exact():
         close(got[1], -reference_activate(-gates, activation))
 
 
-@pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 136), deep(400, 1100, 328)])
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 328), deep(400, 1100, 328)])
 def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
     """With ranges of K and without, biased, gated; rows that descriptors cannot describe go the usual way."""
     launched = []
