@@ -1,6 +1,7 @@
 """Drafters that fit any target, in a hundred engines each: every request has the tokens of plain decoding."""
 
 import functools
+import itertools
 import random
 from dataclasses import replace
 
@@ -19,14 +20,13 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases
+from marks import usual_cases
 from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
 
 CASES = 100
 FEW_TOKENS = 12
 """So few that a random head or assistant is right now and then."""
-DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 1, "mtp": 1, "model and lookup": 1, "assistant": 1}
-"""Cases of each that belong to `make test`; the others are deep."""
+DRAFTERS = ("suffix", "language_model", "block", "eagle3", "mtp", "model and lookup", "assistant")
 MODULES = ["mimo_v2-form", *sorted(SHAPES.keys() - {"mimo_v2-form", "qwen3-tuned"})]
 
 
@@ -62,11 +62,8 @@ def chosen_drafter(name, rng, model, make_target, make_assistant):
     return drafter
 
 
-@deep_cases("language_model-0", "block-0", "model and lookup-0")
-@pytest.mark.parametrize(
-    ("drafter", "seed"),
-    [(name, seed) if seed < always else deep(name, seed) for name, always in DRAFTERS.items() for seed in range(CASES)],
-)
+@usual_cases("suffix-9", "block-6", "eagle3-0", "mtp-12", "assistant-28")  # trees, and few tokens
+@pytest.mark.parametrize(("drafter", "seed"), list(itertools.product(DRAFTERS, range(CASES))))
 def test_tokens_of_plain_decoding(drafter, seed, make_target, make_assistant, make_engine, random_prompt, tmp_path):
     rng = random.Random(f"{drafter} {seed}")
     family = rng.choice(GEMMA4_FAMILIES if drafter == "assistant" else FAMILIES)

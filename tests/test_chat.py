@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import time
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from specdec.text.detokenize import DraftColours
 
 from processes import start
 
+NEW = 24
 TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 ANN = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 GREEN = "\x1b[1;32m"
@@ -103,12 +105,13 @@ def engine():
         yield engine
 
 
+@cache
 def told(engine, *turns):
     """What the model answers to each turn, with those before in its history."""
     messages, outputs = [], []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        outputs += engine.chat(messages, SamplingParams(max_new_tokens=48))
+        outputs += engine.chat(messages, SamplingParams(max_new_tokens=NEW))
         messages.append({"role": "assistant", "content": outputs[-1].text})
     return outputs
 
@@ -137,7 +140,7 @@ def test_a_conversation_in_a_terminal(engine):
     first, second = told(engine, TOM, ANN)
     alone = told(engine, ANN)[0]
     assert alone.text != second.text  # so history can be seen
-    with Terminal("--max-new-tokens", "48", "--fixed-drafts") as terminal:
+    with Terminal("--max-new-tokens", str(NEW), "--fixed-drafts") as terminal:
         assert "/reset forgets what was said" in terminal.until("> ")
         for typed, want in ((TOM, first), (ANN, second), ("/reset", None), (ANN, alone)):
             terminal.type(typed + "\n")
@@ -181,7 +184,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(whole_pair):
 def test_without_a_terminal_each_line_is_a_turn(engine):
     first, second = told(engine, TOM, ANN)
     lines = f"{TOM}\n\n{ANN}\n/nonsense\n/exit\nnot asked\n"
-    result = CliRunner().invoke(app, ["chat", "--max-new-tokens", "48"], input=lines)
+    result = CliRunner().invoke(app, ["chat", "--max-new-tokens", str(NEW)], input=lines)
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{first.text}\n{second.text}\n"
     assert len(re.findall(FIGURES, result.stderr)) == 2

@@ -260,8 +260,9 @@ def test_an_answer_is_that_of_the_engine_whole_and_streamed(name, url, engine):
     rng = random.Random(name)
     for _ in range(9):  # until it is one that this field matters to
         path, body, prompts, echoes, params = drawn_request(rng, name, engine)
-        outs = engine.generate(prompts, params)
-        without = engine.generate(prompts, replace(params, **{name: getattr(SamplingParams(), name)}))
+        plain = replace(params, **{name: getattr(SamplingParams(), name)})
+        outs = engine.generate([*prompts, *prompts], [params] * len(prompts) + [plain] * len(prompts))
+        outs, without = outs[: params.n * len(prompts)], outs[params.n * len(prompts) :]
         if [out.text for out in outs] != [out.text for out in without]:
             break
     else:

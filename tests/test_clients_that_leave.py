@@ -25,6 +25,12 @@ pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 MEGABYTE = 1 << 20
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_what_these_tests_leave_is_collected():
+    """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
+    gc.freeze()
+
+
 class Held:
     """What a job's function holds, such as a body."""
 

@@ -261,22 +261,3 @@ def test_index_names_every_page(folder):
     pages = {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
     assert pages
     assert sorted(page for page in pages if f"({page})" not in index) == []
-
-
-def test_what_is_wrong_on_a_page_is_found(monkeypatch):
-    """One seeded mistake for each check."""
-    page = "```python\nprint(1 / 4)\n```\n\n```text\n0.25\n```\n"
-    run_python(page, "page", {})
-    with pytest.raises(AssertionError, match=r"page:2: the page says\n0\.25\nand the code prints\n0\.2\n"):
-        run_python(page.replace("1 / 4", "1 / 5"), "page", {})
-    for line in (
-        "$ A=1 specdec bench --limits 3",
-        "specdec benchmark",
-        "make dem",
-        "python examples/eagle3.py --top 4",
-    ):
-        with pytest.raises(AssertionError, match="page:2: "):
-            run_shell(f"```sh\n{line}\n```\n", "page", monkeypatch)
-    assert broken_links("[a](api.md) [b](no.md) [c](api.md#no-such-heading)", ROOT / "docs" / "a.md") == [
-        *("no.md", "api.md#no-such-heading")
-    ]

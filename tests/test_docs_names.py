@@ -233,29 +233,3 @@ def test_what_a_page_names_exists(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_listed_on_a_page_exist(page):
     assert missing_files((ROOT / page).read_text("utf-8")) == []
-
-
-# the checks themselves
-
-
-@pytest.mark.parametrize(
-    ("span", "fault"),
-    [
-        ("NoSuchClass", "NoSuchClass"),
-        ("no_such_function(seen)", "no_such_function"),
-        ("Engine.no_such_method", "Engine.no_such_method"),
-        ("engine.no_such_method()", "engine.no_such_method"),
-        ("specdec.no_such_module.thing", "specdec.no_such_module.thing"),
-        ("SpecConfig(num_stepz=4)", "SpecConfig(num_stepz=)"),
-        ("no_such_setting=3", "no_such_setting="),
-        ("--no-such-option", "--no-such-option"),
-        ("specdec bench --no-such-option 3", "--no-such-option"),
-        ("no_such_file.json", "no_such_file.json"),
-        ("make no-such-target", "no-such-target"),
-        ("no_such_folder/", "no_such_folder/"),
-        ("kvcache/no_such_file.py", "kvcache/no_such_file.py"),
-        ("no program prints this sentence", "no program prints this sentence"),
-    ],
-)
-def test_faults_finds(span, fault):
-    assert fault in faults(span)

@@ -61,7 +61,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, monkeypatch) 
     config = EngineConfig(
         max_batch_size=examples(2, 4), max_model_len=96, device="cpu", **pool
     )  # where the tape can record
-    asked = requests(examples(4, 12))
+    asked = requests(examples(3, 12))
     outputs = []
     for on in (False, True):
         capture_on_tape(monkeypatch, on)
@@ -106,7 +106,7 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
 @pytest.mark.parametrize(("most", "shapes"), [(32, {16, 24, 32}), (23, {16}), (15, set())])
 def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MAX_TOKENS", most)
-    asked = requests(6, seed=7)
+    asked = requests(4, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
     assert captured_batches(engine) == {1, 2}
@@ -120,7 +120,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
     draw = random.Random(0)
     shapes = set()
     for states in (FinalStates.LAST, FinalStates.NONE):
-        for _ in range(examples(300, 2000)):
+        for _ in range(examples(60, 2000)):
             tokens = int(2 ** draw.uniform(0, 13))
             runs = draw.randint(1, min(tokens, 256))
             shape = graphs.bucket(runs, tokens, states)
@@ -195,7 +195,7 @@ class Peeking(NgramDrafter):
 
 
 def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, caplog) -> None:
-    asked = requests(4, seed=7)
+    asked = requests(2, seed=7)
     right = serve(small_engine(on=False), *asked)
     with caplog.at_level(logging.WARNING, "specdec"):
         assert serve(small_engine(Peeking()), *asked) == right

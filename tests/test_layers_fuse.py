@@ -25,7 +25,7 @@ from specdec.layers.rope_store import Destination
 from specdec.modules.family_name import family_name
 from specdec.modules.private_copy import private_copy
 
-from marks import deep, deep_cases, slow, usual_cases
+from marks import deep, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
@@ -38,12 +38,6 @@ MIXED = [
     *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mellum", "mimo_v2_flash"),
     *("qwen2_moe", "qwen3_5_moe", "qwen3_next", "step3p7"),
 ]
-ON_KERNELS = [
-    "gemma4-moe",
-    "attention biases",
-    "qwen3",
-    "qwen3_next",
-]  # besides those of every run: experts, biases, norms of q and k, recurrent layers
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
@@ -139,18 +133,14 @@ def tokens(num_rows: int) -> torch.Tensor:
     return torch.randint(1, 96, (1, num_rows), generator=torch.Generator().manual_seed(num_rows)).to(DEVICE)
 
 
-@deep_cases("kernels-gemma4-moe", "kernels-glm4")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("ops", "name"),
     [(REFERENCE, name) for name in [*DENSE, *MIXED, *VARIANTS]]
     + [
-        # gpt_oss: test_fused_engine.py; the kernels are compared with the references in test_kernel_references.py, too
-        (KERNELS, name)
-        if name in ("gemma4-e2b", "glm4")
-        else slow(KERNELS, name)
-        if name in ON_KERNELS
-        else deep(KERNELS, name)
+        # gpt_oss: test_fused_engine.py; recurrent layers: test_gated_delta.py; every kernel is compared with its
+        # reference in test_kernel_references.py, too
+        (KERNELS, name) if name in ("gemma4-e2b", "qwen3") else deep(KERNELS, name)
         for name in [*DENSE, *MIXED, *VARIANTS]
     ],
     ids=lambda x: x if isinstance(x, str) else "kernels" if x is KERNELS else "reference",

@@ -6,11 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from capturable import capturable
 from samplers import EDITS, sampler_of
 
 from specdec import DraftTree, SamplingParams
-from specdec.attention.trees.forced_tokens import force_tokens, without_blanks
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import EditInputs, MaskedFirstLevel, ReferenceSampler, output_counts
 from specdec.sampling.sampling_table import SamplerUses, SamplingTable, bias_room, pack_bias, unpack_bias
@@ -133,20 +131,6 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
-def test_edits_can_be_captured():
-    """No value is read on the host, and nothing is made of host data: bias, penalties, masks, and forced chains."""
-    params = [SamplingParams(**{**EDITS["every edit"], "regex": "a"})]
-    batch = sampler_of(params, [0])
-    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
-    history, length, forced = torch.tensor([[5, 5, 9]]), torch.tensor([2]), torch.tensor([[8, 9]])
-    allowed = torch.full((1, 3, 3), -1, dtype=torch.int32)
-    past = EditInputs(length, tree, lambda: history, torch.tensor([1]), allowed)
-    logits = torch.randn(1, 3, 70)
-    with capturable():
-        batch.edited(logits, past, 20.0)
-        without_blanks(force_tokens(tree, forced, length, 5))
-
-
 def test_nobody_else_pays():
     free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
     assert not SamplerUses.from_params(free).edits
@@ -164,15 +148,6 @@ def test_greedy_is_an_independent_loop(setting, make_target, make_engine, random
         logits = hf_forward(model, [*prompt, *output]).logits[0, -1]
         output.append(int(edited_on_paper(logits, params, prompt, output).argmax()))
     assert make_engine(model, "ngram").generate(prompt, params)[0].token_ids == output
-
-
-def test_a_bias_of_100_decides(make_target, make_engine, random_prompt):
-    model, prompt = make_target("llama"), random_prompt(9)
-    only = SamplingParams(max_new_tokens=6, temperature=1.0, seed=2, logit_bias={17: 100})
-    assert make_engine(model).generate(prompt, only)[0].token_ids == [17] * 6
-    banned = {token: -100 for token in range(96) if token not in (4, 8)}
-    [out] = make_engine(model, "ngram").generate(prompt, SamplingParams(max_new_tokens=12, logit_bias=banned))
-    assert set(out.token_ids) <= {4, 8}
 
 
 def test_a_preempted_request_counts_its_output_alone(make_target, make_engine, random_prompt):

@@ -84,7 +84,7 @@ def test_states_of_recurrent_layers_are_counted_apart(family, tmp_path, make_tar
 
 @pytest.mark.parametrize(
     ("drafter", "page_size"),
-    [("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), ("windowed", 1), deep("ngram", 4)],
+    [deep("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), ("windowed", 1)],
 )
 def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
@@ -98,7 +98,7 @@ def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path,
         groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
         assert groups == engine.cache.bytes_by_group() and len(groups) == 2 + windowed
         assert report["weights"]["target"] == stored_weights(engine.target.model).bytes
-        assert ("drafter" in report["weights"]) == (drafter not in ("none", "ngram"))
+        assert ("drafter" in report["weights"]) == (drafter != "none")
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,12 @@ def test_answers_and_refusals_are_what_the_document_says(name, client, document)
     refused = any(word in name for word in (" no ", "none", "nothing", "without", " too "))
     assert (answer.status_code == 200) != refused, answer.text
     require_said(document, answer, "post", path)
-    require_said(document, client.post(path, content=content, headers={"Content-Type": "text/plain"}), "post", path)
-    none = client.post(path, content=content, headers={"Authorization": ""})
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in ASKED.values()}))
+def test_refusals_of_a_type_and_of_no_key_are_what_the_document_says(path, client, document):
+    require_said(document, client.post(path, content=b"{}", headers={"Content-Type": "text/plain"}), "post", path)
+    none = client.post(path, content=b"{}", headers={"Authorization": ""})
     assert none.status_code == 401
     require_said(document, none, "post", path)
 

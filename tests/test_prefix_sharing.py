@@ -115,7 +115,7 @@ def test_rounds_under_way_spoil_nothing_that_is_kept(build, greedy_oracle, rando
     capture_on_tape(monkeypatch)
     engine = build(DRAFTERS["eagle3-tree"], max_batch_size=3, full_slots=240)
     model, base = engine.target.model, random_prompt(30)
-    prompts = [base[: 10 + 5 * i] + random_prompt(4, seed=i) for i in range(5)]
+    prompts = [base[: 10 + 5 * i] + random_prompt(4, seed=i) for i in range(4)]
     for _ in range(2):
         truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
         params = [SamplingParams(max_new_tokens=NEW, stop_token_ids=[truth[5]]) for truth in truths]
@@ -219,7 +219,7 @@ def test_tiny_pools_change_no_token(name, page_size, build, greedy_oracle, rando
     model_len = slots_needed(build(case, page_size=page_size).table, 50, 2 * NEW)
     engine = build(case, page_size=page_size, max_batch_size=3, full_slots=model_len[0], swa_slots=2 * model_len[1])
     base = random_prompt(40)
-    prompts = [base[: 12 * (i % 4)] + random_prompt(10, seed=i) for i in range(8)]
+    prompts = [base[: 12 * (i % 4)] + random_prompt(10, seed=i) for i in range(examples(5, 8))]
     outs = engine.generate(prompts, SamplingParams(max_new_tokens=2 * NEW))
     for out, prompt in zip(outs, prompts, strict=True):
         assert out.token_ids == greedy_oracle(engine.target.model, prompt, 2 * NEW)

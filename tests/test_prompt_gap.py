@@ -113,7 +113,7 @@ class Simulation:
 
 def test_what_forwards_take_is_learned_from_any_of_them() -> None:
     draw = random.Random(0)
-    for _ in range(examples(10, 100)):
+    for _ in range(examples(5, 100)):
         truth = [
             10 ** draw.uniform(-4, -2),
             10 ** draw.uniform(-6, -4),

@@ -24,7 +24,7 @@ from specdec import DraftTree, SamplingParams
 from specdec.sampling.noise import gumbel_noise
 from specdec.sampling.reference_sampler import EditInputs, past_tokens
 
-from marks import deep_cases, examples, quick, usual
+from marks import deep_cases, examples, is_deep, quick, usual
 
 
 def batch_of(*params, seeds=None):
@@ -202,12 +202,6 @@ def uniform(seed, position, token):
     return (bits + 0.5) * 2.0**-52
 
 
-def test_splitmix64_is_the_published_one():
-    """The first outputs for state 1234567, as published with the generator."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [splitmix64((1234567 + i * GAMMA) & MASK) for i in range(1, 5)] == published
-
-
 def test_noise_on_paper():
     seeds, positions, vocab = [0, 1, 42, (1 << 63) - 1], [0, 1, 4095, 1 << 40], 7
     noise = gumbel_noise(torch.tensor(seeds), torch.tensor([positions] * 4), vocab)
@@ -282,12 +276,14 @@ def test_same_tokens_with_and_without_speculation(
         SamplingParams(**{"max_new_tokens": examples(9, 24), "seed": seed, **SETTINGS[name]})
         for seed, name in ((0, setting), (7, setting), (1 << 62, "every edit" if setting == "bias" else "bias"))
     ]
-    plain = [make_engine(model).generate(p, one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    alone = make_engine(model, max_batch_size=1)
+    plain = [out.token_ids for out in alone.generate(prompts, params)]
     assert setting in EDITS or all(len(set(out)) > 5 for out in plain[:2])
 
     trees = scripted(tree_script([p + out for p, out in zip(prompts, plain, strict=True)]))
-    for drafter in (None, "ngram", make_assistant(model), make_assistant(model, ordered=True), trees):
-        for batch in (1, 3) if drafter is trees else (2,):
+    drafters = [None, "ngram", make_assistant(model)] if is_deep() else []
+    for drafter in (*drafters, make_assistant(model, ordered=True), trees):
+        for batch in (1, 3) if drafter is trees and is_deep() else (2,):
             engine = make_engine(model, drafter, page_size=page_size, max_batch_size=batch, num_steps=5)
             outputs = engine.generate(prompts, params)
             assert [out.token_ids for out in outputs] == plain, f"{drafter=} {batch=}"

@@ -20,7 +20,6 @@ class Interrupt(BaseException):
 @pytest.fixture(scope="module", autouse=True)
 def only_what_these_tests_leave_is_collected():
     """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
-    gc.collect()
     gc.freeze()
 
 

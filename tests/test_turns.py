@@ -196,6 +196,7 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
 ):
     """Another engine over the same weights: releasing its request looks at them, under the lock that is held."""
     model = make_target("llama")
+    gc.freeze()  # what other tests hold is not looked through below
     engine, other = (make_engine(model) for _ in range(2))
     other.state.weights = engine.state.weights  # as of two engines over one TargetModel
     streams = [other.stream(random_prompt(5), PARAMS)]
