@@ -157,7 +157,7 @@ def test_memory_is_level_over_many_requests(make_target, make_assistant, make_en
 @pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_thousands_of_tokens_hold_a_window_of_swa_slots(page_size, make_target, make_engine, random_prompt) -> None:
     """However long a request is: its window, a chunk on its way, a page of slack at both ends."""
-    longest = examples(3000, 8000)
+    longest = examples(1500, 8000)
     model = make_target("gemma4-e2b", max_position_embeddings=8192)
     sizes = {"max_model_len": 8100, "prefill_chunk": 256, "page_size": page_size, "max_batch_size": 3}
     engine = make_engine(model, "ngram", **sizes, full_slots=3 * 8192, swa_slots=8192, max_prefill_tokens=768)

@@ -29,7 +29,7 @@ from specdec.errors import LocationError
 from inside import capture_on_tape
 from marks import deep_cases, examples, usual
 
-NEW = examples(9, 12)
+NEW = examples(7, 12)
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
 TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
 LOAD = {"max_batch_size": 6, "full_slots": 150, "swa_slots": 150, "prefill_chunk": 16, "prefix_cache": False}
@@ -334,7 +334,7 @@ def sound_engines() -> set[bool]:
     return set()
 
 
-@deep_cases("write", "stale", "ignored")
+@deep_cases("write", "stale", "ignored", "outlives")
 @pytest.mark.parametrize(
     ("seed", "captured"),
     [

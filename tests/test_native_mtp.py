@@ -47,9 +47,9 @@ CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 
 
 def assert_published(made: Published, seen: list[Proposal]) -> int:
     """The children of every node are the best of the published forward after it -> nodes that were compared. `make
-    test` looks at some 24 drafts."""
+    test` looks at some 12 drafts."""
     reference, compared = Reference(made), 0
-    for draft in seen if is_deep() else seen[:: 1 + len(seen) // 24]:
+    for draft in seen if is_deep() else seen[:: 1 + len(seen) // 12]:
         children = defaultdict[tuple[int, ...], list[int]](list)
         for path in paths_of(draft)[1:]:
             children[path[:-1]].append(path[-1])
@@ -61,11 +61,12 @@ def assert_published(made: Published, seen: list[Proposal]) -> int:
     return compared
 
 
-def drafts_are_published(engine: Engine, made: Published, prompts: list[list[int]], least: int, tokens: int = 9) -> Any:
-    """Token ids of these requests; more than `least` of their drafts were compared with the published forward."""
+def drafts_are_published(engine: Engine, made: Published, prompts: list[list[int]], least: int, tokens: int = 7) -> Any:
+    """Token ids of these requests; more than `least` of their drafts were compared with the published forward, or a
+    third of that in `make test`."""
     seen = watch_proposals(engine)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=tokens))
-    assert assert_published(made, seen) > least
+    assert assert_published(made, seen) > examples(least // 3, least)
     return [out.token_ids for out in outputs]
 
 
@@ -105,7 +106,7 @@ def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = N
     return Engine.from_pretrained(source, drafter, spec=shape, config=EngineConfig(max_model_len=64, **settings))
 
 
-PARAMS = SamplingParams(max_new_tokens=9)
+PARAMS = SamplingParams(max_new_tokens=7)
 
 
 def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], spec: dict[str, int]) -> int:
@@ -219,8 +220,8 @@ def test_carried_rows_follow_prefix_hits_chunks_and_preemption(
     """Rows that other requests had before, hits within and at the end of prompts, chunks of one token."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     made = published(name)
-    shared = texts(2, (12,))[0]
-    prompts = [shared[:k] + rest for k, rest in zip((12, 12, 5, 9), texts(3, (1, 3, 2, 1)), strict=True)]
+    shared = texts(2, (9,))[0]
+    prompts = [shared[:k] + rest for k, rest in zip((9, 9, 5), texts(3, (1, 3, 2)), strict=True)]
     plain = [out.token_ids for out in engine_of(made, None).generate(prompts, PARAMS)]
     limits = {"swa_slots": 99} if slots is None else {"full_slots": slots}
     engine = engine_of(made, spec=CHAIN, page_size=page_size, prefill_chunk=chunk, max_batch_size=2, **limits)
@@ -250,7 +251,7 @@ def test_a_hit_in_a_row_that_another_request_had(
         assert out.token_ids == plain.generate(prompt, params)[0].token_ids
         assert out.stats.cached_tokens >= 5 - engine.drafter.reread
         engine.generate(other, params)
-    assert assert_published(made, seen) > examples(30, 50)
+    assert assert_published(made, seen) > examples(16, 50)
 
 
 @deep_cases("deepseek_v3")

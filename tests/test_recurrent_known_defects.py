@@ -15,7 +15,7 @@ from tiny_models import random_eagle3
 
 FAMILIES = [slow("qwen3_5"), *map(deep, ("granitemoehybrid", "qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
 TREE = SpecConfig(3, 2, 6, adaptive=False)
-NEW = examples(12, 20)
+NEW = examples(10, 20)
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -102,14 +102,16 @@ def test_weights_that_change_take_their_states_along(
     """No copy of a state outlives the weights that made it."""
     model, prompt = make_target(family, fresh=True), random_prompt(40)
     engine = make_engine(model, "ngram")
-    assert tokens(engine, prompt) == list(greedy_oracle(model, prompt, NEW))
+    answer = tokens(engine, prompt)
+    assert answer == greedy_oracle(model, prompt, NEW, answer)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "in_proj" in name:
                 weight.mul_(-0.7)
     changed = make_target(family, fresh=True)
     changed.load_state_dict(model.state_dict())
-    assert tokens(engine, prompt) == list(greedy_oracle(changed, prompt, NEW))
+    answer = tokens(engine, prompt)
+    assert answer == greedy_oracle(changed, prompt, NEW, answer)
 
 
 def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from specdec.cli.app import app
 
-from marks import deep_cases
+from marks import deep, deep_cases
 from served_engine import until
 
 KEY = "k-123"
@@ -284,7 +284,7 @@ def test_a_port_that_is_taken_is_one_sentence_before_anything_is_loaded():
     assert "cannot be listened on" in run.stderr
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("missing", [deep("fastapi"), "uvicorn", deep("prometheus_client")])
 def test_without_the_extra_one_sentence_says_what_to_install(missing):
     argv = "sys.argv[1:] = ['serve']"
     program = f"import sys; sys.modules[{missing!r}] = None; {argv}; from specdec.cli.app import main; main()"
