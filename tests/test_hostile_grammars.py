@@ -29,7 +29,7 @@ def grammars(byte_tokenizer):
 @pytest.fixture
 def quick_trial(monkeypatch):
     """What hangs is ended sooner than it would be in service."""
-    monkeypatch.setattr(grammar_trial, "SECONDS", 0.5)
+    monkeypatch.setattr(grammar_trial, "SECONDS", 0.3)
 
 
 class Timer:

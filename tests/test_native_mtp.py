@@ -39,6 +39,7 @@ from marks import deep, deep_cases, examples, is_deep, slow, usual_cases
 from proved_models import SHARED
 from stand_ins import Proposal, watch_proposals
 
+SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
 OTHERS = ("exaone_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "qwen3-tuned")
 FUSED_FIRST = ("exaone4", "qwen3_5", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
@@ -122,9 +123,6 @@ def simulated_rounds(reference: Reference, prompt: list[int], output: list[int],
     return rounds
 
 
-SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
-
-
 @deep_cases("mimo_v2-form-spec7", "step-form-spec1")
 @pytest.mark.parametrize(
     ("name", "spec"),
@@ -143,9 +141,10 @@ def test_rounds_are_as_many_as_a_simulation_has(name: str, spec: dict[str, int],
         assert out.stats.rounds == simulated_rounds(Reference(made), prompt, out.token_ids, spec)
 
 
-@deep_cases("step-form-True", "mimo_v2-form-True")
 @pytest.mark.parametrize("tree", [deep(False), True])
-@pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in SAME_DRAFTS])
+@pytest.mark.parametrize(
+    "name", [deep(n) if n in {*OTHERS, *SIMULATED[1:]} else n for n in SHAPES if n not in SAME_DRAFTS]
+)
 def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, published: Any) -> None:
     """Texts shorter than the modules are many, a window shorter than the tree, prompts in chunks; the output is
     plain decoding's. A module holds no copies of the target's embedding and head."""
@@ -241,7 +240,7 @@ def test_a_hit_in_a_row_that_another_request_had(
     again lie before the window of those that follow. Chunks of one token begin anew at each."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     made = published(name, sliding_window=2)
-    base, other = texts(7, (8, 11))
+    base, other = texts(7, (7, examples(7, 11)))
     params = SamplingParams(max_new_tokens=5)
     engine = engine_of(made, spec=TREE, page_size=1, prefill_chunk=chunk, max_batch_size=1, swa_slots=99)
     engine.generate([base, other], params)
@@ -549,7 +548,7 @@ def test_modules_draft_for_a_target_on_two_devices(
 
     def watch(engine: Engine) -> None:
         seen = watch_proposals(engine)
-        outputs = engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
+        outputs = engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=examples(3, 5)))
         drafts.append(([each[:3] for each in seen], [out.token_ids for out in outputs]))
 
     with engine_of(published(name), spec=spec, fused=True) as whole:
