@@ -183,15 +183,13 @@ def test_an_aborted_request_leaves_no_state(make_target, make_engine, prompts, t
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == truths(model, prompts)
 
 
-@deep_cases("None")
-@pytest.mark.parametrize("drafter", [None, "trees"])
 def test_a_request_ends_at_the_maximum_length(
-    drafter, make_target, make_engine, random_prompt, greedy_oracle, drafter_of
+    make_target, make_engine, random_prompt, greedy_oracle, drafter_of
 ) -> None:
     """Drafts reach beyond the last position; the tokens before it are right."""
     model, prompt = make_target("qwen3_5"), random_prompt(44)
     truth = list(greedy_oracle(model, prompt, 20))
-    trees = drafter_of(drafter, model, [prompt], [truth])
+    trees = drafter_of("trees", model, [prompt], [truth])
     engine = make_engine(model, trees, spec=SPECS["deep tree"], max_model_len=64, max_batch_size=2)
     [out] = engine.generate(prompt, replace(PLAIN, max_new_tokens=20))
     assert out.token_ids == truth
