@@ -28,6 +28,7 @@ from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
 
 from marks import deep, deep_cases, examples, slow
+from proved_models import SHARED
 from stand_ins import Proposal, watch_proposals
 from tiny_models import spread
 
@@ -114,6 +115,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
     torch.manual_seed(0)
     config = MuseGlimmerConfig(text_config=text, vision_config=vision)
     model = spread(MuseGlimmerForConditionalGeneration(config).eval())
+    SHARED[id(model)] = model
     narrow("meta-models/Muse-Glimmer-30B-assistant", tmp_path)
     reference = MuseGlimmerAssistantModel.from_pretrained(tmp_path).eval()
     prompt, size, answers = random_prompt(11, vocab=VOCAB), reference.config.block_size, []

@@ -90,9 +90,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @functools.cache
-def shared(folder: Path) -> Any:
-    """The model of a published folder, loaded and proved once. No test changes it."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def shared(folder: Path, with_tower: Any) -> Any:
+    """The model of a published folder, loaded and proved once. No test changes it. with_tower: its class, if it has a
+    tower."""
+    model = (with_tower or AutoModelForCausalLM).from_pretrained(folder, attn_implementation="eager").eval()
     SHARED[id(model)] = model
     return model
 
@@ -100,10 +101,9 @@ def shared(folder: Path) -> Any:
 def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = None, **settings: Any) -> Engine:
     shape = None if spec is None else SpecConfig(**spec, adaptive=False)
     if isinstance(source, Published):
-        if source.shape.tower is not None:
-            source = source.loaded()
-        else:
-            source = source.folder if "tensor_parallel" in settings else shared(source.folder)
+        with_tower = None if source.shape.tower is None else type(source.model)
+        whole = "tensor_parallel" not in settings or with_tower is not None
+        source = shared(source.folder, with_tower) if whole else source.folder
     return Engine.from_pretrained(source, drafter, spec=shape, config=EngineConfig(max_model_len=64, **settings))
 
 
@@ -302,7 +302,7 @@ def test_generate_takes_use_mtp_and_reads_the_models_folder(published: Any) -> N
         specdec.generate(made_here, input_ids=ids, use_mtp=True)
 
 
-@pytest.mark.parametrize(("asked", "levels"), [(None, 3), (2, 2), (20, 3)])
+@pytest.mark.parametrize(("asked", "levels"), [deep(None, 3), (2, 2), (20, 3)])
 def test_generate_asks_modules_for_at_most_what_they_draft(
     asked: int | None, levels: int, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import specdec
 from specdec import Engine, SamplingParams, SpecConfig
 
 from marks import deep, examples, is_deep, slow
+from proved_models import SHARED
 from tiny_models import random_eagle3
 
 FAMILIES = [slow("qwen3_5"), *map(deep, ("granitemoehybrid", "qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
@@ -173,6 +174,7 @@ def test_16_bits_have_the_bits_of_plain_decoding(
 ) -> None:
     """States are float32 in any dtype; drafts change no bit."""
     model = make_target(family, fresh=True).to(dtype)
+    SHARED[id(model)] = model
     prompts = [random_prompt(n, seed=n) for n in (9, 33)]
     ask = SamplingParams(max_new_tokens=examples(8, 24), ignore_eos=True, logprobs=1)
     options = {"deterministic": True, "max_model_len": 64}
