@@ -27,6 +27,14 @@ def grammars(byte_tokenizer):
 
 
 @pytest.fixture
+def tried(byte_tokenizer):
+    """Grammars that have needed a worker, and the trial that has it."""
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, regex="a+")
+    return grammars, grammars._library._trial
+
+
+@pytest.fixture
 def quick_trial(monkeypatch):
     """What hangs is ended sooner than it would be in service."""
     monkeypatch.setattr(grammar_trial, "SECONDS", 0.3)
@@ -166,10 +174,8 @@ def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byt
     assert worker.poll() is not None, "it ends with those that it served"
 
 
-def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monkeypatch):
-    grammars = Grammars(byte_tokenizer, 300)
-    start(grammars, regex="a+")
-    trial = grammars._library._trial
+def test_a_worker_gives_back_the_memory_of_a_large_grammar(tried, monkeypatch):
+    grammars, trial = tried
     worker = trial._worker
     assert start(grammars, regex="b+") is not None and trial._worker is worker, "a small one keeps it"
     monkeypatch.setattr(grammar_trial, "LARGE_BYTES", -1)
@@ -178,11 +184,9 @@ def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monke
     assert start(grammars, regex="d+") is not None and trial.starts == 2
 
 
-def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(byte_tokenizer, timers, monkeypatch):
+def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(tried, timers, monkeypatch):
     """It stayed for good, with 30 MB and more, once a grammar had needed it."""
-    grammars = Grammars(byte_tokenizer, 300)
-    start(grammars, regex="a+")
-    trial = grammars._library._trial
+    grammars, trial = tried
     if trial._idle is not None:
         trial._idle.cancel()
     monkeypatch.setattr(trial, "_timer", Timer)
