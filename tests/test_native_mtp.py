@@ -43,6 +43,7 @@ SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe"
 OTHERS = ("exaone_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "qwen3-tuned")
 FUSED_FIRST = ("exaone4", "qwen3_5", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
+NEW = examples(7, 9)
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
 
 
@@ -62,7 +63,9 @@ def assert_published(made: Published, seen: list[Proposal]) -> int:
     return compared
 
 
-def drafts_are_published(engine: Engine, made: Published, prompts: list[list[int]], least: int, tokens: int = 7) -> Any:
+def drafts_are_published(
+    engine: Engine, made: Published, prompts: list[list[int]], least: int, tokens: int = NEW
+) -> Any:
     """Token ids of these requests; more than `least` of their drafts were compared with the published forward, or a
     third of that in `make test`."""
     seen = watch_proposals(engine)
@@ -107,7 +110,7 @@ def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = N
     return Engine.from_pretrained(source, drafter, spec=shape, config=EngineConfig(max_model_len=64, **settings))
 
 
-PARAMS = SamplingParams(max_new_tokens=7)
+PARAMS = SamplingParams(max_new_tokens=NEW)
 
 
 def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], spec: dict[str, int]) -> int:
