@@ -1,5 +1,6 @@
 """A head of fused layers against its own modules, for every setting of a head; and the kernel that it begins with."""
 
+import itertools
 import logging
 from typing import Any
 
@@ -22,7 +23,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.norm import Norm
 from specdec.layers.product import Product
 
-from marks import deep_cases, pairs, quick, usual_cases
+from marks import deep_cases, each_value, usual
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, H = 24, 32
@@ -89,13 +90,12 @@ def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tens
         return first, second, form.logits(form.norm(second.state))
 
 
-@deep_cases(
-    *("one layer-kernels", "normed residual-kernels", "normed states-kernels", "own embeddings-kernels"),
-    "biases-kernels",
-)
 @pytest.mark.parametrize(
     ("setting", "ops"),
-    quick(pairs(list(SETTINGS), list(OPERATIONS)), lambda setting, ops: ops == "torch" or setting == "one layer"),
+    usual(
+        itertools.product(SETTINGS, OPERATIONS),
+        lambda setting, ops: ops == "torch" or setting in ("two layers", "final state"),
+    ),
 )
 def test_a_fused_head_is_the_plain_one(setting: str, ops: str) -> None:
     plain = plain_form(make_head(**SETTINGS[setting]))
@@ -148,13 +148,11 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     assert form is plain and reason == "its fused layers compute something else than its own"
 
 
-@usual_cases(
-    *("1-whole-torch.float32", "1-split-torch.float16", "24-whole-torch.float16", "24-bias-torch.float16"),
-    *("130-bias-torch.float32", "130-split-torch.float32"),
+@pytest.mark.parametrize(
+    ("width", "parts", "dtype"),
+    each_value(itertools.product([1, 24, 130], ["whole", "bias", "split"], [torch.float32, torch.float16])),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("parts", ["whole", "bias", "split"])
-@pytest.mark.parametrize("width", [1, 24, 130])
 def test_embed_and_norm_is_the_reference(width: int, parts: str, dtype: torch.dtype) -> None:
     tokens, table = torch.tensor([3, 0, 3, 5], device=DEVICE), torch.randn(6, 2 * width, device=DEVICE).to(dtype)
     one, two, bias = torch.randn(3, width, device=DEVICE).to(dtype)

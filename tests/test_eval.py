@@ -25,9 +25,9 @@ from marks import deep, examples
 from processes import run, run_ranks
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
-NEW = examples(8, 16)
-SMALL = {"limit": 7, "compare": True, "params": SamplingParams(NEW), "config": EngineConfig(max_batch_size=2)}
-COMMAND = ["eval", "gsm8k", *f"--limit 7 --compare --max-new-tokens {NEW} --batch-size 2 --fixed-drafts".split()]
+NEW, LIMIT = examples(6, 16), 5
+SMALL = {"limit": LIMIT, "compare": True, "params": SamplingParams(NEW), "config": EngineConfig(max_batch_size=2)}
+COMMAND = ["eval", "gsm8k", *f"--limit {LIMIT} --compare --max-new-tokens {NEW} --batch-size 2 --fixed-drafts".split()]
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
@@ -420,17 +420,17 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
 
 @pytest.mark.deep
 def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
-    """The last batch of 7 had one problem and is made again with the eighth; the six before it are not."""
+    """The last batch of 5 had one problem and is made again with the sixth; the four before it are not."""
     (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
     made = []
     whole = evaluation.solve
     monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
-    larger = evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 9})
-    assert made == [(6, 7), (8,)]
-    fresh = evaluate("gsm8k", *PAIR, **{**SMALL, "limit": 9})
+    larger = evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 7})
+    assert made == [(4, 5), (6,)]
+    fresh = evaluate("gsm8k", *PAIR, **{**SMALL, "limit": 7})
     assert without_timing(larger) == without_timing(fresh)
     made.clear()
-    assert evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 9})["runs"] == larger["runs"]
+    assert evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 7})["runs"] == larger["runs"]
     assert made == []
 
 
@@ -459,12 +459,12 @@ def test_settings_that_change_no_answer_may_differ(report, folder, tmp_path):
     roomy = replace(SMALL["config"], max_model_len=400, full_slots=900, swa_slots=900)
     again = evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "config": roomy})
     assert again["runs"] == report["runs"]
-    assert report["comparison"]["equal"] == 7 and report["comparison"]["unequal"] == []
+    assert report["comparison"]["equal"] == LIMIT and report["comparison"]["unequal"] == []
     speculative, plain = report["runs"]["speculative"], report["runs"]["plain"]
     assert (speculative["strict"], speculative["cut_off"]) == (plain["strict"], plain["cut_off"])
     assert speculative["acceptance_length"] > 1 == plain["acceptance_length"]
     settings = [report["settings"][name] for name in ("data", "problems", "dtype")]
-    assert settings == ["bundled generated problems, held out", 7, "torch.float32"]
+    assert settings == ["bundled generated problems, held out", LIMIT, "torch.float32"]
 
 
 @pytest.mark.slow
@@ -479,7 +479,7 @@ def test_an_interruption_keeps_what_is_finished(report, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "solve", interrupted)
         with pytest.raises(
-            Interrupted, match=r"4 of 7 problems are finished, kept in .*the same command goes on"
+            Interrupted, match=r"4 of 5 problems are finished, kept in .*the same command goes on"
         ) as stop:
             evaluate("gsm8k", *PAIR, folder=tmp_path, **SMALL)
     partial = stop.value.report

@@ -18,7 +18,7 @@ from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
 
-from marks import deep_cases, each_value, examples, pairs, quick
+from marks import deep, deep_cases, each_value, examples, pairs, quick
 from stand_ins import watch_proposals
 from tiny_models import GEMMA4_FAMILIES, TWO_OWNERS, eager
 
@@ -102,7 +102,7 @@ def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
     assert_best(Reference(target, assistant), seen, 2, 1e-4)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_trees_of_200_nodes_equal_the_eager_forward(
     page_size, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):

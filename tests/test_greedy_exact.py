@@ -11,11 +11,11 @@ from specdec import SamplingParams
 from specdec.errors import CapacityError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep_cases, each_value, pairs, quick, slow, usual, usual_cases
+from marks import deep_cases, each_value, examples, pairs, quick, slow, usual, usual_cases
 from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES
 
 LENGTHS = (1, 5, 13, 40, 60)
-NEW = 20
+NEW, LONG = examples(12, 20), 20
 GREEDY = SamplingParams(max_new_tokens=NEW)
 SOME = ["gemma4-e2b", "gpt_oss", "llama", "mistral"]
 
@@ -154,7 +154,7 @@ def test_prefill_chunks(name, page_size, chunk, make_target, make_engine, greedy
     assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
 
 
-FEW_POOLS = [("gemma4-e2b", *case) for case in pairs([1, 2, NEW], [1, 3, 4], LENGTHS)]
+FEW_POOLS = [("gemma4-e2b", *case) for case in pairs([1, 2, LONG], [1, 3, 4], LENGTHS)]
 
 
 def just_enough(engine, prompt_len, new, factor=1.0):
@@ -171,9 +171,9 @@ def just_enough(engine, prompt_len, new, factor=1.0):
 @pytest.mark.parametrize(
     ("name", "new", "page_size", "length"),
     [
-        *usual(itertools.product(["gemma4-e2b"], [1, 2, NEW], [1, 3, 4], LENGTHS), lambda *case: case in FEW_POOLS),
+        *usual(itertools.product(["gemma4-e2b"], [1, 2, LONG], [1, 3, 4], LENGTHS), lambda *case: case in FEW_POOLS),
         *each_value(
-            slow(name, *case) for name in ("llama", "mistral") for case in pairs([1, 2, NEW], [1, 3, 4], LENGTHS)
+            slow(name, *case) for name in ("llama", "mistral") for case in pairs([1, 2, LONG], [1, 3, 4], LENGTHS)
         ),
     ],
 )

@@ -15,7 +15,7 @@ from specdec.sampling.grammars import grammar, grammar_trial, grammar_worker
 from specdec.sampling.grammars.grammar import Grammars
 from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 
-from marks import deep_cases
+from marks import deep_cases, examples
 
 EOS = 256  # of byte_tokenizer
 STEPS = 6
@@ -27,9 +27,17 @@ def grammars(byte_tokenizer):
 
 
 @pytest.fixture
+def tried(byte_tokenizer):
+    """Grammars that have needed a worker, and the trial that has it."""
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, regex="a+")
+    return grammars, grammars._library._trial
+
+
+@pytest.fixture
 def quick_trial(monkeypatch):
     """What hangs is ended sooner than it would be in service."""
-    monkeypatch.setattr(grammar_trial, "SECONDS", 0.5)
+    monkeypatch.setattr(grammar_trial, "SECONDS", 0.3)
 
 
 def start(grammars, **params):
@@ -49,8 +57,9 @@ def walk(state):
 
 @deep_cases("regex: repeats of repeats")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, grammars, quick_trial):
+def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, grammars, monkeypatch):
     """On the code before, a chain of 4,000 references ended the process with SIGSEGV."""
+    monkeypatch.setattr(grammar_trial, "SECONDS", examples(20, 50) / 100)
     kind, text = HOSTILE[name]
     try:
         walk(start(grammars, **{kind: text}))
@@ -145,10 +154,8 @@ def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byt
     assert worker.poll() is not None, "it ends with those that it served"
 
 
-def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monkeypatch):
-    grammars = Grammars(byte_tokenizer, 300)
-    start(grammars, regex="a+")
-    trial = grammars._library._trial
+def test_a_worker_gives_back_the_memory_of_a_large_grammar(tried, monkeypatch):
+    grammars, trial = tried
     worker = trial._worker
     assert start(grammars, regex="b+") is not None and trial._worker is worker, "a small one keeps it"
     monkeypatch.setattr(grammar_trial, "LARGE_BYTES", -1)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from kv_rig import PRIMARY, SWA, GroupId, GroupLoc, KVPlan, replaced
-from tape import record
 
 import specdec.attention.plan
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
@@ -29,7 +28,7 @@ from specdec.errors import LocationError
 from inside import capture_on_tape
 from marks import deep_cases, examples, usual
 
-NEW = examples(9, 12)
+NEW = examples(7, 12)
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
 TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
 LOAD = {"max_batch_size": 6, "full_slots": 150, "swa_slots": 150, "prefill_chunk": 16, "prefix_cache": False}
@@ -41,34 +40,33 @@ PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def requests(make_target, greedy_oracle, random_prompt) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what the target alone says to each."""
-    model = make_target("gemma4-e2b")
+def requests(make_target, greedy_oracle, random_prompt) -> Callable[[str], list[tuple[list[int], list[int]]]]:
+    """requests(family): prompts, and what the target alone says to each."""
     prompts = [random_prompt(length) for length in LENGTHS]
-    return [(prompt, greedy_oracle(model, prompt, NEW + 4)) for prompt in prompts]
+    return lambda family: [(prompt, greedy_oracle(make_target(family), prompt, NEW + 4)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def drafter_of(requests, make_target, make_assistant, scripted, tree_script) -> Callable[[str | None], Any]:
-    def make(name: str | None) -> Any:
+def drafter_of(requests, make_target, make_assistant, scripted, tree_script) -> Callable[[str | None, str], Any]:
+    def make(name: str | None, family: str) -> Any:
         if name == "trees":  # often right, often deep
-            return scripted(tree_script([prompt + truth for prompt, truth in requests]))
-        return make_assistant(make_target("gemma4-e2b")) if name == "mtp" else name
+            return scripted(tree_script([prompt + truth for prompt, truth in requests(family)]))
+        return make_assistant(make_target(family)) if name == "mtp" else name
 
     return make
 
 
 @pytest.fixture(scope="module")
 def drafts_alone(requests, drafter_of, make_target, make_engine) -> Callable[..., dict[tuple[int, ...], list[int]]]:
-    """drafts_alone(drafter, spec): of every request by itself in a roomy engine. Made once: nothing is seeded there."""
+    """drafts_alone(drafter, spec, family): of every request by itself in a roomy engine, where nothing is seeded."""
 
     @functools.cache
-    def run(drafter: str | None, spec: SpecConfig) -> dict[tuple[int, ...], list[int]]:
+    def run(drafter: str | None, spec: SpecConfig, family: str) -> dict[tuple[int, ...], list[int]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECDEC_SANITIZE", "0")
-            lone = make_engine(make_target("gemma4-e2b"), drafter_of(drafter), spec=spec)
+            lone = make_engine(make_target(family), drafter_of(drafter, family), spec=spec)
             drafts = recorded_drafts(lone)
-            for prompt, _ in requests:
+            for prompt, _ in requests(family):
                 lone.generate(prompt, PARAMS)
         return drafts
 
@@ -77,38 +75,39 @@ def drafts_alone(requests, drafter_of, make_target, make_engine) -> Callable[...
 
 @pytest.fixture
 def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypatch) -> Callable[..., None]:
-    """load(seed=None, sanitize=False, drafter=..., spec=..., captured=False, fullest=None, **config): the check of all.
+    """load(seed=None, sanitize=False, drafter=..., family=..., spec=..., captured=False, fullest=None, **config): the
+    check of all.
 
     Serves all requests at once. Each must have the tokens of the target alone, and after any of its tokens the drafts
     of its lone run in a roomy engine: what a drafter reads shows in nothing else. fullest: the share of the SWA pool
     that must be in use at some time.
     """
-    model = make_target("gemma4-e2b")
 
     def check(
         seed: Seed | None = None,
         *,
         sanitize: bool,
         drafter: str | None,
+        family: str = "gemma4-e2b",
         spec: SpecConfig = CHAIN,
         captured: bool = False,
         fullest: float = 0.0,
         **config: Any,
     ) -> None:
-        alone = {} if captured else drafts_alone(drafter, spec)
+        alone = {} if captured else drafts_alone(drafter, spec, family)
         with monkeypatch.context() as patch:
             patch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
             capture_on_tape(patch, captured)
             if seed is not None:
                 seed(patch)
-            crowded = make_engine(model, drafter_of(drafter), spec=spec, **{**LOAD, **config})
+            crowded = make_engine(make_target(family), drafter_of(drafter, family), spec=spec, **{**LOAD, **config})
             drafts = {} if captured else recorded_drafts(crowded)  # which needs values on the host
             held = []
             forward = crowded.target.forward
             crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
             pool = crowded.table.allocator.pools[SWA]
-            outputs = crowded.generate([prompt for prompt, _ in requests], PARAMS)
-            assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests]
+            outputs = crowded.generate([prompt for prompt, _ in requests(family)], PARAMS)
+            assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests(family)]
             both = drafts.keys() & alone.keys()
             assert bool(both) == (drafter is not None and not captured)
             assert {known: drafts[known] for known in both} == {known: alone[known] for known in both}
@@ -288,6 +287,9 @@ LOADS = {
     "lent-pool": NEARLY,  # the pool of a backend's start is not the one that a drafter is lent (#26966, #27491)
     "replay": REPLAYED,  # a translation is remembered, and outlives its step across a graph replay (#26152)
     "prefill": {"drafter": None},  # a precomputed location of a prefill is stale, or ignored (#24138)
+    # windows of 3 and 8; of a frozen drafter it is `test_cache_groups.py` that shows it
+    "windows": {"drafter": "trees", "family": "two_windows"},
+    "windows-replay": {"drafter": None, "family": "two_windows", "captured": True},
 }
 """The draft part of a page table that is not translated, with more than one branch (#24617), shows under "extend"."""
 
@@ -301,74 +303,49 @@ SEEDED = {
     "stale": (use_a_stale_location, LOADS["prefill"]),
     "ignored": (ignore_the_location, LOADS["prefill"]),
 }
+BETWEEN = {"source": GroupId(1), "to": GroupId(2)}
+SEEDED_BETWEEN_WINDOWS = {  # slots of the narrower window in the wider one
+    "read-windows": (partial(read_extend_tokens_by_full_slots, **BETWEEN), LOADS["windows"]),
+    "write-windows": (partial(write_extend_tokens_by_full_slots, **BETWEEN), LOADS["windows"]),
+    "untranslated-windows": (partial(leave_the_draft_untranslated, **BETWEEN), LOADS["windows"]),
+    "own-keys-windows": (read_own_keys_by_full_slots("tree", **BETWEEN), LOADS["windows"]),
+    "remembered-windows": (keep_the_translation, LOADS["windows-replay"]),
+    "stale-windows": (use_a_stale_location, LOADS["windows"]),
+    "ignored-windows": (ignore_the_location, LOADS["windows"]),
+}
 
 
-@deep_cases("lent-pool-False", "replay-False", "prefill-False")
+@deep_cases(
+    *(
+        "lent-pool-False",
+        "replay-False",
+        "prefill-False",
+        "windows-False",
+        "windows-replay-False",
+        "windows-replay-True",
+    )
+)
 @pytest.mark.parametrize("sanitize", [False, True])
 @pytest.mark.parametrize("name", LOADS)
 def test_all_tokens_and_drafts_are_right_under_load(name, sanitize, load) -> None:
     load(**LOADS[name], sanitize=sanitize)
 
 
-@deep_cases("write-extend-True", "own-keys-False", "ignored-True")
+@deep_cases(
+    *("write-extend-True", "own-keys-False", "ignored-True"),
+    *("write-windows-True", "remembered-windows-True", "stale-windows-True", "ignored-windows-True"),
+)
 @pytest.mark.parametrize(
     ("name", "sanitize"),
-    usual(itertools.product(SEEDED, [False, True]), lambda name, sanitize: list(SEEDED).index(name) % 2 == sanitize),
+    [
+        *usual(
+            itertools.product(SEEDED, [False, True]), lambda name, sanitize: list(SEEDED).index(name) % 2 == sanitize
+        ),
+        *itertools.product(SEEDED_BETWEEN_WINDOWS, [True]),
+    ],
 )
 def test_a_seeded_defect_is_seen(name, sanitize, load) -> None:
-    seed, loaded = SEEDED[name]
+    seed, loaded = (SEEDED | SEEDED_BETWEEN_WINDOWS)[name]
     others = [IndexError] if loaded is NEARLY else []  # slots of the larger pool may not be there
     with seen(sanitize, *others):
         load(seed, **loaded, sanitize=sanitize)
-
-
-# the same between two windowed groups: slots of the narrower window in the wider one
-
-
-BETWEEN = {"source": GroupId(1), "to": GroupId(2)}
-
-
-@pytest.fixture(scope="module")
-def sound_engines() -> set[bool]:
-    """Whether rounds are captured, of the engines that were seen to be right before a defect was seeded."""
-    return set()
-
-
-@deep_cases("write", "stale", "ignored")
-@pytest.mark.parametrize(
-    ("seed", "captured"),
-    [
-        (partial(read_extend_tokens_by_full_slots, **BETWEEN), False),
-        (partial(write_extend_tokens_by_full_slots, **BETWEEN), False),
-        (partial(leave_the_draft_untranslated, **BETWEEN), False),
-        (read_own_keys_by_full_slots("tree", **BETWEEN), False),
-        (keep_the_translation, True),
-        (use_a_stale_location, False),
-        (ignore_the_location, False),
-    ],
-    ids=["read", "write", "untranslated", "own-keys", "outlives", "stale", "ignored"],
-)
-def test_slots_of_another_window_are_named(
-    seed,
-    captured,
-    sound_engines,
-    make_target,
-    make_engine,
-    random_prompt,
-    greedy_oracle,
-    scripted,
-    tree_script,
-    monkeypatch,
-) -> None:
-    """Windows of 3 and 8. Of a frozen drafter it is `test_cache_groups.py` that shows it."""
-    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
-    model, prompts = make_target("two_windows"), [random_prompt(length) for length in LENGTHS]
-    drafter = None if captured else scripted(tree_script([prompt + [1] * NEW for prompt in prompts]))
-    if captured not in sound_engines:
-        outputs = make_engine(model, drafter, spec=CHAIN, **LOAD).generate(prompts, PARAMS)
-        assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-        sound_engines.add(captured)
-    with monkeypatch.context() as patch, seen(True):
-        seed(patch)
-        make_engine(model, drafter, spec=CHAIN, **LOAD).generate(prompts, PARAMS)

@@ -85,41 +85,38 @@ def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
     assert shared.last_owner("linear_attention") is None
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (transformers.LlamaConfig(**GQA, num_hidden_layers=2), [(i, 2, 16, None) for i in range(2)]),
-        (transformers.LlamaConfig(**SMALL, num_hidden_layers=1), [(0, 4, 16, None)]),
-        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, head_dim=32), [(0, 2, 32, None)]),
-        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, sliding_window=8), [(0, 2, 128, None)]),
-        (
-            transformers.Qwen3Config(
-                **GQA, num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1
-            ),
-            [(0, 2, 128, None), (1, 2, 128, 8)],
+OTHERS: dict[str, tuple[transformers.PreTrainedConfig, list[tuple[int, int, int, int | None]]]] = {
+    "llama": (transformers.LlamaConfig(**GQA, num_hidden_layers=2), [(i, 2, 16, None) for i in range(2)]),
+    "llama-mha": (transformers.LlamaConfig(**SMALL, num_hidden_layers=1), [(0, 4, 16, None)]),
+    "qwen3": (transformers.Qwen3Config(**GQA, num_hidden_layers=1, head_dim=32), [(0, 2, 32, None)]),
+    "qwen3-window-off": (
+        transformers.Qwen3Config(**GQA, num_hidden_layers=1, sliding_window=8),
+        [(0, 2, 128, None)],
+    ),
+    "qwen3-window-on": (
+        transformers.Qwen3Config(
+            **GQA, num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1
         ),
-        (transformers.MistralConfig(**GQA, num_hidden_layers=1, sliding_window=None), [(0, 2, 16, None)]),
-        (
-            transformers.Gemma3TextConfig(**GQA, num_hidden_layers=7, head_dim=16, sliding_window=8),
-            [(i, 2, 16, None if i == 5 else 8) for i in range(7)],
-        ),
-        (
-            transformers.GptOssConfig(**GQA, num_hidden_layers=3, head_dim=16, sliding_window=8),
-            [(0, 2, 16, 8), (1, 2, 16, None), (2, 2, 16, 8)],
-        ),
-    ],
-    ids=[
-        "llama",
-        "llama-mha",
-        "qwen3",
-        "qwen3-window-off",
-        "qwen3-window-on",
-        "mistral-no-window",
-        "gemma3",
-        "gpt-oss",
-    ],
-)
-def test_other_families(config: transformers.PreTrainedConfig, expected: list[tuple[int, int, int, int | None]]):
+        [(0, 2, 128, None), (1, 2, 128, 8)],
+    ),
+    "mistral-no-window": (
+        transformers.MistralConfig(**GQA, num_hidden_layers=1, sliding_window=None),
+        [(0, 2, 16, None)],
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig(**GQA, num_hidden_layers=7, head_dim=16, sliding_window=8),
+        [(i, 2, 16, None if i == 5 else 8) for i in range(7)],
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig(**GQA, num_hidden_layers=3, head_dim=16, sliding_window=8),
+        [(0, 2, 16, 8), (1, 2, 16, None), (2, 2, 16, 8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str):
+    config, expected = OTHERS[name]
     assert rows(layout_from_config(config)) == expected
 
 

@@ -19,7 +19,7 @@ from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
 from dense_oracle import attend
-from marks import deep_cases
+from marks import deep_cases, each_value, examples, pairs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -111,27 +111,20 @@ def test_numbers_of_tokens_are_few() -> None:
     assert len(token_buckets(MAX_TOKENS)) * 2 <= 46  # with and without the last tokens' head
 
 
-@deep_cases(
-    *("full-any-order-20", "full-in-order-32", "window-cap-sinks-any-order-32", "window-cap-sinks-in-order-20"),
-    *("window-lines-any-order-20", "window-lines-in-order-32", "full-cap-sinks-any-order-32"),
-    *("full-cap-sinks-in-order-20", "first-key-any-order-20", "first-key-in-order-32"),
-    *("window-first-key-any-order-32", "window-first-key-in-order-20"),
-)
-@pytest.mark.parametrize("v_dim", [HEAD_DIM, 20])
-@pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
-@pytest.mark.parametrize(
-    ("window", "begin", "softcap", "sinks", "first_key"),
-    [
-        (None, None, None, False, 0),
-        (9, None, 3.0, True, 0),
-        (9, [8, 0, 16, 0], None, False, 0),
-        (None, None, 2.0, True, 0),
-        (None, None, None, False, 7),
-        (9, None, None, True, 7),
-    ],
-    ids=["full", "window-cap-sinks", "window-lines", "full-cap-sinks", "first-key", "window-first-key"],
-)
-def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap, sinks, first_key) -> None:
+SEEN = {
+    # window, begin, softcap, sinks, first key
+    "full": (None, None, None, False, 0),
+    "window-cap-sinks": (9, None, 3.0, True, 0),
+    "window-lines": (9, [8, 0, 16, 0], None, False, 0),
+    "full-cap-sinks": (None, None, 2.0, True, 0),
+    "first-key": (None, None, None, False, 7),
+    "window-first-key": (9, None, None, True, 7),
+}
+
+
+@pytest.mark.parametrize(("name", "exact", "v_dim"), each_value(pairs(list(SEEN), [False, True], [HEAD_DIM, 20])))
+def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -> None:
+    window, begin, softcap, sinks, first_key = SEEN[name]
     case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0, v_dim)
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE) if sinks else None
     options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sinks": logits}
@@ -143,10 +136,12 @@ def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap,
     want = case.expected(window, softcap, logits, first_key)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     del options["window"], options["first_key"]
-    for make in (dense_run, exact_run):
-        plain = RunsAttention.from_pack(make, case.pack, case.lines, window, first_key)(
-            case.q, case.k, case.v, **options
-        )
+    forms = [
+        *(RunsAttention.from_pack(make, case.pack, case.lines, window, first_key) for make in (dense_run, exact_run)),
+        MaskedRuns(case.pack, case.lines, window, first_key),
+    ]
+    for form in forms:
+        plain = form(case.q, case.k, case.v, **options)
         torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
@@ -212,7 +207,7 @@ def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
 
 def test_random_packs_are_as_each_run_alone() -> None:
     draw = random.Random(0)
-    for seed in range(20):
+    for seed in range(examples(8, 20)):
         count = draw.randint(1, 6)
         starts, lengths = ([draw.randint(0, most) for _ in range(count)] for most in (90, 20))
         if not any(lengths):
@@ -230,13 +225,3 @@ def test_random_packs_are_as_each_run_alone() -> None:
                 part = attend.part(slice(0, 1), slice(first, stop))
                 some = part(case.q[:, :, first:stop], case.k, case.v, scaling=0.3)
                 assert torch.equal(some, got[:, first:stop])
-
-
-@pytest.mark.parametrize(
-    ("window", "begin", "first_key"), [(None, None, 0), (9, None, 0), (9, [8, 0, 16, 0], 0), (None, None, 7)]
-)
-def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None, first_key: int) -> None:
-    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
-    got = MaskedRuns(case.pack, case.lines, window, first_key)(case.q, case.k, case.v, scaling=0.3)
-    want = case.expected(window, None, None, first_key)
-    torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)

@@ -318,7 +318,7 @@ def half(cluster):
 @pytest.fixture(scope="module")
 def alone():
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        yield lambda **fields: engine.chat(CHAT, SamplingParams(max_new_tokens=24, **fields))[0].text
+        return engine.chat(CHAT, SamplingParams(max_new_tokens=24))[0].text
 
 
 WORDS = ("apple", "river", "stone", "cloud", "green", "table", "window", "music", "paper", "horse", "light", "winter")
@@ -344,27 +344,11 @@ def test_hits_by_router(cluster):
 
 
 @pytest.mark.slow
-def test_both_replicas_answer_and_say_the_same(half, alone):
-    body = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
-    expected, replicas = alone(temperature=0.8, seed=5), set()
-    for number in range(60):  # by load each is drawn at random
-        answer = httpx.post(f"{half.url}/v1/chat/completions", json=body | {"messages": CHAT}, timeout=60)
-        assert content(answer) == expected
-        replicas.add(answer.headers["x-replica"])
-        if half.router == "prefix":
-            other = {"prompt": f"{number} {PREFIXES[number % 20]}", "max_tokens": 1}
-            replicas.add(httpx.post(f"{half.url}/v1/completions", json=other, timeout=60).headers["x-replica"])
-        if len(replicas) == 2:
-            break
-    assert len(replicas) == 2
-
-
-@pytest.mark.slow
 def test_the_official_client_streams_and_is_refused_in_the_servers_words(half, alone):
     with openai.OpenAI(base_url=f"{half.url}/v1", api_key="none", max_retries=0) as client:
         asked = {"model": "tiny-gemma4", "messages": CHAT, "max_tokens": 24, "temperature": 0}
         chunks = list(client.chat.completions.create(**asked, stream=True))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == alone()
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == alone
         assert len(chunks) > 4, "as it comes, not all at once"
         with pytest.raises(openai.BadRequestError, match="temperature=-1"):
             client.chat.completions.create(model="tiny-gemma4", messages=CHAT, temperature=-1)

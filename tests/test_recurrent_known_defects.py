@@ -11,11 +11,12 @@ import specdec
 from specdec import Engine, SamplingParams, SpecConfig
 
 from marks import deep, examples, is_deep, slow
+from proved_models import SHARED
 from tiny_models import random_eagle3
 
 FAMILIES = [slow("qwen3_5"), *map(deep, ("granitemoehybrid", "qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
 TREE = SpecConfig(3, 2, 6, adaptive=False)
-NEW = examples(12, 20)
+NEW = examples(10, 20)
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -70,25 +71,21 @@ def test_turns_of_a_conversation(truth, drafted, random_prompt) -> None:
 def test_a_prompt_is_asked_again_after_another_that_shares_a_part(truth, drafted, random_prompt) -> None:
     """Lengths are around folds and pages; a poisoned cache stayed so until a restart elsewhere (vllm 43559)."""
     base = random_prompt(50)
-    prompts = [base[:n] for n in ((16, 17, 32, 33, 48, 49) if is_deep() else (16, 33, 48))] + [
-        [*base[:20], 5, 6],
-        [*base[:33], 7],
-    ]
+    prompts = [base[:n] for n in ((16, 17, 32, 33, 48, 49) if is_deep() else (16, 33))]
+    prompts += [*base[:20], 5, 6], [*base[:33], 7]
     texts = [prompt + truth(prompt, 4) for prompt in prompts]
     for page_size in (1, 16):
         engine = drafted(texts, page_size=page_size, prefill_chunk=64)
         for _ in range(2):
             for prompt, text in zip(prompts, texts, strict=True):
-                assert prompt + tokens(engine, prompt, replace(PLAIN, max_new_tokens=4)) == text, (
-                    page_size,
-                    len(prompt),
-                )
+                answer = tokens(engine, prompt, replace(PLAIN, max_new_tokens=4))
+                assert prompt + answer == text, (page_size, len(prompt))
 
 
 def test_drafts_longer_than_two_folds(truth, model, make_engine, scripted, random_prompt) -> None:
     """They are chains of 40, right up to some place (`--draft-max 48` elsewhere: ik_llama.cpp 1639)."""
-    prompt = random_prompt(13)
-    expected = truth(prompt, 90)
+    prompt, count = random_prompt(13), examples(56, 90)
+    expected = truth(prompt, count)
     text = [*prompt, *expected, *[0] * 48]
 
     def script(tokens: list[int], count: int) -> tuple[list[int], None]:
@@ -96,8 +93,8 @@ def test_drafts_longer_than_two_folds(truth, model, make_engine, scripted, rando
         return [*text[len(tokens) :][:right], *[1] * (count - right)], None
 
     engine = make_engine(model, scripted(script), spec=SpecConfig(40, adaptive=False))
-    [out] = engine.generate(prompt, replace(PLAIN, max_new_tokens=90))
-    assert out.token_ids == expected and out.stats.rounds < 45
+    [out] = engine.generate(prompt, replace(PLAIN, max_new_tokens=count))
+    assert out.token_ids == expected and out.stats.rounds < count // 2
 
 
 def test_weights_that_change_take_their_states_along(
@@ -106,14 +103,16 @@ def test_weights_that_change_take_their_states_along(
     """No copy of a state outlives the weights that made it."""
     model, prompt = make_target(family, fresh=True), random_prompt(40)
     engine = make_engine(model, "ngram")
-    assert tokens(engine, prompt) == list(greedy_oracle(model, prompt, NEW))
+    answer = tokens(engine, prompt)
+    assert answer == greedy_oracle(model, prompt, NEW, answer)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "in_proj" in name:
                 weight.mul_(-0.7)
     changed = make_target(family, fresh=True)
     changed.load_state_dict(model.state_dict())
-    assert tokens(engine, prompt) == list(greedy_oracle(changed, prompt, NEW))
+    answer = tokens(engine, prompt)
+    assert answer == greedy_oracle(changed, prompt, NEW, answer)
 
 
 def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt) -> None:
@@ -175,8 +174,9 @@ def test_16_bits_have_the_bits_of_plain_decoding(
 ) -> None:
     """States are float32 in any dtype; drafts change no bit."""
     model = make_target(family, fresh=True).to(dtype)
+    SHARED[id(model)] = model
     prompts = [random_prompt(n, seed=n) for n in (9, 33)]
-    ask = SamplingParams(max_new_tokens=examples(12, 24), ignore_eos=True, logprobs=1)
+    ask = SamplingParams(max_new_tokens=examples(8, 24), ignore_eos=True, logprobs=1)
     options = {"deterministic": True, "max_model_len": 64}
     alone = make_engine(model, max_batch_size=1, **options).generate(prompts, ask)
     texts = [prompt + out.token_ids for prompt, out in zip(prompts, alone, strict=True)]
@@ -188,7 +188,7 @@ def test_16_bits_have_the_bits_of_plain_decoding(
 
 def test_an_adaptive_head_that_reads_late(model, truth, make_engine, random_prompt) -> None:
     """Rounds without drafts between others, of which the head reads the states later."""
-    prompts, count = [random_prompt(n, seed=n) for n in (5, 36)], examples(24, 40)
+    prompts, count = [random_prompt(n, seed=n) for n in (5, 36)], examples(16, 40)
     expected = [truth(prompt, count) for prompt in prompts]
     engine = make_engine(model, random_eagle3(model), spec=SpecConfig(3, 2, 6, adaptive=True), page_size=4)
     for _ in range(2):

@@ -9,7 +9,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 from inside import state_cache_of
 from marks import deep, deep_cases, examples, slow
 
-NEW = examples(12, 20)
+NEW = examples(8, 20)
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 TREE = SpecConfig(3, 2, 6, adaptive=False)
 
@@ -20,7 +20,7 @@ def hits(engine: Engine, *prompts: list[int], **params: Any) -> list[int]:
     return [engine.generate(prompt, asked)[0].stats.cached_tokens for prompt in prompts]
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, deep(4), 16])
 def test_a_match_is_cut_back_to_its_last_state(page_size, make_target, make_engine, random_prompt) -> None:
     """A prompt of 37 leaves a copy at 32, its answer one at the last multiple of 16 that has been folded."""
     engine = make_engine(make_target("qwen3_5"), page_size=page_size, prefill_chunk=64)
@@ -53,25 +53,25 @@ def test_bits_do_not_depend_on_a_hit(family, make_target, make_engine, random_pr
     model, options = make_target(family), {"deterministic": True, "prefill_chunk": 24}
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=2)
     base = random_prompt(40)
-    prompts = [base, base, [*base[:36], 5, 6, 7], base[:20] + [9] * 20]
+    prompts = [base, [*base[:36], 5, 6, 7], base[:20] + [9] * 20]
     lone = make_engine(model, max_batch_size=1, prefix_cache=False, **options)
     alone = [(out.token_ids, out.logprobs) for out in lone.generate(prompts, params)]
     trees = scripted(tree_script([p + tokens for p, (tokens, _) in zip(prompts, alone, strict=True)]))
     engine = make_engine(model, trees, spec=TREE, page_size=4, max_batch_size=2, **options)
-    found = [engine.generate(prompt, params)[0] for prompt in prompts]
+    found = [engine.generate(prompt, params)[0] for prompt in (base, *prompts)]
     assert [out.stats.cached_tokens for out in found] == [0, 32, 32, 0]
-    assert [(out.token_ids, out.logprobs) for out in found] == alone
+    assert [(out.token_ids, out.logprobs) for out in found] == [alone[0], *alone]
 
 
 def test_a_hit_after_a_rejected_draft(
     make_target, make_engine, random_prompt, greedy_oracle, scripted, tree_script
 ) -> None:
     """The answer's state, copied when it ends, is that of its tokens, though most drafts were rejected."""
-    model, prompt = make_target("qwen3_5"), random_prompt(21)
-    text = prompt + list(greedy_oracle(model, prompt, 44))
+    model, prompt = make_target("qwen3_5"), random_prompt(41)
+    text = prompt + list(greedy_oracle(model, prompt, 24))
     engine = make_engine(model, scripted(tree_script([text], hit=0.3)), spec=TREE, page_size=4)
-    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=44, ignore_eos=True))
-    assert prompt + out.token_ids == text and out.stats.rounds > 20
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert prompt + out.token_ids == text and out.stats.rounds > 11
     [again] = engine.generate([*text, 3, 4], PLAIN)
     assert again.stats.cached_tokens == 64
     assert again.token_ids == list(greedy_oracle(model, [*text, 3, 4], NEW))
@@ -79,7 +79,7 @@ def test_a_hit_after_a_rejected_draft(
 
 def test_a_copy_goes_with_its_page_and_the_oldest_for_a_new_one(make_target, make_engine, random_prompt) -> None:
     engine = make_engine(make_target("qwen3_5"), max_batch_size=1, full_slots=100, max_model_len=64)
-    prompts = [random_prompt(40, seed=seed) for seed in range(6)]
+    prompts = [random_prompt(40, seed=seed) for seed in range(4)]
     for prompt in prompts:
         assert hits(engine, prompt, prompt) == [0, 32]
         engine.table.check()

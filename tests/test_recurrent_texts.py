@@ -13,7 +13,7 @@ from specdec.models.target import TargetModel
 from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
-from marks import deep
+from marks import deep, examples
 from tiny_models import random_eagle3
 
 FAMILIES = ["qwen3_5", "granitemoehybrid", "lfm2", *map(deep, ("qwen3_next", "qwen3_5_moe", "nemotron_h"))]
@@ -42,7 +42,7 @@ def test_the_doctors_drafts_are_the_workers(kind, make_target, random_prompt, tm
         drafter = random_eagle3(model) if kind == "eagle3" else random_block(model)
         pair = Engine(TargetModel(model), drafter, spec=spec, config=config)
     with pair:
-        found = diagnose(pair, prompts=prompts, max_new_tokens=20, causes=())
+        found = diagnose(pair, prompts=prompts, max_new_tokens=examples(12, 20), causes=())
     assert found.reference.holds and found.reference.difference < 1e-4
 
 

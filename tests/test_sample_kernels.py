@@ -90,7 +90,7 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [
-        *(slow("random", "many tiles"), deep("ties", "many tiles"), ("masked", "many tiles")),
+        *(deep("random", "many tiles"), deep("ties", "many tiles"), ("masked", "many tiles")),
         *(deep("ascending", "many tiles"), slow("random", "listed"), slow("flat", "listed"), slow("ties", "overflows")),
     ],
 )

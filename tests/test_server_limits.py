@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from specdec.cli.app import app
 
-from marks import deep_cases
+from marks import deep
 from served_engine import until
 
 KEY = "k-123"
@@ -80,9 +80,7 @@ def test_large_bodies_are_refused_whether_they_say_how_large_or_not(server):
     assert post(server).status_code == 200
 
 
-@deep_cases("True-wrong-401", "False-k-123-413")
-@pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("wrong", 401)])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("key", "status", "chunked"), [(KEY, 413, True), ("wrong", 401, False)])
 def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(server, key, status, chunked):
     """Six megabytes, more than the system holds for a server that does not read."""
     piece, pieces = b"x" * (1 << 16), 96
@@ -284,7 +282,7 @@ def test_a_port_that_is_taken_is_one_sentence_before_anything_is_loaded():
     assert "cannot be listened on" in run.stderr
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("missing", [deep("fastapi"), "uvicorn", deep("prometheus_client")])
 def test_without_the_extra_one_sentence_says_what_to_install(missing):
     argv = "sys.argv[1:] = ['serve']"
     program = f"import sys; sys.modules[{missing!r}] = None; {argv}; from specdec.cli.app import main; main()"
