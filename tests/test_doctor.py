@@ -37,8 +37,8 @@ from marks import deep, deep_cases, examples, is_deep
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
-TOKENS = 32
-BLOCK_TOKENS = examples(24, 32)
+TOKENS = examples(20, 32)
+BLOCK_TOKENS = examples(20, 32)
 QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -292,7 +292,7 @@ def turned(tokenizer, template):
 
 
 def test_a_tokenizer_without_its_template_is_named(engine, diagnosed):
-    found = diagnosed(ASSISTANT, turned(engine.tokenizer, None), prompts=["a", "b", "c", "d"])
+    found = diagnosed(ASSISTANT, turned(engine.tokenizer, None), prompts=["a", "b", "c", "d"], max_new_tokens=12)
     assert "template" in causes(found)
 
 
