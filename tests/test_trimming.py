@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import inspect
 import subprocess
 import sys
 import threading
@@ -10,7 +9,6 @@ import weakref
 
 import pytest
 
-from specdec.cli.bodies import run_server
 from specdec.serving import server as serving
 from specdec.serving.http import trimming
 from specdec.serving.http.trimming import GROWN_BYTES, LATER_SECONDS, Trimmer, give_back, resident_bytes
@@ -81,18 +79,6 @@ def test_a_server_serves_with_its_settings_of_the_process() -> None:
 
 def test_the_system_tells_what_is_held() -> None:
     assert resident_bytes() > 50 << 20 or not sys.platform.startswith("linux")
-
-
-def test_a_server_sets_malloc_before_it_has_threads(monkeypatch) -> None:
-    """Each of many threads kept a part of what hostile grammars had freed to itself."""
-    asked = []
-    library = type("Library", (), {"mallopt": staticmethod(lambda *given: asked.append(given))})
-    monkeypatch.setattr(trimming.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(trimming.sys, "platform", "linux")
-    trimming.give_back_when_freed()
-    assert asked == [(-8, trimming.ARENAS), (-3, trimming.MAPPED_BYTES), (-1, trimming.SPARE_BYTES)]
-    source = inspect.getsource(run_server)
-    assert 0 < source.index("give_back_when_freed()") < source.index("config = engine_config(")
 
 
 MAPPED_BLOCKS = """
