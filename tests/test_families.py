@@ -91,7 +91,8 @@ SERVED = [
     *("phi3", "mixtral", "granite", "cohere", "cohere2", "olmo2", "starcoder2", "glm", "glm4", "smollm3"),
     *MADE_HERE,
 ]
-IMPLIED = ("cohere", "cohere2", "olmo2", "glm", "glm4", "smollm3", "qwen2_5_vl", "llava_next", "mistral3", "smolvlm")
+IMPLIED = ("cohere", "cohere2", "olmo2", "starcoder2", "glm", "glm4", "smollm3", "hyperclovax")
+IMPLIED += ("qwen2_vl", "qwen2_5_vl", "llava_next", "mistral3", "smolvlm")
 """Families whose layers are those of others here: in `make test-deep` alone."""
 
 
@@ -349,7 +350,7 @@ def test_no_batch_and_no_draft_crosses_the_limit_of_rope(kind, make_engine, gree
         assert [out.token_ids[:new] for out in outputs] == wanted
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [deep(1), 4])
 def test_drafts_and_padding_beyond_a_learnt_position_table(
     page_size, make_engine, greedy_oracle, random_prompt, scripted
 ):
@@ -403,7 +404,7 @@ def test_int8_weights_of_torchao(page_size, make_engine, greedy_oracle, random_p
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram"])
+@pytest.mark.parametrize("drafter", [deep(None), "ngram"])
 def test_autocast_around_an_engine_changes_nothing(drafter, make_engine, greedy_oracle, random_prompt):
     """The engine computes in the model's dtype; K/V in another one did not fit the pools."""
     model = build("llama")

@@ -91,7 +91,11 @@ def packed_pair(tmp_path_factory):
 # what is loaded
 
 
-@deep_cases("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel")
+@deep_cases(
+    *("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel"),
+    *("llama-int4-g32", "qwen3-gptq-zeros", "mistral-fp8-block", "gpt_oss-mxfp4"),  # tokens of these are below
+    "gemma4-moe-int4-g32",
+)
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE, *(deep(*case) for case in DEEP)])
 def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
     folder, plain = packed_pair(family, form)
@@ -220,7 +224,7 @@ def test_tokens_are_those_of_the_dequantised_model(
 def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, greedy_oracle, random_prompt):
     """Loaded by name, and a row has its bits in any batch: proved when the engine is made."""
     folder, plain = packed_pair(family, form)
-    prompts = [random_prompt(n) for n in (3, 9, 26)]
+    prompts = [random_prompt(n) for n in (3, 26)]
     config = EngineConfig(max_model_len=64, max_batch_size=4, deterministic=True)
     params = SamplingParams(max_new_tokens=8, logprobs=1)
     with Engine.from_pretrained(str(folder), "ngram", config=config) as engine:
@@ -296,10 +300,8 @@ def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
     with caplog.at_level(logging.INFO, logger="specdec"):
         Engine.from_pretrained(folder, tokenizer="tiny-gemma4", config=EngineConfig(max_model_len=32)).close()
     assert re.search(rf"^target {folder}: {words} \(\d+ MB\)$", "\n".join(caplog.messages), re.MULTILINE)
-    for target, said in ((str(bundled[0]), f"; {words} ("), ("tiny-gemma4", None)):
-        result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", target])
-        assert result.exit_code == 0, result.stderr
-        assert "; weights in" not in result.stderr if said is None else said in result.stderr
+    result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", str(bundled[0])])
+    assert result.exit_code == 0 and f"; {words} (" in result.stderr, result.stderr
     plain = build_target("llama")
     assert not is_quantised(plain) and re.fullmatch(r"float32 \(\d+ MB\)", weights_in_words(plain))
     plain.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="torchao"))

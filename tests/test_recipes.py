@@ -115,7 +115,7 @@ def test_the_shell_prints_a_recipe_by_any_of_its_names():
 
 
 def test_a_table_has_every_recipe(monkeypatch):
-    one = RECIPES["MiMo-7B"]
+    one = RECIPES["Llama-3.1-8B"]
     monkeypatch.setattr("specdec.cli.bodies.memory_pages.RECIPES", {one.name: one})
     assert one.target in run().stdout and "24 GB" in run().stdout
     assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [serve_command(one)]
