@@ -336,7 +336,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, random_p
     for change in (None, assigned):
         if change is not None:
             change(model, other)
-        for length in (11, 9, 14):
+        for length in (11, 9):
             prompt = random_prompt(length, seed=length)
             assert engine.generate(prompt, GREEDY)[0].token_ids == truth(model, prompt)
     assert captured_prompts(engine)

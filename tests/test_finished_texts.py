@@ -121,7 +121,7 @@ def test_against_a_search_through_all_texts(seed, fan, monkeypatch):
 def test_of_equal_contexts_the_latest_are_nearest():
     """More places than are looked at, all with the same context of `MATCH` tokens."""
     context = list(range(10, 10 + MATCH))
-    many = 3 * finished_texts.NEAREST
+    many = 2 * finished_texts.NEAREST
     equal = [([*context, 100 + i], MATCH, b"") for i in range(many)]
     others = [([end, 9], 1, b"") for end in (0, 99) for _ in range(many)]  # on both sides of them in the order
     store = store_of(*equal, *others, size=many * (MATCH + 8))

@@ -270,18 +270,6 @@ def bundled(tmp_path_factory):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", deep("tiny-gemma4-eagle3")])
-def test_the_bundled_pairs_quantised(drafter, bundled, greedy_oracle):
-    """With drafters that were trained for the plain target, and still draft."""
-    packed, oracle = bundled
-    prompt = list(range(5, 40))
-    with Engine.from_pretrained(str(packed), drafter, config=EngineConfig(max_model_len=128)) as engine:
-        output = engine.generate(prompt, GREEDY)[0]
-    assert output.token_ids == greedy_oracle(oracle, prompt, len(output.token_ids), output.token_ids)
-    assert sum(output.stats.accepted_counts) > 0
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), "tiny-gemma4-eagle3"])
 def test_drafters_have_16_bits_next_to_a_packed_target_in_16_bits(drafter, bundled):
     config = EngineConfig(max_model_len=64, dtype=torch.bfloat16)

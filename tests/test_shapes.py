@@ -126,7 +126,7 @@ def test_a_shape_or_form_that_cannot_be_is_one_sentence(ask, says):
 
 
 def test_every_depth_of_e4b_has_an_owner_for_each_layer():
-    for layers in range(2, 43):
+    for layers in (*range(2, 12), 24, 25, 41, 42):
         config = SHAPES["gemma4-e4b"].target(Shrink(layers=layers, divisor=16))
         kinds = config.layer_types
         assert len(kinds) == layers and kinds[-1] == "full_attention"
