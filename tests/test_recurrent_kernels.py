@@ -111,13 +111,13 @@ def exact_scene(shape: Shape, page_size: int) -> Scene:
 @pytest.mark.parametrize("shape", [DELTA, MAMBA], ids=["delta", "mamba"])
 def test_a_token_has_the_same_bits_as_prompt_and_as_answer(shape) -> None:
     """`make test` reads answers from shortly before the end of a block to shortly after it."""
-    count, cuts, reads = 36, [[5, 16, 17, 36]], [(14, 1, 17), (29, 18, 34)]
+    count, cuts, reads = 50, [[5, 16, 37, 50]], [(14, 1, 17), (43, 18, 50)]
     if is_deep():
         count, cuts, reads = 52, [[5, 16, 37, 52], [33, 34, 52]], [(14, 1, 52), (20, 5, 52), (33, 18, 52)]
     text = shape.random_rows(count, 3)
     whole = as_prompt(exact_scene(shape, 4), text, [count])
     found = [as_prompt(exact_scene(shape, 4), text, ends) for ends in cuts]
-    for begin, num_nodes, end in reads if is_deep() or shape == DELTA else [(29, 5, 33)]:
+    for begin, num_nodes, end in reads if is_deep() or shape == DELTA else [(14, 1, 17)]:
         found.append(as_answer(exact_scene(shape, 1), chosen(text, range(end)), begin, num_nodes, seed=begin))
     for other in found:
         assert all(torch.equal(x, y[: len(x)]) for x, y in zip(other, whole, strict=True))
