@@ -189,7 +189,8 @@ CHANGES = [
 
 
 @deep_cases(
-    *("assigned-qwen2-fused", "assigned_in_part-qwen2-fused", "switch_in_place-adapted-cleared"),
+    *("assigned-qwen2-fused", "assigned_in_part-qwen2-fused", "there_and_back-qwen2-fused"),
+    "switch_in_place-adapted-cleared",
     *("another_epsilon-qwen2-cleared", "disable-adapted-", "rescale-adapted-cleared", "add_another-adapted-"),
 )
 @pytest.mark.parametrize(("change", "family", "how"), CHANGES)
@@ -202,14 +203,15 @@ def test_an_engine_answers_with_what_its_model_is_now(
     other = {} if family in ("adapted", "hooked") else make_target(family, seed=4, fresh=True).state_dict()
     engine = make_engine(model, None if "captured" in how else "ngram", fused="fused" in how)
     before = truth(model)
-    for _ in range(3):
+    times = 3 if "captured" in how else 1
+    for _ in range(times):
         assert answer(engine) == before
     change(model, other)
     after = truth(model)
     assert after != before
     if "cleared" in how:
         engine.clear_prefix_cache()
-    for _ in range(3):
+    for _ in range(times):
         assert answer(engine) == after
     assert bool("captured" in how) == bool(engine.steps.graphs and captured_rounds(engine))
 
@@ -259,7 +261,7 @@ def scaled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
     return out * -1.5
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [deep(False), True])
 def test_hooks_that_are_added_and_removed_are_followed(fused, make_target, make_engine):
     """A hook was not seen by an engine that existed, and three pages of the docs disagreed about it."""
     model = make_target("qwen2", fresh=True)
@@ -334,7 +336,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, random_p
     for change in (None, assigned):
         if change is not None:
             change(model, other)
-        for length in (11, 9, 14):
+        for length in (11, 9):
             prompt = random_prompt(length, seed=length)
             assert engine.generate(prompt, GREEDY)[0].token_ids == truth(model, prompt)
     assert captured_prompts(engine)

@@ -89,18 +89,20 @@ def test_a_client_that_never_reads_is_given_up_and_its_request_with_it(monkeypat
 
 
 @pytest.mark.slow
-def test_more_idle_connections_than_files_end_no_stream_and_not_the_server():
-    with running_server() as server, ExitStack() as held, httpx.Client(timeout=60) as client:
+def test_more_idle_connections_than_files_end_no_stream_and_not_the_server(server):
+    before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    with ExitStack() as held, httpx.Client(timeout=60) as client:
         used = len(os.listdir(f"/proc/{server.pid}/fd"))
-        with client.stream("POST", f"{server.url}/v1/chat/completions", json=ENDLESS | {"max_tokens": 200}) as stream:
+        with client.stream("POST", f"{server.url}/v1/chat/completions", json=ENDLESS | {"max_tokens": 100}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (used + 12, used + 12))
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (used + 12, before[1]))
             for _ in range(40):
                 held.enter_context(connect(server.url)).sendall(b"GET")
             until(lambda: "Too many open files" in server.log())
             assert [line for line in lines if line][-1] == "data: [DONE]"
         held.close()
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
         until(lambda: httpx.get(server.url + "/health", timeout=60).status_code == 200)
 
 

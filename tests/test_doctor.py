@@ -33,12 +33,12 @@ from specdec.models.quantised.weight_grid import NONE, grid_of
 from specdec.text.prompt_files import read_prompts
 
 from inside import REFERENCE, TargetModel
-from marks import deep, deep_cases, examples, is_deep
+from marks import deep_cases, examples, is_deep
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
-TOKENS = 32
-BLOCK_TOKENS = examples(24, 32)
+TOKENS = examples(20, 32)
+BLOCK_TOKENS = examples(20, 32)
 QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -157,11 +157,7 @@ def test_nothing_is_named_in_a_healthy_pair_and_the_reference_is_what_the_worker
 
 @deep_cases("window of a head", "fp8 head", "taps one later", "int4 assistant")  # the taps of a block are below
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "config", "tensors", "cause"),
-    SEEDED.values(),
-    ids=SEEDED,
-)
+@pytest.mark.parametrize(("drafter", "config", "tensors", "cause"), SEEDED.values(), ids=SEEDED)
 def test_a_seeded_cause_is_named_and_only_that(drafter, config, tensors, cause, export, diagnosed):
     found = diagnosed(export(drafter, config, tensors), prompts=None)  # eight: some gains are small
     assert causes(found) == [cause]
@@ -241,12 +237,6 @@ def test_a_drafter_that_is_never_right_is_not_called_healthy(export, diagnosed):
     assert found.acceptance.length < 1.1
 
 
-@pytest.mark.deep
-def test_answers_one_token_longer_than_a_draft_are_looked_at(diagnosed):
-    found = diagnosed(ASSISTANT, max_new_tokens=5)
-    assert found.reference.holds and found.prompts == len(QUESTIONS)
-
-
 @pytest.mark.parametrize(
     ("expected", "greedy", "clear"),
     [
@@ -292,7 +282,7 @@ def turned(tokenizer, template):
 
 
 def test_a_tokenizer_without_its_template_is_named(engine, diagnosed):
-    found = diagnosed(ASSISTANT, turned(engine.tokenizer, None), prompts=["a", "b", "c", "d"])
+    found = diagnosed(ASSISTANT, turned(engine.tokenizer, None), prompts=["a", "b", "c", "d"], max_new_tokens=12)
     assert "template" in causes(found)
 
 
@@ -362,16 +352,7 @@ def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("drafter", "dtype"),
-    [
-        (ASSISTANT, torch.bfloat16),
-        (HEAD, torch.float32),
-        deep(ASSISTANT, torch.float32),
-        deep(HEAD, torch.bfloat16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("drafter", "dtype"), [(ASSISTANT, torch.bfloat16), (HEAD, torch.float32)], ids=str)
 def test_fused_layers_and_16_bits_are_no_cause(drafter, dtype, engine):
     model = copy.deepcopy(engine.target.model).to(dtype)
     target = TargetModel(model, REFERENCE)

@@ -153,13 +153,6 @@ def test_the_reason_that_drafts_are_off_says_what_they_would_bring_and_take():
     assert "does not cover its risk" in taught(0.5, 1).use().off
 
 
-def test_before_any_round_there_is_no_reason():
-    choice = chooser(ADAPTIVE)
-    assert choice.use().off == ""
-    choice.choose(np.zeros(1, dtype=np.int64), np.full(1, 9), 1, NO_DRAFT)
-    assert choice.use().off == "the first rounds are timed without"
-
-
 def test_an_engine_says_why_without_waiting_for_a_step(right, make_target, make_engine):
     engine, prompt = right
     assert engine.drafts_off == engine.stats().drafts.off == ""

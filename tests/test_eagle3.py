@@ -1,24 +1,20 @@
 """The EAGLE-3 drafter against an independent dense head in float64, over prefill, drafting and partial acceptance."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from block_reference import rms_norm, rotate
 from dense_drafts import assert_best
-from safetensors.torch import save_file
 from samplers import sampler_of
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3.eagle3_drafter import eagle3_drafter
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.target import TargetModel
@@ -43,69 +39,23 @@ def make_target(make_target: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-class Case(NamedTuple):
-    """One published head: how it is written, and what its equations are."""
-
-    format: str
-    spec: Eagle3Spec
-    written: dict[str, Any] | None = None  # top level of config.json
-    nested: dict[str, Any] | None = None  # eagle_config
-    binary: bool = False
-
-
 def head(aux_layers: tuple[int, ...], **fields: Any) -> Eagle3Spec:
     sizes = {"hidden_size": H, "target_hidden_size": H, "vocab_size": V, "intermediate_size": 24, "num_heads": 4}
     sizes |= {"num_kv_heads": 2, "head_dim": 10, "draft_vocab_size": 6, "rms_norm_eps": 1e-5}
     return Eagle3Spec(aux_layers=aux_layers, **sizes | fields)
 
 
-CASES = {
-    # yuhuili: nothing but llama fields; the default layers 2, n // 2, n - 3
-    "safeailab": Case("specforge", head((2, 2, 1)), {"architectures": ["LlamaForCausalLM"]}, binary=True),
-    "specforge": Case(
-        "specforge",
-        head(
-            (2, 3, 4),
-            biases=frozenset(f"layers.0.self_attn.{part}_proj" for part in "qkvo"),
-            rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
-        ),
-        nested={"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
-        written={"attention_bias": True, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 500.0},
+SPECS = {  # by the tool that writes such heads; test_eagle3_formats.py reads their files
+    "safeailab": head((2, 2, 1)),
+    "specforge": head(
+        (2, 3, 4),
+        biases=frozenset(f"layers.0.self_attn.{part}_proj" for part in "qkvo"),
+        rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
     ),
-    "specforge-3.1": Case(
-        "specforge",
-        head((2, 0, 3), qk_norm=True, fc_norm=True, norm_output=True, windows=(5,)),
-        nested={"eagle_aux_hidden_state_layer_ids": [1, -1, 2], "norm_output": True},
-        written={"fc_norm": True, "sliding_window": 5, "layer_types": ["sliding_attention"]},
-    ),
-    "modelopt": Case(
-        "modelopt",
-        head((2, 1, 4), hidden_size=24, owns_embed=True, norm_before_fc=True, windows=(None, 6)),
-        nested={
-            "eagle_aux_hidden_state_layer_ids": [2, 1, 4],
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "parallel_draft_step": 1,
-            "norm_before_fc": True,
-        },
-        written={"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
-    "modelopt-final": Case(
-        "modelopt",
-        head((), has_fc=False, draft_vocab_size=None, final_norm=False),
-        nested={"use_aux_hidden_state": False, "use_last_layernorm": False, "has_lm_head": False},
-    ),
-    "speculators": Case(
-        "speculators",
-        head((2, 1, 3, 4), norm_before_residual=True, qk_norm=True, owns_embed=True, windows=(None, None)),
-        written={
-            "eagle_aux_hidden_state_layer_ids": [2, 1, 3, 4],
-            "norm_before_residual": True,
-            "norm_before_fc": False,
-        },
-    ),
+    "specforge-3.1": head((2, 0, 3), qk_norm=True, fc_norm=True, norm_output=True, windows=(5,)),
+    "modelopt": head((2, 1, 4), hidden_size=24, owns_embed=True, norm_before_fc=True, windows=(None, 6)),
+    "modelopt-final": head((), has_fc=False, draft_vocab_size=None, final_norm=False),
+    "speculators": head((2, 1, 3, 4), norm_before_residual=True, qk_norm=True, owns_embed=True, windows=(None, None)),
 }
 
 
@@ -127,45 +77,11 @@ def tensors_of(spec: Eagle3Spec) -> dict[str, torch.Tensor]:
     return out
 
 
-def write(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    """The head on disk as its makers write it; returns the tensors under speculators' names."""
-    spec, tensors = case.spec, tensors_of(case.spec)
-    layer = {
-        "model_type": "qwen3" if spec.qk_norm else "llama",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "vocab_size": V,
-        "hidden_act": "silu",
-    }
-    if case.format == "speculators":
-        config = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.3.0",
-            "transformer_layer_config": layer,
-            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x"}},
-            "draft_vocab_size": spec.draft_vocab_size,
-        }
-    else:
-        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, "draft_vocab_size": spec.draft_vocab_size or V}
-        if case.nested:
-            config["eagle_config"] = case.nested
-    config |= case.written or {}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    stored = tensors
-    if case.format != "speculators" and spec.num_layers == 1:
-        stored = {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
-    if case.binary:
-        torch.save(stored, folder / "pytorch_model.bin")
-    else:
-        save_file(stored, folder / "model.safetensors")
-    return tensors
+def loaded(spec: Eagle3Spec, tensors: dict[str, torch.Tensor], target: TargetModel) -> Eagle3Drafter:
+    made = Eagle3Head(spec)
+    made.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
+    made.target_ids = tensors["t2d"].nonzero()[:, 0] if "t2d" in tensors else None
+    return Eagle3Drafter(made.place(target.device, target.dtype).eval(), target)
 
 
 class Dense:
@@ -256,24 +172,21 @@ class Dense:
 @pytest.mark.parametrize(
     ("kind", "page_size", "topk"),
     [
-        *usual(itertools.product(CASES, [1], [1, 2]), lambda kind, _, topk: topk == 1 + list(CASES).index(kind) % 2),
+        *usual(itertools.product(SPECS, [1], [1, 2]), lambda kind, _, topk: topk == 1 + list(SPECS).index(kind) % 2),
         *(("specforge", 4, 2), deep("modelopt", 4, 1), deep("specforge", 4, 1), deep("modelopt", 4, 2)),
     ],
 )
 def test_logits_and_kv_equal_a_dense_head(
-    kind: str, topk: int, page_size: int, tmp_path, make_target, greedy_oracle, random_prompt
+    kind: str, topk: int, page_size: int, make_target, greedy_oracle, random_prompt
 ) -> None:
     """Drafts after prompts in chunks and after rounds that accepted a part of a draft. The dense head keeps no K/V."""
-    case = CASES[kind]
+    spec = SPECS[kind]
     model = make_target("gemma4-31b" if kind in ("specforge", "modelopt-final") else "gpt_oss")
     prompts = [random_prompt(19, seed=1, vocab=V), random_prompt(5, seed=2, vocab=V)]
-    tensors = write(case, tmp_path)
-    asked = case.spec.aux_layers if kind == "specforge-3.1" else None  # they begin with the embeddings
-    drafter = eagle3_drafter(tmp_path, TargetModel(model), aux_layers=asked)
-    assert drafter.spec == replace(case.spec, max_position_embeddings=drafter.spec.max_position_embeddings)
+    tensors, target = tensors_of(spec), TargetModel(model)
     engine = Engine(
-        TargetModel(model),
-        drafter,
+        target,
+        loaded(spec, tensors, target),
         spec=SpecConfig(num_steps=4, topk=topk, num_draft_tokens=7 if topk > 1 else None, adaptive=False),
         config=EngineConfig(max_model_len=64, prefill_chunk=8, page_size=page_size, max_batch_size=2),
     )
@@ -281,7 +194,7 @@ def test_logits_and_kv_equal_a_dense_head(
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 20) for prompt in prompts]
     assert any(0 < sum(out.stats.accepted_counts) < 4 * out.stats.rounds for out in outputs)
-    assert_best(Dense(case.spec, tensors, model), seen[:: 1 + len(seen) // examples(10, 100)], topk, 2e-3)
+    assert_best(Dense(spec, tensors, model), seen[:: 1 + len(seen) // examples(10, 100)], topk, 2e-3)
 
 
 def test_drafts_draw_with_the_noise_of_the_request(make_target, random_prompt) -> None:

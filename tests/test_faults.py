@@ -144,6 +144,10 @@ STEPS = [("prompt", name) for name in ("mtp-captured", "eagle3-tree-1")]  # the 
 STEPS += [("round", name) for name in CASES if ALL or ("prompt", name) not in STEPS]
 
 
+BROKEN_BY_PROMPTS: set[CodeType | str] = set()
+"""What the stage "prompt" has broken, for the stage "round"."""
+
+
 def calls_of(scene: Scene, stage: str) -> list[CodeType]:
     """The calls that the step makes."""
     for _ in range(3):  # what happens once in the life of an engine is behind it, and every round has been captured
@@ -168,13 +172,18 @@ def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, scenes) 
     """A function that an earlier case has broken is left out: what begins the step again is the same for all."""
     broken: set[CodeType | str] = set()
     if stage == "round" and not is_deep():  # what a step with a prompt calls, is broken there
-        for _, name in (step for step in STEPS if step[0] == "prompt"):
-            broken |= set(map(place_of, calls_of(scenes(*CASES[name], new=LONG_ENOUGH["prompt"]), "prompt")))
+        if not BROKEN_BY_PROMPTS:  # this stage runs alone
+            for _, name in (step for step in STEPS if step[0] == "prompt"):
+                made = calls_of(scenes(*CASES[name], new=LONG_ENOUGH["prompt"]), "prompt")
+                BROKEN_BY_PROMPTS.update(map(place_of, made))
+        broken |= BROKEN_BY_PROMPTS
     for _, name in (step for step in STEPS if step[0] == stage):
         scene = functools.partial(scenes, *CASES[name], new=LONG_ENOUGH[stage])
         made = calls_of(scene(), stage)
         last = {place_of(code): at for at, code in enumerate(made, start=1) if place_of(code) not in broken}
         broken |= last.keys()
+        if stage == "prompt":
+            BROKEN_BY_PROMPTS.update(last)
         chosen = sorted(last.values())[:: 1 if is_deep() else 40]
         for at in range(1, len(made) + 1) if ALL else chosen:
             calls = break_step(scene(), stage, at)

@@ -121,7 +121,7 @@ def test_against_a_search_through_all_texts(seed, fan, monkeypatch):
 def test_of_equal_contexts_the_latest_are_nearest():
     """More places than are looked at, all with the same context of `MATCH` tokens."""
     context = list(range(10, 10 + MATCH))
-    many = 3 * finished_texts.NEAREST
+    many = 2 * finished_texts.NEAREST
     equal = [([*context, 100 + i], MATCH, b"") for i in range(many)]
     others = [([end, 9], 1, b"") for end in (0, 99) for _ in range(many)]  # on both sides of them in the order
     store = store_of(*equal, *others, size=many * (MATCH + 8))
@@ -132,7 +132,7 @@ def test_of_equal_contexts_the_latest_are_nearest():
 def test_memory_does_not_grow_with_what_was_answered():
     """All arrays keep their size, and nothing is held of texts, or of salts, that have left."""
     store, rng = FinishedTexts(200, 2, CPU), random.Random(0)
-    for i in range(400):
+    for i in range(100):
         store.seat(0, b"salt %d" % i)
         store.add([rng.randrange(50) for _ in range(30)], 10, b"salt %d" % i)
         store.flush()
@@ -172,11 +172,11 @@ def test_an_answer_costs_the_upload_of_an_answer(monkeypatch):
         finished_texts, "upload", lambda array, device: (sent.append(array.size), upload(array, device))[1]
     )
     store, rng = FinishedTexts(20_000, 2, CPU), random.Random(0)
-    for _ in range(60):  # full in the middle: from then on as many leave
+    for _ in range(50):  # full in the middle: from then on as many leave
         store.add([rng.randrange(50) for _ in range(600)], 30, b"")
         store.flush()
         store.flush()  # nothing new
-    assert store.num_tokens > 19_000 and len(sent) == 60
+    assert store.num_tokens > 19_000 and len(sent) == 50
     assert max(sent) <= 7 * 2 * 600
 
 
@@ -240,10 +240,9 @@ def test_captured_rounds_see_what_finished_after_they_were_captured(suffix_engin
 
 def test_a_salt_keeps_texts_from_others(suffix_engine, random_prompt):
     engine, rounds = suffix_engine(), []
-    for salt in ("a", "b", "a", None):
+    for salt in ("a", "b", "a"):
         rounds.append(engine.generate([random_prompt(12)], replace(DRAWN, cache_salt=salt))[0].stats.rounds)
-    assert rounds[2] < 10 < min(rounds[0], rounds[1], rounds[3])
-    assert rounds[0] == rounds[1] == rounds[3]
+    assert rounds[2] < 10 < rounds[0] == rounds[1]
 
 
 def test_aborted_requests_are_not_kept(suffix_engine, random_prompt):

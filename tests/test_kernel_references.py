@@ -4,7 +4,7 @@ An operation has a function in `ARGUMENTS` that makes its arguments: odd sizes, 
 sums, packed weights of every code. Ten cases have every value of each of these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any, TypeVar
 
@@ -259,8 +259,14 @@ def pools_of(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     return [pool[1:] for it in arguments if isinstance(it, Destination) for pool in it[:2]]
 
 
-@pytest.mark.parametrize("seed", range(examples(10, 60)))
-@pytest.mark.parametrize("operation", ARGUMENTS, ids=lambda operation: operation.__name__)
+def cases() -> Iterator[Any]:
+    """Ten of each operation, and of experts, which take longest, one of each form of weights."""
+    for operation in ARGUMENTS:
+        for seed in range(examples(len(CODES) if operation is apply_experts else 10, 60)):
+            yield pytest.param(operation, seed, id=f"{operation.__name__}-{seed}")
+
+
+@pytest.mark.parametrize(("operation", "seed"), list(cases()))
 def test_an_operation_is_its_reference(operation: Callable[..., Any], seed: int):
     given, options = ARGUMENTS[operation](Draw(seed))
     want = values(REFERENCE(operation)(*given, **options), reference_finish)

@@ -188,13 +188,13 @@ def test_a_resumed_request_drafts_from_its_last_state(drafter, make_target, engi
     """A drafter that is shown another state only drafts worse, so what it proposes is compared. What a resumed request
     had is read again, in chunks; none of them draws a token, yet the next draft starts where they end."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(30, seed=1), random_prompt(21, seed=2)]
-    seen = []
+    seen, new = [], examples(10, 20)
     for whole in (False, True):
         if whole:
             run_whole(monkeypatch)
         made = engine(model, drafter, prefill_chunk=8, max_batch_size=2)
         drafts = drafts_of(made)
-        handles = made.submit_many(prompts, [SamplingParams(max_new_tokens=20)] * 2)
+        handles = made.submit_many(prompts, [SamplingParams(max_new_tokens=new)] * 2)
         while any(request.num_output < 2 for request in made.scheduler.running) or made.scheduler.waiting:
             made.step()
         before = len(drafts)
@@ -203,7 +203,7 @@ def test_a_resumed_request_drafts_from_its_last_state(drafter, make_target, engi
             made.step()
         seen.append(drafts)
         assert 0 < before < len(drafts) - 2
-        assert [len(handle.output().token_ids) for handle in handles] == [20, 20]
+        assert [len(handle.output().token_ids) for handle in handles] == [new, new]
     assert seen[0] == seen[1]
 
 
@@ -235,7 +235,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     """Replayed for other rows and lengths, scored chunks among them, with the same outputs; shapes do not mix."""
     model = make_target("gemma4-e2b")
     draw = random.Random(5)
-    count = examples(10, 16)
+    count = examples(7, 16)
     prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(count)]
     params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(count)]
     expected = outputs(engine(model, drafter, max_batch_size=4), prompts, params)

@@ -39,7 +39,7 @@ def in_turn(engine):
 
 
 def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(make_target, make_engine, random_prompt):
-    model, asked = make_target("gemma4-e2b"), [random_prompt(n, seed=n) for n in (5, 20, 20)]
+    model, asked = make_target("gemma4-e2b"), [random_prompt(n, seed=n) for n in (5, 20)]
     params = SamplingParams(max_new_tokens=examples(14, 30), logprobs=2)
     plain = make_engine(model, None, deterministic=True, max_model_len=128).generate(asked, params)
     target = TargetModel(model, deterministic=True)
@@ -50,7 +50,7 @@ def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(mak
     for _ in range(2):
         outs = engine.generate(asked, params)
         assert [(out.token_ids, out.logprobs) for out in outs] == [(out.token_ids, out.logprobs) for out in plain]
-    assert engine.state.finished.num_tokens > examples(60, 100)
+    assert engine.state.finished.num_tokens > examples(40, 70)
 
 
 def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target, random_prompt):
@@ -106,8 +106,9 @@ class Watched:
 SHAPES = {"chain": CHAIN, "tree": TREE, "long": SpecConfig(20, adaptive=True)}  # longer than what may be unread
 EAGLE3, MODEL = "tiny-gemma4-eagle3", "tiny-gemma4"
 LAGGING = [
-    *(("chain", 9, EAGLE3, "one token"), ("tree", 5, EAGLE3, "one token"), ("long", 2, EAGLE3, "one token")),
+    *(("tree", 5, EAGLE3, "one token"), ("long", 2, EAGLE3, "one token")),
     *(("tree", 5, MODEL, "text"), ("chain", 1, EAGLE3, "plain")),
+    deep("chain", 9, EAGLE3, "one token"),
     *(deep("chain", 3, MODEL, "one token"), deep("chain", 1, MODEL, "text"), deep("long", 2, MODEL, "text")),
     *(deep("chain", rounds, EAGLE3, "plain") for rounds in (5, 15, 16, 17, 40)),
     *(deep("chain", rounds, MODEL, "plain") for rounds in (1, 16, 17)),

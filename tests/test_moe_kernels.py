@@ -247,13 +247,6 @@ def test_a_row_without_numbers_still_picks_experts_that_exist(dtype):
     assert len({*routing.experts[0].tolist()} & {*range(5)}) == 3
 
 
-def test_a_router_of_many_experts(poison_empty):
-    torch.manual_seed(0)
-    router = Router(torch.randn(300, 70, device=DEVICE), 10, bias=torch.randn(300, device=DEVICE), normalised=False)
-    x = torch.randn(3, 70, device=DEVICE)
-    torch.testing.assert_close(route(x, router), reference_route(x, router), atol=2e-6, rtol=2e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("hidden", [70, 600])
 def test_a_router_that_stays_in_float32_multiplies_all_of_its_bits(hidden, dtype, poison_empty):
@@ -308,11 +301,6 @@ def test_half_precision_is_within_rounding(family, dtype, poison_empty):
         assert (got - expected).norm() / expected.norm() < (1e-3 if dtype == torch.float16 else 1e-2)
 
 
-def test_modules_of_other_families_are_left_alone():
-    assert router_of(torch.nn.Linear(2, 2)) is None
-    assert experts_of(torch.nn.Linear(2, 2)) is None
-
-
 @torch.no_grad()
 def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began(monkeypatch):
     """Its programs may run while the router's do: what the router gives back is not yet nobody's."""
@@ -348,7 +336,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("hidden", "dense_width", "num_rows"),
-    [(40, 36, 1), (40, 36, 7), slow(520, 600, 7), deep(520, 600, 1), slow(40, 36, 70), deep(520, 600, 70)],
+    [(40, 36, 1), (40, 36, 7), slow(520, 600, 2), deep(520, 600, 7), slow(40, 36, 70), deep(520, 600, 70)],
 )
 def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
     """600 channels are several ranges of the dense product; 70 rows are launched one by one."""

@@ -87,7 +87,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     outputs = engine.generate(prompts[:48], sampled)
     documents = [(np.array(out.prompt_token_ids + out.token_ids, np.int32), 4) for out in outputs]
     target = TargetModel(engine.target.model.requires_grad_(False))
-    return Planted(folder, prompts[48:], trainer(target, documents, examples(60, 90), 12, 3))
+    return Planted(folder, prompts[48:], trainer(target, documents, examples(36, 90), 12, 3))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
     monkeypatch.setattr(convention_watch, "judge", judge)
     config = EngineConfig(max_batch_size=8, max_model_len=72)
     with Engine.from_pretrained(small.folder, "mtp", config=config) as engine:
-        engine.submit_many(small.prompts * 2, SamplingParams(max_new_tokens=66, ignore_eos=True))
+        engine.submit_many(small.prompts + small.prompts[:4], SamplingParams(max_new_tokens=66, ignore_eos=True))
         counts = [0]
         while engine.step():
             counts.append(len(done))

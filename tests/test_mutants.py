@@ -3,6 +3,7 @@
 Whether the tests catch them is shown by `python tools/mutants.py`, which takes half an hour.
 """
 
+import ast
 import re
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))  # its scripts import each other
 import mutants
-from mutant_list import KINDS, DoesNotApplyError, Edit, Mutant, apply, product_sources, read_mutants
+from mutant_list import KINDS, Applied, DoesNotApplyError, Edit, Mutant, apply, product_sources, read_mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 JITTED = re.compile(r"@triton\.jit[^\n]*\n(?:[^\n]*\n)*?def (\w+)\(")
@@ -32,6 +33,19 @@ def sources() -> dict[str, str]:
     return product_sources(ROOT)
 
 
+@pytest.fixture(scope="module")
+def applied_or_not(sources) -> tuple[list[Applied], list[str]]:
+    """What every mutant of this tree makes, and what is wrong with those that do not apply."""
+    made, faults = [], []
+    for each in read_mutants():
+        try:
+            if not mutants.why_left_out(each, None, sources):
+                made.append(apply(each, sources))
+        except DoesNotApplyError as error:
+            faults.append(f"{each.name}: {error}")
+    return made, faults
+
+
 def mutant(*edits: Edit, tests: tuple[str, ...] = (), gone: str = "") -> Mutant:
     return Mutant("n", "Something.", "kernel", edits, tests, gone=gone)
 
@@ -39,18 +53,12 @@ def mutant(*edits: Edit, tests: tuple[str, ...] = (), gone: str = "") -> Mutant:
 # the list
 
 
-def test_every_mutant_applies_exactly_once_and_what_it_makes_is_python(sources) -> None:
-    left_out = {each.name for each in read_mutants() if mutants.why_left_out(each, None, sources)}
-    faults = []
-    for each in read_mutants():
-        try:
-            if each.name not in left_out:
-                applied = apply(each, sources)
-                compile(applied.after, applied.path, "exec")
-                assert applied.after != applied.before
-        except (DoesNotApplyError, SyntaxError) as error:
-            faults.append(f"{each.name}: {error}")
+def test_every_mutant_applies_exactly_once_and_what_it_makes_is_python(applied_or_not) -> None:
+    made, faults = applied_or_not
     assert not faults
+    for applied in made:
+        assert applied.after != applied.before
+        ast.parse(applied.after, applied.path)
 
 
 def test_the_list_has_some_of_every_kind_and_at_least_sixty() -> None:
@@ -81,8 +89,8 @@ def test_the_default_run_has_a_test_of_every_mutant(request) -> None:
     assert not missed
 
 
-def test_every_kernel_file_is_changed_by_a_mutant(sources) -> None:
-    changed = {apply(each, sources).path for each in read_mutants() if not each.gone}
+def test_every_kernel_file_is_changed_by_a_mutant(sources, applied_or_not) -> None:
+    changed = {applied.path for applied in applied_or_not[0]}
     # the clock's kernel reads a counter of the device, which the interpreter has not
     kernels = {path for path, text in sources.items() if JITTED.search(text) and "globaltimer" not in text}
     without_arithmetic = {path for path in kernels if path.endswith("launch.py")}

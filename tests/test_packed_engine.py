@@ -91,7 +91,11 @@ def packed_pair(tmp_path_factory):
 # what is loaded
 
 
-@deep_cases("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel")
+@deep_cases(
+    *("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel"),
+    *("llama-int4-g32", "qwen3-gptq-zeros", "mistral-fp8-block", "gpt_oss-mxfp4"),  # tokens of these are below
+    "gemma4-moe-int4-g32",
+)
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE, *(deep(*case) for case in DEEP)])
 def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
     folder, plain = packed_pair(family, form)
@@ -220,7 +224,7 @@ def test_tokens_are_those_of_the_dequantised_model(
 def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, greedy_oracle, random_prompt):
     """Loaded by name, and a row has its bits in any batch: proved when the engine is made."""
     folder, plain = packed_pair(family, form)
-    prompts = [random_prompt(n) for n in (3, 9, 26)]
+    prompts = [random_prompt(n) for n in (3, 26)]
     config = EngineConfig(max_model_len=64, max_batch_size=4, deterministic=True)
     params = SamplingParams(max_new_tokens=8, logprobs=1)
     with Engine.from_pretrained(str(folder), "ngram", config=config) as engine:
@@ -266,18 +270,6 @@ def bundled(tmp_path_factory):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", deep("tiny-gemma4-eagle3")])
-def test_the_bundled_pairs_quantised(drafter, bundled, greedy_oracle):
-    """With drafters that were trained for the plain target, and still draft."""
-    packed, oracle = bundled
-    prompt = list(range(5, 40))
-    with Engine.from_pretrained(str(packed), drafter, config=EngineConfig(max_model_len=128)) as engine:
-        output = engine.generate(prompt, GREEDY)[0]
-    assert output.token_ids == greedy_oracle(oracle, prompt, len(output.token_ids), output.token_ids)
-    assert sum(output.stats.accepted_counts) > 0
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), "tiny-gemma4-eagle3"])
 def test_drafters_have_16_bits_next_to_a_packed_target_in_16_bits(drafter, bundled):
     config = EngineConfig(max_model_len=64, dtype=torch.bfloat16)
@@ -296,10 +288,8 @@ def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
     with caplog.at_level(logging.INFO, logger="specdec"):
         Engine.from_pretrained(folder, tokenizer="tiny-gemma4", config=EngineConfig(max_model_len=32)).close()
     assert re.search(rf"^target {folder}: {words} \(\d+ MB\)$", "\n".join(caplog.messages), re.MULTILINE)
-    for target, said in ((str(bundled[0]), f"; {words} ("), ("tiny-gemma4", None)):
-        result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", target])
-        assert result.exit_code == 0, result.stderr
-        assert "; weights in" not in result.stderr if said is None else said in result.stderr
+    result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", str(bundled[0])])
+    assert result.exit_code == 0 and f"; {words} (" in result.stderr, result.stderr
     plain = build_target("llama")
     assert not is_quantised(plain) and re.fullmatch(r"float32 \(\d+ MB\)", weights_in_words(plain))
     plain.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="torchao"))

@@ -43,13 +43,13 @@ def client(url):
 
 def ask(client, **options):
     return client.responses.create(
-        **{"model": "tiny-gemma4", "input": QUESTION, "temperature": 0, "max_output_tokens": 12} | options
+        **{"model": "tiny-gemma4", "input": QUESTION, "temperature": 0, "max_output_tokens": 8} | options
     )
 
 
 def chat_text(client, messages, **options):
     answer = client.chat.completions.create(
-        **{"model": "tiny-gemma4", "messages": messages, "temperature": 0, "max_tokens": 12} | options
+        **{"model": "tiny-gemma4", "messages": messages, "temperature": 0, "max_tokens": 8} | options
     )
     return answer.choices[0].message.content
 

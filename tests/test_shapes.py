@@ -47,15 +47,10 @@ ROUTERS = {
 """Numbers of routers that stay in float32: ERNIE's, and the others' from transformers 5.24 on."""
 
 
-@deep_cases(
-    "step-3.7-flash-198936477696-2427187968",
-    "qwen3-next-80b-a3b-79674391296-1650471424",
-    "k-exaone-236571150336-528513280",
-    "qwen3.5-35b-a3b-34660610688-844640768",
-    "glm-4.7-flash-29943390976-643706112",
-    "qwen3.5-27b-26895998464-424699392",
-    "exaone-4.5-33b-32527504384-536110336",
-    "qwen3.5-9b-8953803264-243290624",
+@usual_cases(
+    *("gemma4-e2b-4628569344-77731328", "gpt-oss-20b-20914757184-307641600", "llama-8b-8030261248-424689664"),
+    *("qwen3-8b-dspark-8190735360-2371077376", "ernie-21b-a3b-21825437888-807577664"),
+    *("mimo-7b-7622619136-210790400", "qwen3.5-4b-4205751296-120599552"),
 )
 @pytest.mark.parametrize(
     ("name", "target", "drafter"),
@@ -131,7 +126,7 @@ def test_a_shape_or_form_that_cannot_be_is_one_sentence(ask, says):
 
 
 def test_every_depth_of_e4b_has_an_owner_for_each_layer():
-    for layers in range(2, 43):
+    for layers in (*range(2, 12), 24, 25, 41, 42):
         config = SHAPES["gemma4-e4b"].target(Shrink(layers=layers, divisor=16))
         kinds = config.layer_types
         assert len(kinds) == layers and kinds[-1] == "full_attention"
@@ -190,7 +185,7 @@ def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
     assert step_bytes(there, 2, 3, 40) == step_bytes(TargetModel(model), 2, 3, 40)
 
 
-@deep_cases("gemma4-26b-a4b-int4-g128")
+@deep_cases("gemma4-26b-a4b-int4-g128", "qwen3-30b-a3b-fp8")
 @pytest.mark.parametrize(
     ("shape", "form"),
     [("gemma4-e4b", "int4-g32"), ("gemma4-26b-a4b", "int4-g128"), ("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "fp8")],
@@ -234,7 +229,6 @@ def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
 
 
 # the floor, by hand
-
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -353,21 +347,14 @@ def test_read_bandwidth_is_that_of_some_machine():
     assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
-@usual_cases("gemma4-e2b", "gemma4-26b-a4b", "llama-8b", "qwen3-8b-dspark", "mimo-7b", "qwen3.5-35b-a3b")
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("gemma4-e4b", "gemma4-12b", "gpt-oss-20b", "llama-70b", "step-3.7-flash") else slow(name)
-        for name in SHAPES
-        if SHAPES[name].drafts
-    ],
-)
+@usual_cases("gemma4-e2b", "llama-8b", "qwen3-8b-dspark", "mimo-7b")
+@pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name].drafts])
 def test_every_shape_has_a_drafter_that_fits_it(name):
     shape = SHAPES[name]
     target = TargetModel(make_target(shape, SMALL, CPU, torch.float32, 0))
     drafter = make_drafter(shape, SMALL, target, 1)
     assert drafter.fit is not None
     assert set(shape.drafts) in ({"chain", "tree"}, {"mtp1", "mtp", "tree"}, {"block", "tree"})
-    if name == "gemma4-e4b":
+    if name in ("gemma4-e2b", "gemma4-e4b"):
         ordering = drafter.assistant.masked_embedding.token_ordering
         assert torch.equal(ordering.sort().values, torch.arange(target.vocab_size))

@@ -60,13 +60,13 @@ def test_an_assistant_drafts_the_same_and_the_target_has_the_same_bits(
     assistant: dict[str, Any],
     drafts: list[Any],
     make_assistant: Callable[..., Any],
-    three_prompts: list[list[int]],
+    random_prompt: Callable[..., list[int]],
 ):
-    target = target_of(name)
+    target, prompts = target_of(name), [random_prompt(18), random_prompt(3)]
     drafter = Gemma4MTPDrafter(make_assistant(target.model, **assistant), target)
     found = []
     for ranks in (1, count):
-        found.append((answers(engine_of(target, ranks, drafter, SPECS[shape]), three_prompts), list(drafts)))
+        found.append((answers(engine_of(target, ranks, drafter, SPECS[shape]), prompts), list(drafts)))
         drafts.clear()
     assert found[0] == found[1] and len(found[0][1]) > 3
 

@@ -15,13 +15,13 @@ from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
-from marks import deep
+from marks import deep, examples
 from stand_ins import watch_proposals
 from tiny_models import random_eagle3
 
 CHAIN = SpecConfig(3, adaptive=False)
 TREE = SpecConfig(3, topk=2, num_draft_tokens=7, adaptive=False)
-PARAMS = SamplingParams(max_new_tokens=18, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=examples(12, 18), ignore_eos=True)
 KINDS = ("eagle3", "block", "anchored", "language model", "mtp")
 
 
@@ -74,11 +74,11 @@ def test_drafts_are_those_of_a_drafter_that_keeps_every_key(
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     target, drafter = pair(kind)
     shared = random_prompt(20)
-    texts = [[t % target.vocab_size for t in (*shared, *random_prompt(n, seed=n))] for n in (1, 3, 9, 14)]
+    texts = [[t % target.vocab_size for t in (*shared, *random_prompt(n, seed=n))] for n in (1, 9, 14)]
     own, runs = drafter.kv_layout, []
     for layout in (own, kept_in_full(own)):
         drafter.kv_layout = layout
-        engine = engine_of(target, drafter, spec, page_size=page_size, max_batch_size=3, full_slots=80)
+        engine = engine_of(target, drafter, spec, page_size=page_size, max_batch_size=3, full_slots=60)
         seen = watch_proposals(engine)
         outputs = [out for _ in range(2) for out in engine.generate(texts, PARAMS)]
         assert engine.stats().preemptions > 0 and sum(out.stats.cached_tokens for out in outputs) > 0
@@ -90,7 +90,7 @@ def test_drafts_are_those_of_a_drafter_that_keeps_every_key(
     assert tokens == same
     # near its end a text is drafted for as deep as its company wants
     both = [text for text in drafts.keys() & of_all_keys.keys() if len(drafts[text][0]) == len(of_all_keys[text][0])]
-    assert len(both) > 30 and all(drafts[text] == of_all_keys[text] for text in both)
+    assert len(both) > 20 and all(drafts[text] == of_all_keys[text] for text in both)
 
 
 def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch) -> None:
