@@ -90,7 +90,7 @@ class TargetModel(DescribedModel):
         if deterministic:
             self._prove_bits()
         ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
-        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home)).to(self.device)
+        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home), self.device)
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
         if ranks is None:
             running = self.decoder, self.head
