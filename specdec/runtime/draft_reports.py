@@ -54,7 +54,7 @@ def why_slower(speed_up: float, stats: RequestStats, *, off: str = "", processor
 
 
 def busy_in_words(processor_share: float | None) -> str:
-    """That times are of a busy processor; empty where others left this process alone, or nothing is known of it."""
+    """Says that other programs used the processor during the measurement; empty if not, or if unknown."""
     if processor_share is None or processor_share >= BUSY:
         return ""
     return f"other programs took the processor: this one had {processor_share:.2f} of a core"

@@ -27,8 +27,8 @@ ENOUGH_DRAFTS = 16
 """Drafts (one per request and round) that a check needs."""
 
 PATIENCE = 8000
-"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts a round
-once for each request, so with many requests it passes within a few rounds of the engine."""
+"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts
+(request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
 
 FEW_ACCEPTED = 0.02
 """A pair counts as broken if fewer of its drafts have a right first token. A random draft is right once in the size of

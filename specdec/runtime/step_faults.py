@@ -12,9 +12,9 @@ rounds are launched before the one before has settled, so a launched round count
     round 1 again               17           0                   17         no progress, even if its first token settled
     round 2                     17           1                   18         progress
 
-From then on requests get rows one at a time: the next is admitted when all running requests are further than at the
-error. If the newest request was not the cause, the step raises again when the cause is admitted, and then that request
-ends. Nothing is computed twice for the others.
+From then on requests get rows one at a time: the next is admitted once every running request has settled tokens beyond
+the point of the error. If the newest request was not the cause, the step raises again when the cause is admitted, and
+then that request ends. Nothing is computed twice for the others.
 
 This file chooses and ends requests; the engine removes them when it restarts. A `KeyboardInterrupt` is no error.
 """
