@@ -11,7 +11,7 @@ progress.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,13 +21,15 @@ from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.layers.decoder import DecoderWalk, FusedDecoder
 from specdec.models.probe import ProbeResult
 
+T = TypeVar("T")
 
-class PausedForward(NamedTuple):
-    """A `TargetModel.forward` in progress. advance: see `OutlineWalk`. finish: after the last layer, returns its
-    result."""
+
+class PausedForward(NamedTuple, Generic[T]):
+    """A forward in progress. advance: see `OutlineWalk`. finish: after the last layer, returns its result. Both run in
+    the inference mode of the caller."""
 
     advance: Callable[[int], None]
-    finish: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    finish: Callable[[], T]
 
 
 def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.Size) -> torch.Tensor | None:

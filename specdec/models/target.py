@@ -211,7 +211,7 @@ class TargetModel(DescribedModel):
         last: KVPlan | None = None,
         *,
         ends: bool = False,
-    ) -> PausedForward:
+    ) -> PausedForward[tuple[torch.Tensor, torch.Tensor | None]]:
         """Begin the forward of `forward`, paused before the first layer. Requires `can_pause`."""
         assert self.can_pause and self.walk is not None
         self.weights.generation()

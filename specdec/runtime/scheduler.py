@@ -63,11 +63,6 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
-    def admits_slowly(self) -> bool:
-        """Is the number of rows in use lowered after an error? See `StepFaults`."""
-        return self.max_running < self.table.max_requests
-
-    @property
     def reads_prompts(self) -> bool:
         """Does a request with a row have unread prompt tokens?"""
         return RequestState.PREFILL in [request.state for request in self.running]

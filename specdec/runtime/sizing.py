@@ -200,10 +200,6 @@ def make_cache(
             f"{needs.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; lower "
             "max_batch_size, or raise memory_share"
         )
-    if min(slots) < page_size:
-        raise CapacityError(
-            f"KV pools of {pools} slots hold no page of {page_size}; raise full_slots / swa_slots or lower page_size"
-        )
     for (group, _), there, held in zip(groups.items(), slots, needs.held, strict=True):
         needed = min(whole_pages(1 + num_nodes, page_size), held)
         if there // page_size * page_size < needed:

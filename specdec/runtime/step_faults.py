@@ -72,7 +72,8 @@ class StepFaults:
         """After a step without an error, allow one more row if all running requests have settled more than they had
         reached at their last error."""
         scheduler = self._scheduler
-        if scheduler.admits_slowly and all(self._committed(each) > each.failed_at for each in scheduler.running):
+        is_lowered = scheduler.max_running < scheduler.table.max_requests
+        if is_lowered and all(self._committed(each) > each.failed_at for each in scheduler.running):
             scheduler.max_running += 1
 
     def _committed(self, request: Request) -> int:

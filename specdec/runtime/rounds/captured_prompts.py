@@ -18,9 +18,10 @@ import torch
 
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
-from specdec.runtime.rounds.device_state import Chunk, DeviceState, PausedChunk
+from specdec.runtime.rounds.device_state import Chunk, DeviceState
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PartShare, PromptParts, divide
 
 MAX_TOKENS = 8192
@@ -95,7 +96,7 @@ class ChunkProgram:
         self.chunk: Chunk | None = None
         self.ends: list[int] = []
         self.shares: list[PartShare] = []
-        self._paused: PausedChunk | None = None  # between two parts
+        self._paused: PausedForward[Chunk] | None = None  # between two parts
         self._state = state
         self._shape = shape
         self._results = results
@@ -121,6 +122,7 @@ class ChunkProgram:
         self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
+    @torch.inference_mode()
     def _part(self, number: int) -> torch.Tensor:
         if number == 0:
             inputs = self._inputs[0], self._inputs[1], self._shape.tokens
@@ -129,7 +131,7 @@ class ChunkProgram:
         assert paused is not None, f"part {number} before the first"
         paused.advance(self.ends[number])
         if number + 1 < len(self.ends):
-            return paused.fed
+            return self._inputs  # a program must return a tensor to keep
         self._paused = None
         self.chunk = self._results.copy_chunk(paused.finish())
         return self.chunk.hidden
