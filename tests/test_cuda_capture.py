@@ -141,6 +141,39 @@ def test_after_a_capture_that_failed_the_next_has_a_pool_of_its_own(monkeypatch)
     kept.clear()
 
 
+def test_an_engine_that_was_dropped_is_not_destroyed_while_a_graph_is_recorded(monkeypatch):
+    """The collector destroyed its graphs within a recording. CUDA then failed the recording: an H100 ran the rounds of
+    a new engine without graphs."""
+    TwoDevices(monkeypatch)
+    destroyed: list[str] = []
+
+    class DroppedEngine:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            destroyed.append("while recording" if recording else "later")
+
+    def collecting() -> torch.Tensor:
+        nonlocal recording
+        recording = True
+        DroppedEngine()
+        cycles = [[] for _ in range(1000)]  # a container each: the collector would be due
+        recording = not cycles
+        return program()
+
+    recording = False
+    threshold = gc.get_threshold()
+    gc.set_threshold(50, 1, 1)
+    try:
+        CudaCapture(*DEVICES)(collecting)
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
+    gc.collect()
+    assert destroyed == ["later"]
+
+
 def test_the_budget_is_what_the_fullest_device_can_give(monkeypatch):
     monkeypatch.setattr(captures, "all_bytes", lambda device: 1000)
     monkeypatch.setattr(captures, "free_bytes", lambda device: (150, 90)[device.index])

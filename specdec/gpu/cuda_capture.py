@@ -5,6 +5,7 @@ independent. They are instantiated when all have been recorded. Their memory is 
 device counts against the budget.
 """
 
+import gc
 import warnings
 import weakref
 from collections import defaultdict
@@ -80,6 +81,19 @@ def _recorded(graph: torch.cuda.CUDAGraph, on: DeviceGraphs, pool: str, *, alone
             graph.capture_end()
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Within the block, objects in cycles stay. A collection could destroy the graphs of an engine that was dropped
+    earlier, and CUDA permits no destruction of a graph while another is recorded: the recording would fail."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def taken_beside_torch() -> int:
     """Bytes of the current device that are in use, but not by this process's torch allocator."""
     free, total = torch.cuda.mem_get_info()
@@ -96,6 +110,7 @@ class CudaCapture:
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
         begun = [each.begin(self.pool) for each in self._each]
         with ExitStack() as recording:
+            recording.enter_context(_no_garbage_collection())
             for each in reversed(self._each):  # ends with the first device as the current one
                 recording.enter_context(torch.cuda.stream(each.stream))
             for each, (graph, _) in zip(self._each, begun, strict=True):
