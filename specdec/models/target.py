@@ -32,7 +32,7 @@ from specdec.models.described_model import DescribedModel
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
-from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, share_among
+from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
@@ -96,7 +96,7 @@ class TargetModel(DescribedModel):
             running = self.decoder, self.head
             self.weights = Weights(self.name, *running, original=self.original, copy_again=self._copy_again)
         else:
-            self.weights = SplitWeights(self.name, *whole, original=self.original)
+            self.weights = Weights(self.name, *whole, original=self.original, split=True)
 
     def as_deterministic(self) -> "TargetModel":
         """Returns this model in deterministic form (itself, if it is already)."""

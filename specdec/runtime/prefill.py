@@ -130,7 +130,7 @@ class Prefill:
         divided = streams and self._scheduler.prompt_gap.budget(room, self._scheduler.num_waiting, load) is not None
         found = None
         if divided and self.chunks is not None:
-            found = self.chunks.begin_in_parts(rows, chunk_len, states)
+            found = self.chunks.begin_forward(rows, chunk_len, states, divided=True)
         elif divided:
             found = single_layers(self._state, rows, chunk_len, states)
         if found is None:

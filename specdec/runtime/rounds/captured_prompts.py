@@ -164,35 +164,23 @@ class ChunkGraphs(Captures):
         return "prompts run without CUDA graphs: %s"
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
-        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured.
-
-        Not captured: too many tokens, and (rare) chunks with scores if the target otherwise makes fewer final states.
-        states: see `Chunk`.
-        """
-        found = self._program_for(rows, chunk_len, states)
-        if found is None:
+        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured."""
+        parts = self.begin_forward(rows, chunk_len, states)
+        if parts is None:
             self.store.uncaptured[self.what] += 1
             return None
-        program, shape = found
-        self.run_captured(shape, program.programs)
-        return self._read_by(program, shape)
+        for program in parts.programs:
+            program()
+        return parts.read()
 
-    def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """Prepare the forward of `read` in parts; None: this size is not captured in parts."""
-        found = self._program_for(rows, chunk_len, states, divided=True)
-        if found is None:
-            return None
-        program, shape = found
-        captured = self.find_captured(shape, program.programs)
-        programs: Sequence[Callable[[], object]] = program.programs
-        if captured is not None:
-            programs = [replay for replay, _ in captured.replays]
-        return PromptParts(program.shares, programs, partial(self._read_by, program, shape), self._generation)
-
-    def _program_for(
+    def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
-    ) -> tuple[ChunkProgram, ChunkShape] | None:
-        """The program for these chunks, with their inputs loaded, and its shape; None: such chunks are not captured."""
+    ) -> PromptParts | None:
+        """Prepare the forward of `read`, with its inputs loaded, as a whole or divided; None: it is not captured.
+
+        Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
+        states: see `Chunk`.
+        """
         shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
         rare = states is FinalStates.EVERY and self.state.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
@@ -201,13 +189,18 @@ class ChunkGraphs(Captures):
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        return program, shape
+        captured = self.find_captured(shape, program.programs)
+        programs: Sequence[Callable[[], object]] = program.programs
+        if captured is not None:
+            programs = [replay for replay, _ in captured.replays]
 
-    def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:
-        chunk = program.chunk
-        assert chunk is not None
-        self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
-        return chunk
+        def read() -> Chunk:
+            chunk = program.chunk
+            assert chunk is not None
+            self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
+            return chunk
+
+        return PromptParts(program.shares, programs, read, self._generation)
 
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
