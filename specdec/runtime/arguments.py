@@ -79,10 +79,13 @@ def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
     """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
     most the drafter's maximum in that case or if `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
-    if not isinstance(spec, OpenDepth | BoundedDepth):
+    most = getattr(drafter, "max_steps", None) or spec.num_steps
+    if isinstance(spec, OpenDepth):
+        steps = getattr(drafter, "default_steps", None) or min(spec.num_steps, most)
+    elif isinstance(spec, BoundedDepth):
+        steps = min(spec.num_steps, most)
+    else:
         return spec
-    default = getattr(drafter, "default_steps", None) if isinstance(spec, OpenDepth) else None
-    steps = default or min(spec.num_steps, getattr(drafter, "max_steps", None) or spec.num_steps)
     return SpecConfig(steps, spec.topk, spec.num_draft_tokens, spec.adaptive)
 
 
