@@ -36,7 +36,10 @@ USER specdec
 WORKDIR /home/specdec
 ENV HF_HOME=/home/specdec/.cache/huggingface \
     TRITON_CACHE_DIR=/home/specdec/.cache/triton \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    MALLOC_ARENA_MAX=8 \
+    MALLOC_MMAP_THRESHOLD_=1048576 \
+    MALLOC_TRIM_THRESHOLD_=1048576
 
 EXPOSE 8000
 # of the port that the entry point has; a large model takes minutes to load

@@ -7,6 +7,7 @@ A short name, a hub id or a folder names the pair; a target that is not in the t
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -16,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
-from specdec.evaluation.contest import TokenPrompts, engine_contestant, take_turns
+from specdec.evaluation.contest import TokenPrompts, take_turns, tokens_per_second
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import PublishedPair, last_part, pair_table
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
@@ -73,18 +74,18 @@ def chat(pair: PublishedPair, args: argparse.Namespace) -> bool:
 def compare(engine: Engine, groups: Sequence[TokenPrompts], params: SamplingParams, console: Console) -> bool:
     """Decode each group of prompts with and without drafts, and say how fast; False when an answer differs."""
     plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=engine.config)
-    drafting, reference = engine_contestant("drafts", engine, params), engine_contestant("plain", plain, params)
-    for way in (drafting, reference):
-        way.run(groups[0])  # warm up
-        way.requests.clear()
-    take_turns([drafting, reference], groups)
-    identical = drafting.outputs == reference.outputs
-    speed_up = drafting.tokens_per_second / reference.tokens_per_second
+    both = {"drafts": engine, "plain": plain}
+    ways = {name: partial(each.generate, params=params, progress=False) for name, each in both.items()}
+    take_turns(ways, dict.fromkeys(ways, groups[0]))  # warm up
+    runs = [run for group in groups for run in take_turns(ways, dict.fromkeys(ways, group))]
+    identical = all(run["drafts"]["token_ids"] == run["plain"]["token_ids"] for run in runs)
+    speed = tokens_per_second(runs, "drafts")
+    speed_up = speed / tokens_per_second(runs, "plain")
     console.print(
-        f"identical to plain decoding: {'yes' if identical else 'NO'}, {drafting.tokens_per_second:.0f} tokens/s, "
-        f"speed-up {speed_up:.2f}x"
+        f"identical to plain decoding: {'yes' if identical else 'NO'}, {speed:.0f} tokens/s, speed-up {speed_up:.2f}x"
     )
-    if slower := why_slower(speed_up, RequestStats.total(drafting.requests), off=engine.drafts_off):
+    total = RequestStats.total(RequestStats(**run["drafts"]["stats"]) for run in runs)
+    if slower := why_slower(speed_up, total, off=engine.drafts_off):
         console.print(f"slower, since {slower}", soft_wrap=True)
     if not identical and engine.target.dtype != torch.float32:
         console.print("in 16 bits two tokens that score within rounding may swap: --dtype float32 tells")

@@ -11,7 +11,8 @@ import torch
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, find_parting, problem_seed
-from specdec.evaluation.contest import Contestant, require_parity
+from specdec.evaluation.bench_run import PLAIN as UNDRAFTED
+from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdown
 from specdec.evaluation.tasks import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
 from specdec.evaluation.transcripts import append_record, open_transcripts, read_transcripts
@@ -361,12 +362,13 @@ def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions,
 
 
 def test_a_bench_has_no_figures_when_an_output_differs():
-    plain, other = (Contestant(name, list, outputs=[[1, 2], [3, 4]]) for name in ("specdec, no drafter", "specdec, x"))
-    require_parity(plain, other)
+    def record(index, ours, reference):
+        return {"index": index, "runs": {"x": {"token_ids": ours}, UNDRAFTED: {"token_ids": reference}}}
+
+    require_parity([record(0, [1, 2], [1, 2]), record(1, [3, 4], [3, 4])], "x")
     for output, at in (([3, 5], 1), ([3], 1), ([3, 4, 5], 2), ([5, 4], 0)):
-        other.outputs[1] = output
-        with pytest.raises(SpecDecError, match=f"prompt 1 differs from plain decoding at token {at}"):
-            require_parity(plain, other)
+        with pytest.raises(SpecDecError, match=f"prompt 1 differs from plain decoding at token {at} with x"):
+            require_parity([record(0, [1, 2], [1, 2]), record(1, output, [3, 4])], "x")
 
 
 # going on after a kill, and with more problems

@@ -1,5 +1,6 @@
 """Pages that are made of the code are as it is: docs/api.md by tools/api_reference.py, lists by tools/code_lists.py."""
 
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +10,7 @@ from script_module import module_of
 import specdec
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
+sys.path.insert(0, str(TOOLS))  # its scripts import each other
 
 pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="needs the checkout")
 

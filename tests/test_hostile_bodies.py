@@ -13,7 +13,7 @@ import pytest
 
 from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
-from specdec.serving.http import bodies, events, pacing
+from specdec.serving.http import bodies, events
 from specdec.serving.http.bodies import MAX_CONTAINERS, json_counts, parse, require_few_values
 from specdec.serving.http.faults import ApiError
 from specdec.serving.openai import chat_completions as chat
@@ -142,11 +142,9 @@ def test_bounds_say_their_figure():
 def server():
     config = EngineConfig(max_batch_size=4, max_model_len=512)
     with (
-        pytest.MonkeyPatch.context() as patch,
         Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine,
         served(engine, LIMIT) as (url, running, loop),
     ):
-        patch.setattr(pacing, "MAX_SECONDS", 0.05)  # test_pacing.py looks at how long a refusal waits
         yield url, running, loop
 
 

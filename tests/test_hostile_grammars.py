@@ -32,25 +32,6 @@ def quick_trial(monkeypatch):
     monkeypatch.setattr(grammar_trial, "SECONDS", 0.5)
 
 
-class Timer:
-    """Stands in for `threading.Timer`: `made` has those that were started, and a test calls them."""
-
-    def __init__(self, seconds, call):
-        self.seconds, self.call, self.cancelled = seconds, call, False
-
-    def start(self):
-        self.made.append(self)
-
-    def cancel(self):
-        self.cancelled = True
-
-
-@pytest.fixture
-def timers(monkeypatch):
-    monkeypatch.setattr(Timer, "made", [], raising=False)
-    return Timer.made
-
-
 def start(grammars, **params):
     return grammars.start(SamplingParams(**params), {EOS}, {EOS})
 
@@ -150,11 +131,10 @@ def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byt
     grammars = Grammars(byte_tokenizer, 300)
     start(grammars, regex="a+")
     trial = grammars._library._trial
-    first, deep = trial._worker, trial.starts
-    assert deep == 1
+    first = trial._worker
     first.kill()
     first.wait()
-    assert start(grammars, regex="b+") is not None and trial.starts == 2
+    assert start(grammars, regex="b+") is not None and trial._worker is not first
     trial._worker.stdin.close()
     with pytest.raises((ConfigError, ValueError)):
         start(grammars, regex="c+")
@@ -174,32 +154,7 @@ def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monke
     monkeypatch.setattr(grammar_trial, "LARGE_BYTES", -1)
     assert start(grammars, regex="c+") is not None
     assert worker.poll() is not None and trial._worker is None, "it has ended"
-    assert start(grammars, regex="d+") is not None and trial.starts == 2
-
-
-def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(byte_tokenizer, timers, monkeypatch):
-    """It stayed for good, with 30 MB and more, once a grammar had needed it."""
-    grammars = Grammars(byte_tokenizer, 300)
-    start(grammars, regex="a+")
-    trial = grammars._library._trial
-    if trial._idle is not None:
-        trial._idle.cancel()
-    monkeypatch.setattr(trial, "_timer", Timer)
-    start(grammars, regex="b+")
-    start(grammars, regex="c+")
-    worker = trial._worker
-    assert [(each.seconds, each.cancelled) for each in timers] == [
-        (grammar_trial.IDLE_SECONDS, True),
-        (grammar_trial.IDLE_SECONDS, False),
-    ]
-    with trial._lock:
-        timers[-1].call()  # a grammar is tried right now
-    assert worker.poll() is None
-    timers[-1].call()
-    assert worker.poll() is not None and trial._worker is None
-    assert start(grammars, regex="d+") is not None and trial.starts == 2
-    timers[-2].call()  # of a worker that is no more
-    assert trial._worker.poll() is None
+    assert start(grammars, regex="d+") is not None, "in another worker"
 
 
 def test_grammars_that_are_not_plain_are_compiled_one_at_a_time_behind_the_engine(byte_tokenizer, monkeypatch):
@@ -226,7 +181,7 @@ def test_plain_grammars_need_no_worker(byte_tokenizer):
     start(grammars, choice=["yes", "no"])
     start(grammars, json_object=True)
     start(grammars, json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}}}})
-    assert grammars._library._trial.starts == 0
+    assert grammars._library._trial._worker is None
     for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, {"items": {"format": "date"}}):
         assert not compiles_in_linear_time("json_schema", json.dumps(schema))
 
@@ -249,26 +204,3 @@ def test_what_is_kept_of_grammars_is_bounded_in_bytes(byte_tokenizer, monkeypatc
     assert start(grammars, choice=["abc"]).matcher is not first.matcher
     start(grammars, choice=["a" * 100])  # larger than all the room: served, and not kept
     assert grammars.kept_bytes == 0
-
-
-def test_large_grammars_are_kept_while_they_are_asked_for(byte_tokenizer, timers, monkeypatch):
-    """A server that had compiled hostile schemas kept 24 MB of them for good."""
-    grammars = Grammars(byte_tokenizer, 300)
-    monkeypatch.setattr(grammars, "_timer", Timer)
-    monkeypatch.setattr(grammar, "LARGE_BYTES", 100 * grammar.BYTES_PER_CHAR)
-    now = [50.0]
-    monkeypatch.setattr(grammar.time, "monotonic", lambda: now[0])
-    start(grammars, choice=["abc"])
-    assert timers == []  # small ones stay
-    small = grammars.kept_bytes
-    start(grammars, choice=["a" * 200])
-    start(grammars, choice=["b" * 300])
-    assert [timer.seconds for timer in timers] == [grammar.LARGE_SECONDS]
-    now[0] += grammar.LARGE_SECONDS - 1
-    start(grammars, choice=["b" * 300])  # asked for again
-    now[0] += 1
-    timers[-1].call()
-    assert small < grammars.kept_bytes <= small + 300 * grammar.BYTES_PER_CHAR and len(timers) == 2
-    now[0] += grammar.LARGE_SECONDS
-    timers[-1].call()
-    assert grammars.kept_bytes == small and len(timers) == 2  # and nothing is looked for any more

@@ -272,15 +272,15 @@ def test_beside_transformers_use_mtp(
     with Engine.from_pretrained(
         model, "mtp", spec=SpecConfig(count, adaptive=False), config=EngineConfig(max_model_len=64)
     ) as engine:
-        [peer], seen = assisted_peer(engine, params, count), watch_proposals(engine)
-        assert peer.name == "transformers, use_mtp"
+        [(name, generate)], seen = assisted_peer(engine, params, count).items(), watch_proposals(engine)
+        assert name == "transformers, use_mtp"
         for prompt in texts(8, (9, 4)):
             forwards: list[int] = []
             hook = model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
-            [theirs] = peer.run([prompt])
+            [theirs] = generate([prompt])
             hook.remove()
             ours = engine.generate(prompt, params)[0]
-            assert (ours.token_ids, ours.stats.rounds) == (theirs, len(forwards) - 1)
+            assert (ours.token_ids, ours.stats.rounds) == (theirs.token_ids, len(forwards) - 1)
     text, mtp = seen[0].text, MtpModel.from_pretrained(model).eval()
     with torch.no_grad():
         hidden = model.get_decoder()(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state

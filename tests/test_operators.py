@@ -16,8 +16,9 @@ from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool
+from specdec.serving.http import client_limits
 from specdec.serving.http.api_keys import by_name, read_key_file
-from specdec.serving.http.client_limits import ClientLimits
+from specdec.serving.http.client_limits import ClientLimits, RequestRate
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
@@ -143,6 +144,23 @@ def test_requests_of_a_minute_come_back_one_by_one():
         *((30.0, True), (31.0, False)),
         *((600.0, True), (600.0, True), (600.0, False)),  # no more than a minute's are saved up
     ]
+
+
+def test_clients_that_sent_nothing_in_the_last_minute_are_forgotten(monkeypatch):
+    monkeypatch.setattr(client_limits, "MAX_REMEMBERED", 10)
+    rate = RequestRate(per_minute=1)
+    for number in range(100):
+        assert rate.take(f"client {number}", 100.0 * number) == 0
+    assert len(rate._spent_until) <= 10 and rate.take("client 99", 9901.0) == pytest.approx(59.0)
+
+
+def test_refusals_of_a_client_over_its_limits_are_one_line_of_the_log(caplog):
+    """Four clients that asked for 40 streams at once, over and over, got 400 refusals a second, and a line for each."""
+    client = guarded(per_minute=1)
+    with caplog.at_level(logging.INFO, "specdec.serving"):
+        assert [ask(client, "k-1").status_code for _ in range(9)] == [200] + [429] * 8
+    access, refusals = (record.getMessage() for record in caplog.records)
+    assert " 200 in " in access and refusals == "1 requests of key-1 were refused (429): it exceeds its own limits"
 
 
 def test_as_many_requests_of_a_key_are_open_as_may_be():

@@ -6,13 +6,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from script_module import module_of
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig
 from specdec.cli.app import app, load_command
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import SHAPES, Shrink
-from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, on_less, recipe, row, serve_command
+from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, recipes, row
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES
 from specdec.runtime import sizing
@@ -20,7 +21,8 @@ from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
 
 from marks import deep, deep_cases
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "recipes.md"
 FAMILIES = ("gemma-4", "Qwen3", "gpt-oss", "Llama", "Mistral", "GLM", "EXAONE", "Mellum2", "Step", "MiMo")
 USUAL = ("Llama-3.1-8B", "gpt-oss-20b", "MiMo-7B", "Step-3.7-Flash")
 EACH = [name if name in USUAL else deep(name) for name in RECIPES]
@@ -43,11 +45,19 @@ def run(*words: str):
     return CliRunner().invoke(app, ["recipe", *words])
 
 
+@pytest.fixture(scope="module")
+def figures():
+    return module_of(ROOT / "tools" / "recipe_figures.py")
+
+
 @deep_cases("Step-3.7-Flash")
 @pytest.mark.parametrize("name", EACH)
-def test_a_row_of_the_page_is_that_of_the_code(name):
-    found = recipe(RECIPES[name])
-    assert f"|{'|'.join(row(found))}|" in PAGE.read_text("utf-8").splitlines(), "it is stale; run `make api`"
+def test_the_bundled_figures_and_the_page_are_those_of_the_code(name, figures):
+    found = figures.recipe(RECIPES[name])
+    bundled = recipes()[name]
+    assert row(bundled) == row(found), "bundled/recipes.json is stale; run `make api`"
+    assert (bundled.command, bundled.on_less, bundled.rest) == (found.command, found.on_less, found.rest)
+    assert f"|{'|'.join(row(bundled))}|" in PAGE.read_text("utf-8").splitlines(), "it is stale; run `make api`"
     weights = sum(found.weights.values()) / 1e9
     assert abs(float(found.pair.memory.partition(" ")[0]) / weights - 1) < 0.3  # published ones have encoders
     for step in found.steps:
@@ -70,7 +80,7 @@ def test_the_page_has_every_recipe_and_each_family_of_the_readme():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_command_is_one_that_serve_takes(name):
-    program, verb, *words = shlex.split(serve_command(RECIPES[name]))
+    program, verb, *words = shlex.split(recipes()[name].command)
     assert (program, verb) == ("specdec", "serve")
     load_command("serve").make_context("serve", [*words]).close()
     assert words[1] == RECIPES[name].target and words[3] == RECIPES[name].drafter
@@ -98,8 +108,9 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
 
 @pytest.mark.parametrize(("name", "less"), [("31B", "31B-QAT"), ("E4B-QAT", "E2B-QAT"), ("Qwen3-30B-A3B", "Qwen3-8B")])
 def test_less_is_the_same_model_in_fewer_bits_or_the_next_smaller(name, less):
-    assert on_less(RECIPES[name]).startswith(f"`specdec recipe {less}`")
-    assert "--tensor-parallel 8" in on_less(RECIPES["Step-3.7-Flash"]) and "int4" in on_less(RECIPES["MiMo-7B"])
+    found = recipes()
+    assert found[name].on_less.startswith(f"`specdec recipe {less}`")
+    assert "--tensor-parallel 8" in found["Step-3.7-Flash"].on_less and "int4" in found["MiMo-7B"].on_less
 
 
 def test_the_shell_prints_a_recipe_by_any_of_its_names():
@@ -114,11 +125,11 @@ def test_the_shell_prints_a_recipe_by_any_of_its_names():
     assert "(measured)" in text and "on less:" in text and f"{report['cards'][0]['tokens']:,}" in text
 
 
-def test_a_table_has_every_recipe(monkeypatch):
-    one = RECIPES["MiMo-7B"]
-    monkeypatch.setattr("specdec.cli.bodies.memory_pages.RECIPES", {one.name: one})
-    assert one.target in run().stdout and "24 GB" in run().stdout
-    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [serve_command(one)]
+def test_a_table_has_every_recipe():
+    table = run().stdout
+    assert "24 GB" in table and all(pair.target in table for pair in RECIPES.values())
+    commands = [found.command for found in recipes().values()]
+    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == commands
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_transformers_assists_no_target_in_host_memory():
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
         assert len(assisted_peer(engine, SamplingParams(), 2)) == 1
         engine.target.home = torch.device("meta")
-        assert assisted_peer(engine, SamplingParams(), 2) == []
+        assert assisted_peer(engine, SamplingParams(), 2) == {}
 
 
 # slices

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "hostile.py": "test_serve_soak.py",
     "mutants.py": "test_mutants.py",
     "pytest_forks.py": "test_mutants.py",
+    "recipe_figures.py": "test_recipes.py",
     "size.py": "test_layout.py",
 }
 

@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import recipe_figures
+
 from specdec.evaluation.model_shapes import SHAPES
-from specdec.evaluation.recipes import HEADS, recipe, row
+from specdec.evaluation.recipes import HEADS, recipes, row
 from specdec.layers.families import FAMILIES
 from specdec.models.bundled import BUNDLED_NAMES
-from specdec.models.published import RECIPES
 from specdec.serving.tools.reasoning import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS
 
@@ -29,7 +30,7 @@ def code(names: Iterable[str]) -> str:
 
 def recipe_table() -> str:
     """The rows of `specdec recipe` as Markdown."""
-    rows = [HEADS, ["---"] * len(HEADS), *(row(recipe(pair)) for pair in RECIPES.values())]
+    rows = [HEADS, ["---"] * len(HEADS), *map(row, recipes().values())]
     return "\n" + "\n".join(f"|{'|'.join(cells)}|" for cells in rows) + "\n"
 
 
@@ -56,6 +57,7 @@ def with_lists(text: str, left_out: str = "") -> str:
 
 
 def main() -> None:
+    recipe_figures.write()
     for page in pages():
         text = page.read_text("utf-8")
         if (new := with_lists(text)) != text:

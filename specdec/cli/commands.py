@@ -110,7 +110,7 @@ class EvalNumbers(SamplingNumbers):
     """Sampling defaults of `eval`: longer answers, the same in every run."""
 
     max_new_tokens: int = option(512, "Maximum number of tokens to generate.")
-    seed: int | None = option(0, "With its number, gives the seed of each problem.")
+    seed: int | None = option(0, "Together with a problem's number, gives its seed.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +269,7 @@ MAKE = {
         "The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
-    "recipe": command(RecipeOptions, body("memory_pages", "show_recipe"), "Nothing is downloaded."),
+    "recipe": command(RecipeOptions, body("list_pairs", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, show_models, "With --memory: the memory of a pair, whose weights are not needed."),
 }
 """Makers of the commands, by name."""

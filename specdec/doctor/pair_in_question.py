@@ -3,7 +3,7 @@
 A change of a pair is another `PairInQuestion`; the target is never changed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,15 +87,8 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
         "template": _template(pair),
         "drafter": drafter.name,
     }
-    if isinstance(drafter, Eagle3Drafter):
-        facts |= _head_facts(drafter)
-    elif isinstance(drafter, BlockDrafter):
-        facts |= _block_facts(drafter)
-    elif isinstance(drafter, Gemma4MTPDrafter):
-        facts |= _assistant_facts(drafter)
-    elif isinstance(drafter, NativeMtpDrafter):
-        facts |= _module_facts(drafter)
-    return facts
+    describe = FACTS.get(type(drafter))
+    return facts if describe is None else facts | describe(drafter)
 
 
 def _template(pair: PairInQuestion) -> str:
@@ -104,6 +97,10 @@ def _template(pair: PairInQuestion) -> str:
     if not pair.has_template:
         return "the tokenizer has none: prompts are plain text"
     return "the tokenizer's chat template" if pair.chat else "not applied: prompts are plain text"
+
+
+def _windows(windows: Sequence[int | None]) -> str:
+    return ", ".join(str(window or "none") for window in windows)
 
 
 def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
@@ -122,7 +119,7 @@ def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
         else "final state",
         "norms": "; ".join(norms),
         "rope": f"{spec.rope['rope_type']}, theta {spec.rope['rope_theta']:g}",
-        "window": ", ".join(str(window or "none") for window in spec.windows),
+        "window": _windows(spec.windows),
         "tensors of its own": ", ".join(own) or "none",
         "vocabulary": f"{spec.draft_vocab_size or spec.vocab_size} of {drafter.vocab_size} tokens",
     }
@@ -136,7 +133,7 @@ def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
         f"{'causal' if spec.causal else 'both ways'}",
         "taps": f"states that enter layers {', '.join(map(str, spec.aux_layers))}",
         "MASK": str(spec.mask_token),
-        "window": ", ".join(str(window or "none") for window in spec.windows),
+        "window": _windows(spec.windows),
         "tensors of its own": ", ".join([*own, *(["successor head"] if spec.successor else [])]) or "none",
     }
 
@@ -166,6 +163,14 @@ def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
         "taps": f"final state; K/V of target layers {', '.join(map(str, drafter.layer_map))}",
         "positions": f"queries at {position}, K/V frozen at [0, S)",
         "rope": ", ".join(f"{kind} theta {value:g}" for kind, value in theta.items() if value) or "default",
-        "window": ", ".join(str(window or "none") for window in drafter.windows),
+        "window": _windows(drafter.windows),
         "tensors of its own": "lm_head" if not config.tie_word_embeddings else "none: lm_head is its embedding",
     }
+
+
+FACTS: dict[type, Callable[[Any], dict[str, str]]] = {
+    Eagle3Drafter: _head_facts,
+    BlockDrafter: _block_facts,
+    Gemma4MTPDrafter: _assistant_facts,
+    NativeMtpDrafter: _module_facts,
+}

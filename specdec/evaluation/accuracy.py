@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
-from specdec.evaluation.contest import first_difference
+from specdec.evaluation.contest import first_difference, take_turns
 from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, batches_of, choose, dialogue_ids, question_text
@@ -193,25 +193,23 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
     for turn in range(max(len(ask.turns[index]) for index in batch)):
         asked = [index for index in batch if len(ask.turns[index]) > turn]
         seeded = [replace(params, seed=problem_seed(params.seed or 0, index)) for index in asked]
-        made: list[Record] = [{"index": index, "turn": turn, "parting": None, "runs": {}} for index in asked]
-        prompts: dict[str, list[list[int]]] = {}
-        for name, engine in engines.items():
-            prompts[name] = [ask.prompt(index, answers[name][index]) for index in asked]
-            start = perf_counter()
-            outputs = engine.generate(prompts[name], seeded, progress=False)
-            seconds = (perf_counter() - start) / len(asked)
-            for record, out in zip(made, outputs, strict=True):
-                kept = {"token_ids": out.token_ids, "text": out.text, "finish_reason": out.finish_reason}
-                record["runs"][name] = {**kept, "stats": asdict(out.stats), "seconds": seconds}
-                answers[name][record["index"]].append(out.text)
-        if len(engines) == 2:
-            for record, prompt, other in zip(made, *prompts.values(), strict=True):
-                found = (run["token_ids"] for run in record["runs"].values())
-                after_unequal = {"position": None, "logit_margin": None}
-                same = prompt == other
-                record["parting"] = find_parting(engines["plain"].target, prompt, *found) if same else after_unequal
-        records += made
+        ways = {name: partial(engine.generate, params=seeded, progress=False) for name, engine in engines.items()}
+        prompts = {name: [ask.prompt(index, known[index]) for index in asked] for name, known in answers.items()}
+        for place, (index, runs) in enumerate(zip(asked, take_turns(ways, prompts), strict=True)):
+            parting = None
+            if len(engines) == 2:
+                first, second = (own[place] for own in prompts.values())
+                outputs = (run["token_ids"] for run in runs.values())
+                equal = first == second  # earlier answers were
+                parting = find_parting(engines["plain"].target, first, *outputs) if equal else AFTER_UNEQUAL
+            records.append({"index": index, "turn": turn, "parting": parting, "runs": runs})
+            for name, run in runs.items():
+                answers[name][index].append(run["text"])
     return records
+
+
+AFTER_UNEQUAL: Record = {"position": None, "logit_margin": None}
+"""The parting of two answers in a dialogue whose earlier answers differ."""
 
 
 @torch.inference_mode()

@@ -5,35 +5,47 @@ Compare the ratios: absolute figures depend on the machine and the moment.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecDecError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
-from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
-from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
+from specdec.evaluation.contest import Way, first_difference, take_turns
+from specdec.evaluation.gsm8k_report import (
+    UNNAMED,
+    final_number,
+    grouped_figures,
+    is_correct,
+    run_figures,
+    stats_of,
+    table_lines,
+)
 from specdec.evaluation.request_figures import acceptance_figures, time_figures
 from specdec.evaluation.tasks import batches_of
+from specdec.evaluation.transcripts import Record
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.runtime.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
 from specdec.runtime.request import RequestStats
 from specdec.text.prompt_files import Problem
 
+PLAIN = "specdec, no drafter"
+"""Name of the run whose outputs and speed the others are compared with."""
+
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
     """Result of `specdec bench` on prompts; missing figures are None.
 
-    tokens_per_second: by contestant, in the order they ran. cut_off: number of outputs that `max_new_tokens` ended.
-    stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
+    tokens_per_second: by way of generating, in the order they ran. cut_off: number of outputs that `max_new_tokens`
+    ended. stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
     drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
     times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: by name: number of
-    prompts, acceptance length, and tokens/s of each contestant. data: source of the prompts. template, thinking: how
+    prompts, acceptance length, and tokens/s of each way. data: source of the prompts. template, thinking: how
     prompts were rendered, in words. processor_share: processor seconds of this process per second of the measurement;
     None on a GPU. Below 1, times are longer than on an idle machine.
     """
@@ -77,104 +89,109 @@ def run_bench(
     data: str = "",
     **loading: Any,
 ) -> BenchReport:
-    """Run every contestant on every prompt. Raises SpecDecError if an output differs from plain decoding.
+    """Run every way of generating on every prompt. Raises SpecDecError if an output differs from plain decoding.
 
     params: need a seed at temperatures above 0, since otherwise no two outputs would agree. data: the prompts' source,
     for the report. loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of
-    the prompts that all contestants finished.
+    the prompts that all ways finished.
     """
     if params.temperature > 0 and params.seed is None:
         raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
     if not prompts:
         raise ConfigError("prompts is empty; give at least one")
     target, drafter = pair_names(target, drafter)
-    config = replace(config, prefix_cache=False)  # every contestant computes every prompt
+    config = replace(config, prefix_cache=False)  # every run computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
     spec = engine.spec
     bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
-    plain = engine_contestant("specdec, no drafter", bare, params)
-    drafting = None if drafter is None else engine_contestant(f"specdec, {drafter}", engine, params)
-    contestants = [plain] if drafting is None else [plain, drafting]
+    ways: dict[str, Way] = {PLAIN: partial(bare.generate, params=params, progress=False)}
+    if drafter is not None:
+        ways[f"specdec, {drafter}"] = partial(engine.generate, params=params, progress=False)
+    engines = list(ways)
     if peer:
-        contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
-    batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)  # no batch spans two categories
-    starts = [0, *accumulate(map(len, batches))]
-    prompts = [prompts[i] for batch in batches for i in batch]
+        ways |= plain_peer(engine, params) | assisted_peer(engine, params, spec.num_steps)
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
-        for contestant in contestants:
-            contestant.run(ids[:1])
-            contestant.requests.clear()
-    warm_up = engine.stats()
+        for generate in ways.values():
+            generate(ids[:1])
+    records: list[Record] = []
 
     def report() -> BenchReport:
-        if drafting is not None:
-            require_parity(plain, drafting)
-        stats = engine.stats()
-        stats.add(warm_up, sign=-1)
+        """The figures of `records`."""
+        require_parity(records, engines[-1])
+        requests = {name: stats_of(records, name) for name in engines}
+        stats = RequestStats.total(requests[engines[-1]])
+        whole = run_figures(records, comparable=False)
+        speeds = {name: timing["tokens_per_second"] for name, timing in whole["timing"].items()}
         slower, accepted = "", None
-        if drafting is not None:
-            slower = why_slower(drafting.tokens_per_second / plain.tokens_per_second, stats, off=engine.drafts_off)
-            accepted = acceptance_figures(drafting.finished_requests, spec.depth)
+        if drafter is not None:
+            slower = why_slower(speeds[engines[-1]] / speeds[PLAIN], stats, off=engine.drafts_off)
+            accepted = acceptance_figures(requests[engines[-1]], spec.depth)
         return BenchReport(
             target=target,
             drafter=drafter,
-            prompts=len(plain.outputs),
+            prompts=len(records),
             spec=spec,
             temperature=params.temperature,
             batch_size=config.max_batch_size,
-            tokens_per_second={contestant.name: contestant.tokens_per_second for contestant in contestants},
+            tokens_per_second=speeds,
             acceptance_length=stats.acceptance_length,
             accepted_per_position=stats.accepted_per_position,
-            stats=stats.copy(),
+            stats=stats,
             drafts_off=engine.drafts_off,
             slower=slower,
-            accuracy=_accuracy(engine, plain, prompts),
-            cut_off=_cut_off(engine, plain, params),
+            accuracy=_accuracy(records, prompts),
+            cut_off=whole["runs"][PLAIN]["cut_off"],
             identical_to_plain=True,
             hardware=hardware(engine.target.device),
             versions=VERSIONS,
             data=data,
             template="raw" if raw or not chat else "chat template",
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
-            times={one.name: time_figures(one.finished_requests, one.seconds) for one in contestants if one.requests},
+            times={name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
             speculative_decoding=accepted,
-            categories=_by_category(contestants, drafting or plain, prompts, starts),
-            processor_share=_processor_share(contestants) if engine.target.device.type == "cpu" else None,
+            categories=_by_category(records, prompts, engines[-1]),
+            processor_share=_processor_share(records) if engine.target.device.type == "cpu" else None,
         )
 
     chat = getattr(engine.tokenizer, "chat_template", None)
+    batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)
     try:
         with progress_bar("measuring", len(batches)) as update:
-            take_turns(contestants, [ids[start:end] for start, end in pairwise(starts)], update)
+            for done, batch in enumerate(batches, start=1):
+                group = [ids[i] for i in batch]
+                runs = take_turns(ways, dict.fromkeys(ways, group))
+                records += [{"index": i, "turn": 0, "runs": run} for i, run in zip(batch, runs, strict=True)]
+                update(done)
     except KeyboardInterrupt as stop:
-        done = len(plain.outputs)
-        raise Interrupted(f"{done} of {len(ids)} prompts were measured", report() if done else None) from stop
+        finished = report() if records else None
+        raise Interrupted(f"{len(records)} of {len(ids)} prompts were measured", finished) from stop
     return report()
 
 
-def _by_category(
-    contestants: Sequence[Contestant], drafting: Contestant, prompts: Sequence[Problem], starts: Sequence[int]
-) -> dict[str, dict[str, Any]]:
-    """Figures by category from the measured groups; empty without categories. starts: each group's first prompt."""
-    laps: dict[str, list[int]] = {}
-    for lap in range(len(drafting.laps)):
-        if (name := prompts[starts[lap]].category) is not None:
-            laps.setdefault(name, []).append(lap)
+def require_parity(records: Sequence[Record], name: str) -> None:
+    """Raises SpecDecError at the first output of a run that differs from plain decoding."""
+    for record in records:
+        at = first_difference(record["runs"][name]["token_ids"], record["runs"][PLAIN]["token_ids"])
+        if at is not None:
+            raise SpecDecError(
+                f"no figures: prompt {record['index']} differs from plain decoding at token {at} with {name}"
+            )
 
-    def figures(own: Sequence[int]) -> dict[str, Any]:
-        places = [i for lap in own for i in range(starts[lap], starts[lap + 1])]
-        return {
-            "prompts": len(places),
-            "acceptance_length": RequestStats.total(drafting.requests[i] for i in places).acceptance_length,
-            "tokens_per_second": {
-                one.name: sum(len(one.outputs[i]) for i in places) / sum(one.laps[lap] for lap in own)
-                for one in contestants
-            },
+
+def _by_category(records: Sequence[Record], prompts: Sequence[Problem], drafting: str) -> dict[str, dict[str, Any]]:
+    """Figures by category; empty without categories."""
+    names = [problem.category for problem in prompts]
+    groups = grouped_figures(records, False, lambda one: names[one["index"]] or UNNAMED, any(names))
+    return {
+        name: {
+            "prompts": group["problems"],
+            "acceptance_length": group["runs"][drafting]["acceptance_length"],
+            "tokens_per_second": {run: timing["tokens_per_second"] for run, timing in group["timing"].items()},
         }
-
-    return {name: figures(own) for name, own in laps.items()}
+        for name, group in groups.items()
+    }
 
 
 def markdown_table(report: BenchReport) -> str:
@@ -264,17 +281,13 @@ def _drafts_in_words(report: BenchReport) -> str:
     return f"no drafts were made: none pays here; `--fixed-drafts` measures the drafter{why}"
 
 
-def _processor_share(contestants: Sequence[Contestant]) -> float:
-    return sum(one.processor_seconds for one in contestants) / sum(one.seconds for one in contestants)
+def _processor_share(records: Sequence[Record]) -> float:
+    runs = [run for record in records for run in record["runs"].values()]
+    return float(sum(run["processor_seconds"] for run in runs) / sum(run["seconds"] for run in runs))
 
 
-def _cut_off(engine: Engine, plain: Contestant, params: SamplingParams) -> int:
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else engine.end_tokens)}
-    return sum(len(ids) == params.max_new_tokens and ids[-1] not in ends for ids in plain.outputs)
-
-
-def _accuracy(engine: Engine, plain: Contestant, prompts: Sequence[Problem]) -> float | None:
+def _accuracy(records: Sequence[Record], prompts: Sequence[Problem]) -> float | None:
     """The share of right answers among prompts with a reference answer; None if there are none."""
-    answered = zip(plain.outputs, (problem.answer or "" for problem in prompts), strict=False)  # fewer if interrupted
-    graded = [is_correct(engine.decode(ids), answer) for ids, answer in answered if final_number(answer) is not None]
+    answered = [(record["runs"][PLAIN]["text"], prompts[record["index"]].answer or "") for record in records]
+    graded = [is_correct(text, answer) for text, answer in answered if final_number(answer) is not None]
     return sum(graded) / len(graded) if graded else None

@@ -102,15 +102,17 @@ def make_report(
         comparison |= {score: _split(names, *(graded[name][score] for name in names)) for score in SCORES}
     # with accuracies, outputs may differ; without them, a speed-up needs equal outputs
     comparable = comparison is not None and (bool(graded) or not comparison["unequal"])
-    whole = _figures(records, comparable)
+    whole = run_figures(records, comparable)
     for name, scores in graded.items():
         whole["runs"][name] |= {score: _share(right) for score, right in scores.items()}
     return {
         "settings": settings,
         "note": note,
         "runs": whole["runs"],
-        "categories": _grouped(records, comparable, lambda one: categories[one["index"]] or UNNAMED, any(categories)),
-        "turns": _grouped(
+        "categories": grouped_figures(
+            records, comparable, lambda one: categories[one["index"]] or UNNAMED, any(categories)
+        ),
+        "turns": grouped_figures(
             records, comparable, lambda one: f"turn {one['turn'] + 1}", any(one["turn"] for one in records)
         ),
         "comparison": comparison,
@@ -139,13 +141,18 @@ def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]
 
 
-def _figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
+def stats_of(records: Sequence[Record], name: str) -> list[RequestStats]:
+    """Statistics of one run's requests."""
+    return [RequestStats(**record["runs"][name]["stats"]) for record in records]
+
+
+def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
     """Tokens, acceptance and speed of each run over some records."""
     runs: dict[str, Any] = {}
     timing: dict[str, Any] = {}
     for name in records[0]["runs"]:
         made = [record["runs"][name] for record in records]
-        stats = RequestStats.total(RequestStats(**one["stats"]) for one in made)
+        stats = RequestStats.total(stats_of(records, name))
         seconds = sum(one["seconds"] for one in made)
         timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
         runs[name] = {
@@ -164,14 +171,14 @@ def _figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
     return {"problems": len({record["index"] for record in records}), "runs": runs, "timing": timing}
 
 
-def _grouped(
+def grouped_figures(
     records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
 ) -> dict[str, Any]:
     """Figures by group; empty if the data has no groups."""
     groups: dict[str, list[Record]] = {}
     for record in records if grouped else ():
         groups.setdefault(group_of(record), []).append(record)
-    return {name: _figures(members, comparable) for name, members in groups.items()}
+    return {name: run_figures(members, comparable) for name, members in groups.items()}
 
 
 def _grade(records: Sequence[Record], name: str, answers: Sequence[str]) -> dict[str, list[bool]]:

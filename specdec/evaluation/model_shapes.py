@@ -32,8 +32,9 @@ WIDTHS = frozenset(
 PATTERNS = {"sliding_window_pattern": SLIDING_ATTENTION, "recurrent_pattern": "linear_attention"}
 """Kinds of the layers between full-attention layers, by the shape's field that tells the distance of the latter."""
 MAX_SHRINK = 16
-"""Lower bounds: narrower heads and windows are useless."""
+"""Largest divisor: with a larger one heads and windows become too narrow to be of use."""
 MIN_LAYERS = 2
+"""Fewest layers of a shrunken target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,11 @@ class MtpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A target and its drafter: fields of their configs by `model_type`; "inside": the model_type of a whole config,
-    whose encoder has one layer in a shrunken shape.
+    """A target and its drafter, as fields of their configs.
 
-    Of drafters "eagle3" is an `Eagle3Spec`, "mtp" an `MtpSpec`, and each of `BLOCKS` a `BlockSpec`."""
+    target_fields: may have "inside", the model_type of the multimodal config that contains the target's; the encoder of
+    a shrunken shape has one layer. drafter_fields: their model_type "eagle3" makes an `Eagle3Spec`, "mtp" an `MtpSpec`,
+    a name in `BLOCKS` a `BlockSpec`, and any other a config of transformers."""
 
     name: str
     published: str

@@ -1,39 +1,17 @@
-"""Recipes: memory of a published pair on GPUs of four sizes, and the time of its steps, computed without its files.
+"""Recipes: the command of a published pair, its memory on GPUs of four sizes, and the time of its steps.
 
-    pair -> its shape on `meta` -> `cache_needs`, `pool_slots`   the pools that an engine allocates
-                                -> `step_bytes`                 the memory floor of a plain step, as of `specdec bench`
-
-A step's time is its memory floor times a multiple, which is measured for the pair on that GPU or assumed.
+`tools/recipe_figures.py` computes the figures at each release, without weights, and writes them to
+`bundled/recipes.json`: reading them needs no torch and no model.
 """
 
-import shlex
+import json
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
-from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.heads.head_spec import HeadSpec
-from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
-from specdec.draft_models.native_mtp.mtp_drafter import layout_of_modules
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
-from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
-from specdec.evaluation.phases.memory_floor import step_bytes
-from specdec.evaluation.phases.random_weights import (
-    FORMS,
-    build_model,
-    count_modules,
-    empty_packed,
-    pack_layers,
-)
-from specdec.kvcache.index_spaces import PRIMARY
-from specdec.models.described_model import META, ModelOnMeta, model_on_meta
+from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
-from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, pool_slots
 
 CARDS = (24, 48, 80, 141)
 """Sizes of GPUs: GB of memory free before loading."""
@@ -41,16 +19,6 @@ READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
 """Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
 REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
 """Concurrent requests; planned tokens per request; context tokens of the step whose time is stated."""
-REST_BYTES, HEAD_BYTES = 25 * 10**8, 20 * 10**8
-"""Memory besides weights and pools (captures, activations, libraries), and the addition for a head that reads states of
-several layers at every prompt token. Measured on an H100: 2.4 to 2.6 GB, and 4.2 to 4.9 GB with an EAGLE-3 head."""
-MIN_TOKENS = 1024
-"""A GPU with room for fewer tokens is listed as too small."""
-SMALLER = 0.8
-"""A pair is smaller than another if its weights take at most this share."""
-DTYPE = torch.bfloat16
-WHOLE = Shrink()
-"""The published shape, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +65,20 @@ class Recipe:
     on_less: str
 
 
+@cache
+def recipes() -> dict[str, Recipe]:
+    """All recipes by the short name of their pair, in the order of `RECIPES`."""
+    figures = json.loads((BUNDLED_DIR / "recipes.json").read_text("utf-8"))
+    return {name: _from_json(pair, **figures[name]) for name, pair in RECIPES.items()}
+
+
+def _from_json(
+    pair: PublishedPair, *, cards: list[dict[str, Any]], steps: list[dict[str, Any]], **figures: Any
+) -> Recipe:
+    sizes, times = [CardMemory(**card) for card in cards], [StepTime(**step) for step in steps]
+    return Recipe(pair=pair, cards=sizes, steps=times, **figures)
+
+
 def find_recipe(model: str) -> PublishedPair:
     """The pair with this target name or short name. Raises ConfigError that names the nearest recipe."""
     near = nearest_recipe(model, 0.0)
@@ -107,108 +89,6 @@ def find_recipe(model: str) -> PublishedPair:
             "and `specdec recipe` lists them all"
         )
     return near
-
-
-def recipe(
-    pair: PublishedPair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda"
-) -> Recipe:
-    """The recipe of a pair. shrink, dtype: for a comparison with an engine of a smaller shape or on a CPU."""
-    shape = SHAPES[pair.shape]
-    model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
-    spec = SpecConfig(pair.num_steps, adaptive=True)
-    described = None if pair.drafter == "suffix" else shape.drafter(model.config, shrink)
-    planned = PlannedDrafter() if described is None else plan_shape_drafter(described, model, spec)
-    if pair.form:
-        form = FORMS[pair.form]
-        pack_layers(model.model, form, partial(empty_packed, form, META))
-    config = EngineConfig(max_batch_size=REQUESTS, max_model_len=TOKENS)
-    needs = planned_needs(model, planned, spec, config, TOKENS, device_type)
-    weights = {"target": stored_weights(model.model).bytes, "drafter": planned.weights or 0}
-    floor = step_bytes(model, 1, 1, CONTEXT).total
-    return Recipe(
-        pair,
-        serve_command(pair),
-        weights,
-        memory_by_group(needs),
-        REST_BYTES + HEAD_BYTES * isinstance(described, HeadSpec),
-        [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
-        [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
-        on_less(pair),
-    )
-
-
-def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
-    """weights: bytes of the pair; `gpus` GPUs share weights and pools evenly."""
-    budget = int((gpus * gigabytes * 1e9 - weights) * MEMORY_SHARE["cuda"])
-    slots = pool_slots(needs, config, max(budget, 0))
-    requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
-    tokens = min(slots[PRIMARY], REQUESTS * TOKENS)
-    if tokens < MIN_TOKENS or any(there < held for there, held in zip(slots[1:], needs.held[1:], strict=True)):
-        return CardMemory(gigabytes, {}, 0, 0)
-    names = [kept.name for kept in needs.groups]
-    pools = {name: count * size for name, count, size in zip(names, slots, needs.slot_bytes, strict=True)}
-    return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
-
-
-def plan_shape_drafter(
-    described: PreTrainedConfig | HeadSpec | MtpSpec, model: ModelOnMeta, spec: SpecConfig
-) -> PlannedDrafter:
-    """The drafter that a shape describes; its target is on `meta`."""
-    if isinstance(described, MtpSpec):
-        layout = layout_of_modules(model.layout, family_of(model).like, described.modules)
-        needs = own_needs(layout, spec, reread=described.modules - 1)
-        return PlannedDrafter(needs, count_modules(described, model).bytes)
-    drafter = build_model(described, META, model.dtype)
-    if isinstance(described, HeadSpec):
-        needs = own_needs(described.kv_layout, spec)
-    else:
-        needs = model_needs(described.model_type, drafter, model, spec)
-    return PlannedDrafter(needs, stored_weights(drafter).bytes)
-
-
-def step_time(pair: PublishedPair, gpu: str, floor: int) -> StepTime:
-    """floor: bytes that the step reads, on all GPUs together."""
-    own = pair.multiples.get(gpu)
-    multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
-    floor_ms = 1e3 * floor / pair.gpus / READ_BANDWIDTHS[gpu]
-    return StepTime(gpu, floor_ms, multiple, own is not None, None if multiple is None else floor_ms * multiple)
-
-
-def serve_command(pair: PublishedPair) -> str:
-    words = ["specdec", "serve", "--target", pair.target, "--drafter", pair.drafter]
-    if "/" in pair.drafter:
-        words += ["--num-steps", str(pair.num_steps)]
-    if pair.gpus > 1:
-        words += ["--tensor-parallel", str(pair.gpus)]
-    return shlex.join([*words, "--max-model-len", str(TOKENS)])
-
-
-def on_less(pair: PublishedPair) -> str:
-    """A smaller pair of the family, the nearest in kind, then in size; otherwise advice to make this pair smaller."""
-    smaller = [
-        other
-        for other in RECIPES.values()
-        if family(other) == family(pair) and gigabytes_of(other) < SMALLER * gigabytes_of(pair)
-    ]
-    if smaller:
-        best = max(
-            smaller,
-            key=lambda other: (other.shape == pair.shape, bool(other.form) == bool(pair.form), gigabytes_of(other)),
-        )
-        return f"`specdec recipe {best.name}`: {best.memory} of weights"
-    ways = ["fewer or shorter requests (`--batch-size`, `--max-model-len`)"]
-    if not pair.form:
-        ways.append("a checkpoint in int4 (a third of the weights)")
-    return ", ".join(ways if pair.gpus == 1 else [*ways, f"more GPUs (`--tensor-parallel {2 * pair.gpus}`)"])
-
-
-def family(pair: PublishedPair) -> str:
-    return str(SHAPES[pair.shape].target_fields["model_type"]).partition("_")[0]
-
-
-def gigabytes_of(pair: PublishedPair) -> float:
-    """Gigabytes of weights that the pair states."""
-    return float(pair.memory.partition(" ")[0])
 
 
 HEADS = ("model", "drafter", "weights GB", "K/V GB", *(f"{gigabytes} GB" for gigabytes in CARDS), *READ_BANDWIDTHS)

@@ -22,28 +22,28 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.evaluation.contest import Contestant, TokenPrompts
+from specdec.evaluation.contest import TokenPrompts, Way
+from specdec.runtime.request import GenerationOutput, RequestStats
 
 
-def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
-    """The target alone."""
-    return Contestant("transformers, plain", partial(_generate, engine, params))
+def plain_peer(engine: Engine, params: SamplingParams) -> dict[str, Way]:
+    """The target alone, by its name in reports."""
+    return {"transformers, plain": partial(_generate, engine, params)}
 
 
-def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
+def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> dict[str, Way]:
     """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, or MTP modules of the target's
     own checkpoint, of which it reads all at each call to draft one token each. The target must not have been left in
     host memory for several devices."""
     drafter, model = engine.drafter, engine.target.model
     if engine.target.home != engine.target.device:
-        return []
+        return {}
     if isinstance(drafter, NativeMtpDrafter) and drafter.source == model.config.name_or_path and _uses_mtp(model):
-        run = partial(_generate, engine, params, use_mtp=True)
-        return [Contestant("transformers, use_mtp", run)]
+        return {"transformers, use_mtp": partial(_generate, engine, params, use_mtp=True)}
     if not isinstance(drafter, Gemma4MTPDrafter):
-        return []
-    run = partial(_generate, engine, params, assistant_model=assistant_of(drafter, num_steps))
-    return [Contestant("transformers, assisted", run)]
+        return {}
+    assistant = assistant_of(drafter, num_steps)
+    return {"transformers, assisted": partial(_generate, engine, params, assistant_model=assistant)}
 
 
 def _uses_mtp(model: Any) -> bool:
@@ -62,9 +62,12 @@ def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
     return assistant
 
 
-def _generate(engine: Engine, params: SamplingParams, prompts: TokenPrompts, **assistance: Any) -> TokenPrompts:
+def _generate(
+    engine: Engine, params: SamplingParams, prompts: TokenPrompts, **assistance: Any
+) -> list[GenerationOutput]:
+    """Outputs of one prompt after another, without their text; their statistics are the numbers of tokens only."""
     model = engine.target.model
-    outputs: TokenPrompts = []
+    outputs: list[GenerationOutput] = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
         out = model.generate(  # type: ignore[operator]
@@ -77,7 +80,10 @@ def _generate(engine: Engine, params: SamplingParams, prompts: TokenPrompts, **a
             pad_token_id=0,
             **assistance,
         )
-        outputs.append(out[0, len(prompt) :].tolist())
+        tokens = out[0, len(prompt) :].tolist()
+        reason = "stop" if tokens[-1] in engine.end_tokens else "length"
+        stats = RequestStats(prompt_tokens=len(prompt), output_tokens=len(tokens))
+        outputs.append(GenerationOutput(prompt, tokens, "", reason, stats, [False] * len(tokens)))
     return outputs
 
 

@@ -79,12 +79,6 @@ class FairPool:
             job.function = None
             return job.future.cancel()
 
-    @property
-    def queued(self) -> int:
-        """Jobs that have not begun."""
-        with self._lock:
-            return sum(map(len, self._queues.values()))
-
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
         """Wait like `result`, but give the job up if that raises or the task is cancelled."""
         try:

@@ -8,7 +8,7 @@ second SIGTERM or SIGINT ends the server at once. The process never outlives its
 """
 
 import asyncio
-import errno
+import gc
 import logging
 import os
 import signal
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -30,7 +29,6 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import settle
 from specdec.serving.http.probes import EngineWatch
-from specdec.serving.http.trimming import Trimmer, objects_frozen
 from specdec.serving.logs import Reporter, describe
 from specdec.serving.server_settings import ServeSettings
 
@@ -49,8 +47,6 @@ ACCEPTED_AT_ONCE = 16
 """Connections accepted per turn of the loop; streams continue between turns."""
 QUEUED = 1024
 """Connections that the operating system queues for the loop."""
-QUIET_SECONDS = 10.0
-"""Seconds between two log lines about connections that cannot be accepted."""
 HEAD_BYTES = 1 << 16
 RECEIVED_BYTES = 1 << 16
 """Bytes of one connection that the operating system buffers. The loop parses them in one turn: 0.1 s for 64 KiB of
@@ -144,28 +140,12 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
     )
 
 
-class FileLimitLog:
-    """Handles asyncio's errors. Without it, running out of files would log a traceback for each connection."""
-
-    def __init__(self) -> None:
-        self._quiet_until = 0.0
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
-            loop.default_exception_handler(context)
-        elif loop.time() >= self._quiet_until:
-            self._quiet_until = loop.time() + QUIET_SECONDS
-            logger.warning("no connection can be accepted: %s; raise the limit of open files", error.strerror)
-
-
 async def _serve(
     server: uvicorn.Server, bound: socket.socket, app: FastAPI, ready: Callable[[], None], deadline: threading.Timer
 ) -> str | None:
     """Serve until the server is told to stop, which starts the deadline."""
-    asyncio.get_running_loop().set_exception_handler(FileLimitLog())
     engine, settings = app.state.serve.engine, app.state.serve.settings
-    watch, trimmer = EngineWatch(engine, settings.liveness_seconds), Trimmer()
+    watch = EngineWatch(engine, settings.liveness_seconds)
     reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not (server.started or serving.done()):
@@ -176,15 +156,15 @@ async def _serve(
     ticks = 0
     while not (server.should_exit or serving.done()):
         if ticks % 10 == 0:
-            for each in (watch, trimmer, reporter):
-                each.look()
+            watch.look()
+            reporter.look()
         if watch.died is not None:
             server.handle_exit(signal.SIGTERM, None)
         ticks += 1
         await asyncio.sleep(TICK_SECONDS)
     deadline.start()
     ending = asyncio.create_task(engine.close(0.0 if watch.died else settings.stop_seconds))
-    app.state.body_times.stop(min(1.0, settings.stop_seconds))
+    app.state.body_time.stop(min(1.0, settings.stop_seconds))
     try:
         await serving
     finally:
@@ -218,8 +198,8 @@ def _signals(server: uvicorn.Server) -> Iterator[None]:
 
 @contextmanager
 def _settings_of_process() -> Iterator[None]:
-    """Set the switch interval, so that the engine's thread gets Python's lock soon, and raise the file limit to the
-    maximum."""
+    """Raise the file limit to the maximum, let cycle collection skip all objects that exist now, and set the switch
+    interval, so that the engine's thread soon gets Python's lock."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
@@ -227,10 +207,12 @@ def _settings_of_process() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
     try:
-        with objects_frozen():
-            yield
+        yield
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(usual)
 
 

@@ -7,12 +7,11 @@ i + 1 + t. Invariant: the states equal those of the head run as the drafter runs
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specdec.draft_models.block.block_checkpoint import write_block
-from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states
+from specdec.draft_models.block.block_head import BlockHead, block_states
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows, predicted_rows
@@ -28,11 +27,6 @@ class TrainableBlock(TrainableDrafter):
     module: BlockHead
     ahead = 1
     places: torch.Tensor  # [B, A] of the batch under way
-
-    @classmethod
-    def new(cls, target: Any, spec: BlockSpec) -> "TrainableBlock":
-        """A fresh head of `spec` in bfloat16."""
-        return cls(BlockHead(spec).place(target.device, torch.bfloat16), target)
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor:
         begins = predicted_rows(batch, 1, self.ahead)[0]  # blocks begin before a token of an answer

@@ -16,8 +16,7 @@ import torch
 from specdec.attention.draft_attention import ChainAttention
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
-from specdec.models.target import TargetModel
+from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import Document, PackedRows
 
@@ -36,11 +35,6 @@ class TrainableEagle3(TrainableDrafter):
 
     module: Eagle3Head
     ahead = 2
-
-    @classmethod
-    def new(cls, target: TargetModel, spec: Eagle3Spec) -> "TrainableEagle3":
-        """A fresh head of `spec` in bfloat16."""
-        return cls(Eagle3Head(spec).place(target.device, torch.bfloat16), target)
 
     def choose_vocabulary(self, documents: list[Document], size: int) -> None:
         """Draft the `size` most frequent tokens of the answers. If the widths agree, the lm_head starts as the

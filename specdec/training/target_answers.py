@@ -43,7 +43,7 @@ class PromptSource(NamedTuple):
     """Prompts of a training run.
 
     prompts: training prompts, endless, from each file in turn. num_prompts: their number before they repeat. kept:
-    prompts of the report.
+    prompts that are not trained on, for the report.
     """
 
     prompts: Iterator[Chat]

@@ -17,8 +17,8 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.block.block_head import BlockSpec, spread_layers
-from specdec.draft_models.eagle3.head import Eagle3Spec
+from specdec.draft_models.block.block_head import BlockHead, BlockSpec, spread_layers
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.native_mtp.mtp_checkpoint import module_count
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
@@ -150,9 +150,11 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
 def new_drafter(target: TargetModel, settings: TrainSettings) -> TrainableDrafter:
     """Raises ConfigError or UnsupportedModelError for a drafter that cannot be made."""
     if settings.kind == "eagle3":
-        return TrainableEagle3.new(target, eagle3_spec(target, settings))
+        head = Eagle3Head(eagle3_spec(target, settings))
+        return TrainableEagle3(head.place(target.device, torch.bfloat16), target)
     if settings.kind == "block":
-        return TrainableBlock.new(target, block_spec(target, settings))
+        blocks = BlockHead(block_spec(target, settings))
+        return TrainableBlock(blocks.place(target.device, torch.bfloat16), target)
     if settings.kind == "mtp":
         return new_module(target, settings)
     for layer in target.layout.layers:

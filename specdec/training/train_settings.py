@@ -34,7 +34,7 @@ class TrainSettings:
     steps: int = option(0, "Also stop after this many optimiser steps; 0: by time alone.", min=0)
     batch: int = option(64, "Answers generated at a time.", number=FROM_ONE)
     max_new_tokens: int = option(256, "Longest answer in tokens.", number=FROM_ONE)
-    temperature: float = option(1.0, "Of every eighth answer; the others are greedy.", number=FROM_ZERO)
+    temperature: float = option(1.0, "Temperature of every eighth answer; the others are greedy.", number=FROM_ZERO)
     length: int = option(512, "Longest prompt with answer; length of a packed row.", number=FROM_ONE)
     rows: int = option(16, "Packed rows a step and process.", number=FROM_ONE)
     draft_steps: int = option(5, "Draft steps learnt at once; block: its drafts.", number=FROM_ONE)
@@ -42,7 +42,7 @@ class TrainSettings:
     cache_gb: float = option(8.0, "Memory for the target's states.", number=FROM_ZERO)
     log_every: float = option(15.0, "Seconds between lines, where there is no terminal.", number=FROM_ZERO)
     seed: int = 1
-    dtype: Dtype = option("bfloat16", "Of the target; the drafter is trained in bfloat16.")
+    dtype: Dtype = option("bfloat16", "The target's; the drafter is trained in bfloat16.")
     device: str | None = option(None, "cpu, cuda, ...; default: the GPU, else the CPU.")
     draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.", number=FROM_ONE)
     hidden: int | None = shape_option(

@@ -1,10 +1,13 @@
-"""`specdec models`: lists bundled models and known pairs. Reads no checkpoint and imports no torch."""
+"""`specdec models`: lists bundled models and known pairs. `specdec recipe`: command, memory and step time of published
+pairs. Reads no checkpoint and imports no torch."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from specdec.cli.commands import ListOptions
+from specdec.cli.commands import ListOptions, RecipeOptions
 from specdec.evaluation.output_files import write_report
+from specdec.evaluation.recipes import CONTEXT, HEADS, REQUESTS, TOKENS, Recipe, StepTime, find_recipe, recipes, row
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES
 from specdec.models.published import PAIRS_BY_TITLE, PublishedPair, pair_table, text_table
 
@@ -25,3 +28,51 @@ def _as_record(pair: PublishedPair) -> dict[str, Any]:
 def size_of(name: str) -> int:
     """Bytes of a bundled checkpoint's files."""
     return sum(path.stat().st_size for path in (BUNDLED_DIR / name).rglob("*") if path.is_file())
+
+
+def show_recipe(options: RecipeOptions) -> None:
+    if options.model is not None:
+        found = recipes()[find_recipe(options.model).name]
+        if write_report(asdict(found), options.json_file):
+            print("\n".join(recipe_lines(found)))
+        return
+    table = recipes().values()
+    if write_report([*map(asdict, table)], options.json_file):
+        print(text_table([HEADS, *map(row, table)]))
+
+
+def recipe_lines(found: Recipe) -> Iterator[str]:
+    yield found.command
+    share = "" if found.pair.gpus == 1 else f", which {found.pair.gpus} GPUs share"
+    yield f"\n{weights_line(found.weights, share)}; K/V of {REQUESTS} requests of {TOKENS:,} tokens, and what fits:"
+    rows = [("GPU", *(group["name"] for group in found.groups), "requests", "tokens")]
+    rows.append(
+        ("needed", *(size(group["batch_bytes"]) for group in found.groups), str(REQUESTS), f"{REQUESTS * TOKENS:,}")
+    )
+    for card in found.cards:
+        pools = (size(count) for count in card.pools.values()) if card.pools else ("-" for _ in found.groups)
+        rows.append((f"{card.gigabytes} GB", *pools, str(card.requests), f"{card.tokens:,}"))
+    yield text_table(rows)
+    yield f"\nbesides: {size(found.rest)} of captures, activations and libraries, on each GPU"
+    yield f"\na plain step of one request of {CONTEXT:,} tokens:"
+    yield from map(step_line, found.steps)
+    yield f"\non less: {found.on_less}"
+
+
+def step_line(step: StepTime) -> str:
+    floor = f"{step.gpu}: at least {step.floor_ms:.2f} ms to read its weights and K/V"
+    if step.expected_ms is None:
+        return f"{floor}; no figure of such layers is known"
+    source = "measured" if step.measured else "assumed, as of a pair like it"
+    return f"{floor}; expected {step.expected_ms:.2f} ms, {step.multiple:.2f} times that ({source})"
+
+
+def weights_line(weights: Mapping[str, int | None], share: str = "") -> str:
+    """Bytes by role; a role with 0 is left out. share: says which devices hold them."""
+    unknown = "unknown without its files"
+    sizes = (f"{role} {unknown if count is None else size(count)}" for role, count in weights.items() if count != 0)
+    return f"weights{share}: {', '.join(sizes)}"
+
+
+def size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

@@ -25,7 +25,6 @@ from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.api_keys import by_name, read_key_file
-from specdec.serving.http.trimming import give_back_when_freed
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
@@ -54,9 +53,8 @@ def run_server(options: ServeOptions) -> None:
 
 
 def prepare_process(options: ServeOptions) -> None:
-    """Set up memory, log and traces of a process that serves."""
+    """Set up log and traces of a process that serves."""
     quiet_libraries()
-    give_back_when_freed()
     set_up(options.log_format, logging.WARNING)
     logging.getLogger("specdec").setLevel((options.pair.log_level or "info").upper())
     if options.otlp_traces_endpoint is not None:

@@ -116,7 +116,8 @@ def random_packed(form: WeightForm, generator: torch.Generator, shape: torch.Siz
         middle /= (1 + SPREAD**2 / 3) ** 0.5
         weight.scales.uniform_((1 - SPREAD) * middle, (1 + SPREAD) * middle, generator=generator)
         return weight
-    below = 2.0 ** floor(log2(middle))  # powers of two: the one below the middle and, as often as it takes, the next
+    # each scale is one of the two powers of two around the middle, drawn so that their mean square is its square
+    below = 2.0 ** floor(log2(middle))
     weight.scales.bernoulli_((4 - (middle / below) ** 2) / 3, generator=generator).sub_(2).mul_(-below)
     return weight
 

@@ -1,18 +1,16 @@
-"""Tokens that may follow a text under a grammar: compiled grammars, and states in them.
+"""Which tokens a grammar allows after a text: compiled grammars, and immutable states in them.
 
-    Grammars        of one engine: the tokenizer in the library's form, and the compiled grammars
-    GrammarState    after some text. It is immutable: `after(token)` returns another
+    Grammars        the compiled grammars of one engine, with its tokenizer in the library's form
+    GrammarState    the state after some tokens; `after(token)` returns another state
 
-A state belongs to the tokens that led to it, so a step that fails or is repeated never leaves a wrong one.
-Bits of a mask are tokens, bit v % 32 of word v // 32. Tokens that end the text are allowed exactly where the grammar
-may end, other special tokens never. The library (llguidance) is an extra, imported when the first grammar is asked for.
+The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. In a
+mask, token v is bit v % 32 of word v // 32. End tokens are allowed exactly where the grammar may end, other special
+tokens never. The library (llguidance) is an extra, imported with the first grammar.
 """
 
-import contextlib
 import copy
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
@@ -23,35 +21,30 @@ import numpy as np
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
-from specdec.sampling.grammars.grammar_trial import GrammarTrial, call_later, with_large_stack
+from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
 from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
-"""Between the parts of JSON: nothing, a space, or a new line with its indent. A model that has lost its way would write
-white space for ever."""
+"""White space between the parts of JSON: nothing, one space, or a new line with its indent. Otherwise a small model may
+write white space until max_new_tokens."""
 
 COMPILED_BYTES = 16 << 20
-"""Upper bound on the memory of the compiled grammars that are kept for later requests."""
-LARGE_BYTES = 1 << 20
-"""Bytes of a compiled grammar above which it is large: it is not kept for long."""
-LARGE_SECONDS = 10.0
-"""Seconds that a large grammar is kept after it was last asked for."""
+"""Most memory of the compiled grammars that are kept for later requests, by their estimates."""
 BYTES_PER_CHAR = 256
-"""Estimated memory of a compiled grammar per character of its source, as a lower bound; 30 to 250 were measured."""
+"""Smallest estimate for a compiled grammar, per character of its source; 30 to 250 were measured."""
 
 
 class CompiledGrammar(NamedTuple):
-    """A grammar at its beginning. bytes: what it takes in memory, estimated."""
+    """The library's matcher at the beginning of a grammar. bytes: estimate of its memory."""
 
     matcher: Any
     bytes: int
 
 
 class Grammars:
-    """Compiles grammars, and keeps the compiled ones within COMPILED_BYTES, least recently used first out, large ones
-    while they are in use.
+    """Compiles grammars, and keeps the most recently used ones within COMPILED_BYTES.
 
-    vocab_size: of the model; a tokenizer may have fewer tokens, or more.
+    vocab_size: the model's; the tokenizer may have fewer or more tokens.
     """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
@@ -59,16 +52,13 @@ class Grammars:
         self._vocab_size = vocab_size
         self._library: GrammarLibrary | None = None
         self._kept: OrderedDict[tuple[str, Any], CompiledGrammar] = OrderedDict()  # least recently used first
-        self._used: dict[tuple[str, Any], float] = {}  # when each large one was asked for last
-        self._timer = threading.Timer
-        self._looking = False  # a timer runs
-        self._lock = threading.Lock()  # of what is kept
+        self._lock = threading.Lock()  # guards `_kept`
 
     def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "GrammarState | None":
-        """The first state of a text that follows `params`; None: the text is free.
+        """The state before the first token; None: `params` has no grammar.
 
-        ends: tokens that end the text; own_ends: those of them that the model ends it with, whatever they look like.
-        Raises ConfigError for a grammar that cannot be followed, with the library's reason.
+        ends: tokens that end the text. own_ends: the model's own end tokens among them, special or not. Raises
+        ConfigError, with the library's reason, for a grammar that cannot be followed.
         """
         name = params.grammar
         if name is None:
@@ -77,8 +67,11 @@ class Grammars:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
         if self._library is None:
             self._library = GrammarLibrary(self._tokenizer, self._vocab_size)
-        there = [token for token in ends if 0 <= token < self._vocab_size]
-        special = frozenset(token for token in there if token in own_ends or self._library.is_special(token))
+        special = frozenset(
+            token
+            for token in ends
+            if 0 <= token < self._vocab_size and (token in own_ends or self._library.is_special(token))
+        )
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
@@ -89,49 +82,27 @@ class Grammars:
 
     @property
     def kept_bytes(self) -> int:
-        with self._lock:
-            return sum(one.bytes for one in self._kept.values())
+        """Memory of the kept grammars, by their estimates."""
+        return sum(one.bytes for one in self._kept.values())
 
     def _compile(self, name: str, value: Any) -> Any:
-        """The library's matcher at the beginning of a grammar; kept as long as there is room."""
+        """The library's matcher at the beginning of a grammar: a kept one, or a new one."""
         assert self._library is not None
         with self._lock:
             if (name, value) in self._kept:
                 self._kept.move_to_end((name, value))
-                self._note_use((name, value))
                 return self._kept[name, value].matcher
         require_bounded(name, value)
-        found, reason = self._library.compile(name, value)
-        if found is None:
-            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out")
+        try:
+            found = self._library.compile(name, value)
+        except ValueError as error:  # such as ConfigError
+            reason = reason_of(str(error))
+            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out") from None
         with self._lock:
             self._kept[name, value] = found
-            room = COMPILED_BYTES - sum(one.bytes for one in self._kept.values())
-            while room < 0:
-                key, one = self._kept.popitem(last=False)
-                self._used.pop(key, None)
-                room += one.bytes
-            self._note_use((name, value))
+            while self.kept_bytes > COMPILED_BYTES:
+                self._kept.popitem(last=False)
         return found.matcher
-
-    def forget_idle(self, now: float) -> None:
-        """Forget large grammars that were not asked for lately; look again as long as there are others."""
-        with self._lock:
-            self._looking = False
-            for key in [key for key, used in self._used.items() if now - used >= LARGE_SECONDS]:
-                del self._used[key], self._kept[key]
-            self._schedule_look()
-
-    def _note_use(self, key: tuple[str, Any]) -> None:
-        if key in self._kept and self._kept[key].bytes > LARGE_BYTES:
-            self._used[key] = time.monotonic()
-            self._schedule_look()
-
-    def _schedule_look(self) -> None:
-        if self._looking or not self._used:
-            return
-        self._looking = True
-        call_later(self._timer, LARGE_SECONDS, self, lambda grammars: grammars.forget_idle(time.monotonic()))
 
 
 class GrammarLibrary:
@@ -140,7 +111,7 @@ class GrammarLibrary:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         if find_spec("llguidance") is None:
             raise ConfigError('grammars need llguidance: pip install "specdec-runtime[grammar]", or leave them out')
-        # slow to import, and few engines need it
+        # imported here, since it is slow and few engines need it
         import llguidance.hf
         import llguidance.numpy
 
@@ -150,7 +121,7 @@ class GrammarLibrary:
         try:
             known = max(max(tokenizer.get_vocab().values()) + 1, vocab_size)
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
-        except Exception as error:  # of many kinds, a panic of its own among them
+        except Exception as error:  # of any kind, even a panic of the library
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
         self._trial = GrammarTrial(*_portable(tokenizer), n_vocab=known)
         self._one_at_a_time = threading.Lock()
@@ -160,39 +131,41 @@ class GrammarLibrary:
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
 
-    def compile(self, name: str, value: Any) -> tuple[CompiledGrammar | None, str]:
-        """A grammar within `require_bounded`, or None and why it cannot be followed.
+    def compile(self, name: str, value: Any) -> CompiledGrammar:
+        """Compile a grammar that has passed `require_bounded`. Raises ValueError, with the reason, if it cannot be
+        followed.
 
-        One that is not plain is compiled in another process first: see `grammar_trial`. Of these, one is compiled at a
-        time, there or here: four took the processors from the engine, and their memory came at once.
+        A grammar that is not plain is tried in the worker process first (`grammar_trial`). Such grammars are compiled
+        one at a time, there and here: four at once would take processors from the engine, and add up their memory.
         """
         make = self._llguidance.LLMatcher
-        try:
-            if name == "regex":
-                text, grammar = value, make.grammar_from_regex(value)
-            elif name == "choice":
-                text = "|".join(map(_literal, value))
-                grammar = make.grammar_from_regex(text)
-            else:
-                schema = json.loads(value) if name == "json_schema" else {"type": "object"}
-                schema = {} if schema is True else schema
-                text = json.dumps(schema)
-                grammar = make.grammar_from_json_schema(text, _options(schema))
-                del schema  # ten times its text, and it may wait
-            size = BYTES_PER_CHAR * len(text)
-            plain = compiles_in_linear_time(name, value)
-            with contextlib.nullcontext() if plain else self._one_at_a_time:
-                if not plain:
-                    size = max(size, self._trial.run(grammar))
-                matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
-        except ValueError as error:  # ConfigError among them
-            return None, reason_of(str(error))
+        if name == "regex":
+            text, grammar = value, make.grammar_from_regex(value)
+        elif name == "choice":
+            text = "|".join(map(_literal, value))
+            grammar = make.grammar_from_regex(text)
+        else:
+            schema = json.loads(value) if name == "json_schema" else {"type": "object"}
+            schema = {} if schema is True else schema
+            text = json.dumps(schema)
+            grammar = make.grammar_from_json_schema(text, _options(schema))
+            del schema  # ten times as large as its text, and this may wait
+        size = BYTES_PER_CHAR * len(text)
+        if compiles_in_linear_time(name, value):
+            return CompiledGrammar(self._matcher(grammar), size)
+        with self._one_at_a_time:
+            size = max(size, self._trial.run(grammar))
+            return CompiledGrammar(self._matcher(grammar), size)
+
+    def _matcher(self, grammar: str) -> Any:
+        make = self._llguidance.LLMatcher
+        matcher = with_large_stack(lambda: make(self._tokenizer, grammar, log_level=0))
         if matcher.is_error():
-            return None, reason_of(matcher.get_error())
-        return CompiledGrammar(matcher, size), ""
+            raise ValueError(matcher.get_error())
+        return matcher
 
     def goes_on(self, matcher: Any) -> bool:
-        """May any token of the model come next?"""
+        """Is any token of the model allowed next?"""
         twin = matcher.deep_copy()
         bits = np.frombuffer(twin.compute_bitmask(), dtype=np.int32).copy()
         for token in (*self._tokenizer.eos_tokens, *range(self.vocab_size, 32 * len(bits))):
@@ -200,26 +173,26 @@ class GrammarLibrary:
         return bool(bits.any()) and not twin.is_error()
 
     def masks(self, states: "Sequence[GrammarState]") -> Words:
-        """[M, words] of all states, on several threads."""
+        """Masks of M states, [M, words], computed on several threads."""
         bits = np.zeros((len(states), self._width), dtype=np.int32)
         going_on = [(state.matcher, i) for i, state in enumerate(states)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
         for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
-            bits[:, end // 32] &= ~token_bit(end)  # the library's own ends, and ids after the model's last token
+            bits[:, end // 32] &= ~token_bit(end)  # the library's own end tokens, and ids beyond the model's
         for mask, state in zip(bits, states, strict=True):
             may_end = state.may_end
             for end in state.ends:
                 mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
             if not mask[: self.num_words].any():
-                mask[:] = -1  # some token has to be drawn here, and `after` will refuse it
+                mask[:] = -1  # the round must draw some token here; `after` will refuse it
         return np.ascontiguousarray(bits[:, : self.num_words])
 
 
 class GrammarState:
-    """The state of a grammar after some text that it allows.
+    """The state of a grammar after a text that it allows.
 
-    ends: tokens that end the text, where it may end; over: one of them did. fault: what the library raised for tokens
-    of a round after this state; the tokens that the round draws are then not valid.
+    ends: tokens that end the text where the grammar may end. over: has one of them ended it? fault: the library's error
+    for a draft after this state; the tokens that the round then draws are not valid.
     """
 
     __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
@@ -235,12 +208,12 @@ class GrammarState:
 
     @property
     def free(self) -> bool:
-        """Nothing is restricted here, or after it."""
+        """Are all tokens allowed from here on?"""
         return False
 
     @property
     def is_dead(self) -> bool:
-        """Neither may the text end here, nor may any token come next."""
+        """Is neither an end nor any token allowed next?"""
         if self.over or self.may_end:
             return False
         dead = self.matcher.is_error() or not self.library.goes_on(self.matcher)
@@ -248,7 +221,7 @@ class GrammarState:
 
     @property
     def grammar(self) -> "GrammarState | None":
-        """The state whose mask the library makes; None: there is no grammar."""
+        """The state whose mask the library computes; None: there is no grammar."""
         return self
 
     @property
@@ -271,14 +244,14 @@ class GrammarState:
 
     @property
     def mask(self) -> Words:
-        """[words] tokens that may come next."""
+        """Tokens that are allowed next, [words]."""
         if self._mask is None:
             [self._mask] = self.library.masks([self])
         return self._mask
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The next tokens, as long as the grammar allows exactly one."""
+        """The next tokens, up to the first place where the grammar allows several."""
         if self._forced is None:
             tokens: list[int] = []
             state: GrammarState | None = self
@@ -293,8 +266,8 @@ class GrammarState:
 
 
 def compute_masks(states: Sequence[GrammarState | None]) -> None:
-    """Make the masks of these states in one call of the library; `mask` then returns them. A fault of the library makes
-    none: `mask` raises it at the state that is at fault."""
+    """Compute the masks of these states in one call of the library, so that `mask` only returns them. If the library
+    fails, none is set, and `mask` of the faulty state raises the error."""
     grammars = [state.grammar for state in states if state is not None]
     missing = {id(state.matcher): state for state in grammars if state is not None and state._mask is None}
     if not missing:
@@ -309,10 +282,11 @@ def compute_masks(states: Sequence[GrammarState | None]) -> None:
 
 
 def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]]) -> Words:
-    """[T, N, words], masks of every node of T trees, each given by the state after its root, tokens and parents [N].
+    """Masks of every node of T trees, [T, N, words]. Each tree is given by the state after its root, its tokens [N] and
+    its parents [N].
 
-    A node that cannot be reached, because the grammar forbids it or one of its ancestors, has all bits set. What the
-    library raises for one tree becomes the `fault` of its root, and its bits are all set; other trees are not affected.
+    All bits are set for a node that the grammar does not allow, or whose ancestor it does not allow. If the library
+    fails for a tree, the error becomes the `fault` of its root; other trees are not affected.
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
     masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
@@ -344,7 +318,7 @@ def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]
 
 
 def reason_of(message: str) -> str:
-    """The library's reason, without the text that it shows around it."""
+    """The library's reason, without the part of the grammar that it quotes."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = (named or lines or ["it gives no reason"])[0]
@@ -352,7 +326,7 @@ def reason_of(message: str) -> str:
 
 
 def _portable(tokenizer: Any) -> tuple[str, Any]:
-    """The tokenizer for another process, as the library reads it: JSON, and the ids that end a text."""
+    """The tokenizer in a form that can be sent to another process: JSON, and the ids of its end tokens."""
     backend = copy.copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -360,15 +334,15 @@ def _portable(tokenizer: Any) -> tuple[str, Any]:
 
 
 def _options(schema: Any) -> dict[str, Any] | None:
-    """Options for white space; none if the schema has its own, which they would override."""
+    """Options for white space; None if the schema has its own, which these would override."""
     if not isinstance(schema, dict):
         return None
     own = schema.get("x-guidance")
-    return (
-        None if isinstance(own, dict) and own.keys() & {"whitespace_flexible", "whitespace_pattern"} else JSON_OPTIONS
-    )
+    if isinstance(own, dict) and own.keys() & JSON_OPTIONS.keys():
+        return None
+    return JSON_OPTIONS
 
 
 def _literal(text: str) -> str:
-    """A regular expression for a text and nothing else."""
+    """A regular expression that matches only this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -1,11 +1,11 @@
-"""Bounds on a grammar, checked before the grammar library sees it. Everything here is iterative: a hostile schema is
-deeper than any stack.
+"""Bounds on a grammar, checked before the grammar library reads it. All loops are iterative, since a hostile schema may
+be nested deeper than any stack.
 
-    require_bounded("json_schema", text)            raises ConfigError with the figure and the bound
-    compiles_in_linear_time("json_schema", text)    True: it is plain
+    require_bounded("json_schema", text)            raises ConfigError with the grammar's size and the bound
+    compiles_in_linear_time("json_schema", text)    is the grammar plain?
 
-A plain grammar is compiled directly; any other one is tried in a process of its own first (`grammar_trial`). It knows
-JSON schemas and regular expressions, and no library.
+A plain grammar is compiled directly, any other one in a worker process first (`grammar_trial`). This file knows JSON
+schemas and regular expressions, but not the library.
 """
 
 import json
@@ -21,17 +21,17 @@ from specdec.errors import ConfigError, shown
 MAX_SCHEMA_CHARS = 1 << 20
 MAX_REGEX_CHARS = 1 << 16
 MAX_CHOICE_CHARS = 1 << 18
-"""Characters of all choices together."""
+"""Most characters of all choices together."""
 MAX_CHOICES = 1 << 14
 MAX_DEPTH = 100
-"""Levels of objects and arrays in a schema, and of groups in a regular expression. The library's own JSON reader takes
-127."""
+"""Most levels of objects and arrays in a schema, and of groups in a regular expression. The library's JSON reader
+accepts 127."""
 MAX_REFERENCES = 2000
-"""Each one is a recursion of the library, on a stack of `grammar_trial.STACK_BYTES`."""
+"""Most references in a schema. The library recurses for each, on a stack of `grammar_trial.STACK_BYTES`."""
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Under "x-guidance" in a schema: JSON without line ends and indents, for texts that no person reads."""
+"""Value of "x-guidance" in a schema for JSON on one line."""
 
 PLAIN_CHARS = 8192
 PLAIN_DEPTH = 16
@@ -41,16 +41,16 @@ PLAIN_KEYS = frozenset(
         *("minItems", "maxItems", "minimum", "maximum", "title", "description", "default", "examples", "$schema"),
     }
 )
-"""Keys of schemas whose compilation neither searches nor multiplies."""
+"""Keys of schemas that the library compiles in linear time: without searches and without products of states."""
 
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?[^\]\\]*+(?:\\.[^\]\\]*+)*+\]", re.DOTALL)
 
 
 def require_bounded(name: str, value: Any) -> None:
-    """Raise ConfigError for a grammar that is too large or too deep to hand to the library.
+    """Raise ConfigError for a grammar that is too large or too deep for the library.
 
-    name: of `specdec.config.GRAMMARS`; value: JSON text of a schema, a regular expression, or a tuple of choices.
+    name: one of `specdec.config.GRAMMARS`. value: JSON text of a schema, a regular expression, or a tuple of choices.
     """
     if name == "json_schema":
         _require_length(name, len(value), MAX_SCHEMA_CHARS)
@@ -69,7 +69,8 @@ def require_bounded(name: str, value: Any) -> None:
 
 
 def compiles_in_linear_time(name: str, value: Any) -> bool:
-    """Is it certain that compiling it takes time and memory in proportion to its length? value: as it is checked."""
+    """Do time and memory for compiling this grammar certainly grow in proportion to its length? Arguments are those of
+    `require_bounded`."""
     if name == "json_object":
         return True
     if name == "choice":
@@ -113,21 +114,20 @@ def _require_references(schema: Any) -> None:
             raise ConfigError(
                 f"json_schema cannot be followed (it has more than {MAX_REFERENCES} references); inline some of them"
             )
-        place = _split(value)
-        if place is None or (place[0] and place[1] != "json-schema.org"):
+        if _is_elsewhere(value):
             raise ConfigError(
                 f"json_schema cannot be followed ({key}={shown(value)} is elsewhere, and nothing is fetched); put the "
                 "definition into $defs"
             )
 
 
-def _split(reference: str) -> tuple[str, str] | None:
-    """Scheme and host; None: it is no address at all."""
+def _is_elsewhere(reference: str) -> bool:
+    """Does this reference lead to another document, other than the meta-schemas, which the library has?"""
     try:
         parts = urlsplit(reference)
     except ValueError:
-        return None
-    return parts.scheme or ("//" if parts.netloc else ""), parts.netloc
+        return True
+    return bool(parts.scheme or parts.netloc) and parts.netloc != "json-schema.org"
 
 
 def _depth(text: str, opening: str, closing: str) -> int:
@@ -136,7 +136,7 @@ def _depth(text: str, opening: str, closing: str) -> int:
     for brackets, step in ((opening, 1), (closing, -1)):
         steps[np.isin(chars, [ord(bracket) for bracket in brackets])] = step
     depths = np.cumsum(steps)
-    # one that closes nothing does not count: depths are above the lowest so far
+    # a bracket that closes nothing does not count: depths are relative to the lowest so far
     return int((depths - np.minimum.accumulate(np.minimum(depths, 0))).max(initial=0))
 
 
@@ -153,7 +153,7 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _schemas(schema: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(depth, schema) of every schema in one whose keys are plain; booleans have no keys."""
+    """Yields (depth, schema) of a schema and all schemas in it, as far as plain keys lead to them."""
     left = [(0, schema)]
     while left:
         depth, one = left.pop()

@@ -1,10 +1,10 @@
-"""The program of `grammar_trial`: compiles grammars where a crash, a hang or a lack of memory ends this process alone.
+"""The worker program of `grammar_trial`: a crash, a hang or a lack of memory while compiling ends only this process.
 
-It is run as a file by itself and imports nothing of this package, so that it starts in a fraction of a second. A
-line of JSON each on standard input and output:
+It is run as a file and imports nothing of this package, so that it starts in a fraction of a second. Its argument is
+the size of the stack in bytes. It reads lines of JSON, and answers each with one:
 
-    in   {"tokenizer": ..., "n_vocab": ..., "eos": ...}   once           out  {"ready": true}
-    in   {"grammar": ..., "seconds": ..., "bytes": ...}   over and over  out  {"reason": ..., "bytes": ...}
+    once          {"tokenizer": ..., "n_vocab": ..., "eos": ...}                  ->  {"ready": true}
+    repeatedly    {"grammar": ..., "seconds": ..., "bytes": ..., "forced": ...}   ->  {"reason": ..., "bytes": ...}
 """
 
 import json
@@ -16,13 +16,13 @@ from typing import Any, BinaryIO
 
 try:
     import resource
-except ImportError:  # a system without limits: the parent's clock is the only one
+except ImportError:  # a system without such limits; the parent's time limit remains
     resource = None  # type: ignore[assignment]
 
 NICE = 5
-"""The engine of the server goes first."""
+"""A lower priority than the engine of the server."""
 STEPS = 4
-"""Tokens that are tried, so that the states after the first one are made here too."""
+"""Tokens that are tried, so that states after the first one are computed here too."""
 
 
 def write(stream: BinaryIO, value: Any) -> None:
@@ -31,7 +31,7 @@ def write(stream: BinaryIO, value: Any) -> None:
 
 
 def held_bytes() -> tuple[int, int]:
-    """Address space and resident memory of this process; zeros where the system does not say."""
+    """Address space and resident memory of this process; zeros if the system does not report them."""
     try:
         with open("/proc/self/statm") as file:
             pages, resident = file.read().split()[:2]
@@ -41,7 +41,7 @@ def held_bytes() -> tuple[int, int]:
 
 
 def tried(library: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The library's reason against a grammar ("": none), and what the grammar takes in memory."""
+    """Compile a grammar. Returns the reason against it ("": none), and the memory that it takes."""
     before = held_bytes()[1]
     matcher = library.LLMatcher(tokenizer, asked["grammar"], log_level=0)
     copy = matcher.deep_copy() if not matcher.is_error() else matcher
@@ -57,8 +57,9 @@ def tried(library: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]
 
 
 def limit(seconds: float, more_bytes: int | None) -> None:
-    """Seconds of work and bytes beyond which the system ends this process; 0 and None: none."""
-    if resource is None:  # not everywhere
+    """Let the system end this process after these processor seconds (0: never) or with this much more memory (None: no
+    limit)."""
+    if resource is None:
         return  # type: ignore[unreachable]
     signal.setitimer(signal.ITIMER_PROF, seconds)
     held = held_bytes()[0]
@@ -68,10 +69,7 @@ def limit(seconds: float, more_bytes: int | None) -> None:
 
 def main() -> None:
     given, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever the library prints is no answer
-    if resource is not None:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.nice(NICE)
+    os.dup2(2, 1)  # what the library prints must not mix with answers
     first = given.readline()
     if not first:
         return
@@ -81,21 +79,15 @@ def main() -> None:
     tokenizer = llguidance.LLTokenizer(begin["tokenizer"], n_vocab=begin["n_vocab"], eos_token=begin["eos"])
     write(told, {"ready": True})
     for asked in map(json.loads, given):
-        answer: list[dict[str, Any]] = []
-
-        def work(asked: dict[str, Any] = asked, answer: list[dict[str, Any]] = answer) -> None:
-            limit(asked["seconds"], asked["bytes"])
-            answer.append(tried(llguidance, tokenizer, asked))
-
-        threading.stack_size(asked["stack"])
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        limit(asked["seconds"], asked["bytes"])
+        answer = tried(llguidance, tokenizer, asked)
         limit(0.0, None)
-        if not answer:
-            sys.exit(1)  # it ran out of memory in Python
-        write(told, answer[0])
+        write(told, answer)
 
 
 if __name__ == "__main__":
-    main()
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(NICE)
+    threading.stack_size(int(sys.argv[1]))
+    threading.Thread(target=main).start()  # an error ends it, and the process with it

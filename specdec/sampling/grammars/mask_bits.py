@@ -1,4 +1,4 @@
-"""Bits of a mask over the vocabulary: token v is bit v % 32 of word v // 32. It knows no grammar."""
+"""Bits of masks over the vocabulary: token v is bit v % 32 of word v // 32. This file knows no grammar."""
 
 from collections.abc import Collection
 
@@ -9,12 +9,12 @@ Words = npt.NDArray[np.int32]
 
 
 def token_bit(token: int) -> np.int32:
-    """Its bit in its word of a mask."""
+    """The token's bit within its word."""
     return np.int32(np.uint32(1 << token % 32).astype(np.int32))
 
 
 def token_bits(tokens: Collection[int], num_words: int) -> Words:
-    """[words] with the bits of these tokens, which are all within them."""
+    """A mask with the bits of these tokens, [num_words]. All tokens must be below 32 * num_words."""
     ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))
     bits = np.zeros(num_words, dtype=np.uint32)
     np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
@@ -22,7 +22,7 @@ def token_bits(tokens: Collection[int], num_words: int) -> Words:
 
 
 def only_bit(mask: Words) -> int | None:
-    """The only bit that is set; None: there are more, or none."""
+    """The token whose bit is set; None if there is not exactly one."""
     [words] = np.nonzero(mask)
     if len(words) != 1:
         return None

@@ -1,11 +1,11 @@
-"""Rules about tokens, whatever the text is: `allowed_token_ids`, and no end before `min_tokens`.
+"""Rules about tokens that do not depend on the text: `allowed_token_ids`, and no end before `min_tokens`.
 
     output token        0 ... min_tokens - 1        min_tokens ...
     may be drawn        allowed, but no end         allowed
 
-A request with such rules has a `RuledState`, alone or around a state in its grammar, and its masks are used as those
-of grammars are, at every node of a tree. Where a grammar can only end, the text ends, even before min_tokens. A state
-that restricts nothing any more is `free`, and its request then costs no more than one without rules.
+A request with such rules has a `RuledState`, which may contain its state in a grammar. Its masks are applied at every
+node of a tree, like a grammar's. If the grammar can only end, the text ends, even before min_tokens. Once a state
+restricts nothing, it is `free`, and its request costs no more than one without rules.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,11 @@ from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
 
 
 class TokenRules(NamedTuple):
-    """The rules of one request. open, closed [words]: tokens allowed where the output may end, and where it may not;
-    anything: every token is in `open`."""
+    """The rules of one request.
+
+    open: mask of the tokens that are allowed where the output may end, [words]. closed: the mask before `min_tokens`,
+    [words]. anything: does `open` have every token?
+    """
 
     open: Words
     closed: Words
@@ -29,7 +32,8 @@ class TokenRules(NamedTuple):
 
 
 class RuledState(GrammarState):
-    """The state after some output. remaining: tokens until it may end. inner: the state in the grammar, or None."""
+    """The state after some output tokens. remaining: tokens before the output may end. inner: the state in the grammar;
+    None: there is no grammar."""
 
     __slots__ = ("inner", "remaining", "rules")
 
@@ -70,16 +74,16 @@ class RuledState(GrammarState):
             return None
         inner = None if self.inner is None else self.inner.after(token)
         if self.inner is not None and (inner is None or (self.rules.anything and self.remaining <= 1)):
-            return inner  # forbidden by the grammar, or from here on nothing but the grammar
+            return inner  # None if the grammar forbids the token; otherwise only the grammar restricts from here on
         return RuledState(self.rules, max(0, self.remaining - 1), inner, over=token in self.ends)
 
 
 def rules_state(
     state: GrammarState | None, params: SamplingParams, ends: frozenset[int], vocab_size: int
 ) -> GrammarState | None:
-    """The first state of an output that follows `params`, given its state in a grammar; None: the output is free.
+    """The state before the first token under the rules of `params`; None: nothing is restricted.
 
-    Raises ConfigError where no token could be drawn.
+    state: the state in the grammar, if there is one. Raises ConfigError if no token could be drawn.
     """
     allowed = params.allowed_token_ids
     remaining = params.min_tokens if ends else 0
@@ -87,7 +91,7 @@ def rules_state(
         return state
     num_words = -(-vocab_size // 32)
     open = np.full(num_words, -1, dtype=np.int32) if allowed is None else token_bits(allowed, num_words)
-    # a token that ends outputs, as the checkpoint or a request says, may be outside the vocabulary
+    # end tokens that a checkpoint or request names may be outside the vocabulary
     closed = open & ~token_bits([token for token in ends if 0 <= token < 32 * num_words], num_words)
     if remaining and allowed is not None and not closed.any():
         raise ConfigError(

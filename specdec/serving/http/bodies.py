@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from specdec.serving.fair_pool import FairPool
+from specdec.serving.http.body_time import BodyTime
 from specdec.serving.http.events import while_connected
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
@@ -73,8 +74,8 @@ def require_few_values(raw: bytes, max_values: int) -> None:
 def parse(raw: bytes, model: type[Model], max_values: int, unknown_fields: str = "refuse") -> Model:
     """Parse the body as a model. Raises ApiError for the first mistake.
 
-    An error lives until it is answered (refusals may wait for seconds), and so do the frames that it passed through. So
-    none of these frames holds the body's values, which may take tens of megabytes."""
+    An error may live until Python collects cycles, and it keeps the frames that it passed through. So none of these
+    frames holds the body's values, which may take many megabytes."""
     require_few_values(raw, max_values)
     found = _parsed(raw, model, unknown_fields)
     if isinstance(found, ApiError):
@@ -96,8 +97,10 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
 async def read_body(request: Request) -> bytes:
     """Read the body of a request; the request keeps no copy. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body_time: BodyTime = request.app.state.body_time
     try:
-        raw = b"".join([piece async for piece in request.stream()])
+        async with body_time.limit():
+            raw = b"".join([piece async for piece in request.stream()])
     except ClientDisconnect:
         raise ApiError(400, "the body ended before its end", code="invalid_json") from None
     if not raw:

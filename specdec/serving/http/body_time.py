@@ -1,66 +1,42 @@
-"""Time limit for the body of a request. A late body is refused with 408, or with 503 when the server stops.
-
-A proxy limits the time of heads and the number of connections (docs/deployment.md).
-"""
+"""Time limit for the bodies of requests: a late body is refused with 408, or with 503 when the server stops."""
 
 import asyncio
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from specdec.serving.http.faults import ApiError
 
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
-class BodyTimes:
+class BodyTime:
     """The bodies that one server awaits. It belongs to the server's event loop."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.stopping = False
+        self._seconds = seconds
+        self._stopping = False
         self._awaited: set[asyncio.Timeout] = set()
 
     def stop(self, seconds: float) -> None:
         """From now on, wait at most `seconds` for any body."""
-        self.stopping = True
-        self.seconds = min(self.seconds, seconds)
+        self._stopping = True
+        self._seconds = min(self._seconds, seconds)
         latest = asyncio.get_running_loop().time() + seconds
         for timeout in self._awaited:
             timeout.reschedule(min(latest, timeout.when() or latest))
 
-    async def receive(self, receive: Receive, began: float) -> Message:
-        """The next message of a request whose body is awaited since `began`. Raises ApiError if it is late."""
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Within the block, a body is read. Raises ApiError if it is late."""
         try:
-            async with asyncio.timeout_at(began + self.seconds) as timeout:
+            async with asyncio.timeout(self._seconds) as timeout:
                 self._awaited.add(timeout)
                 try:
-                    return await receive()
+                    yield
                 finally:
                     self._awaited.discard(timeout)
         except TimeoutError:
-            if self.stopping:
+            if self._stopping:
                 raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None
-            message = f"the body did not arrive within {self.seconds:g} s; send it faster"
+            message = f"the body did not arrive within {self._seconds:g} s; send it faster"
             raise ApiError(408, message, code="timeout", headers=CLOSE) from None
-
-
-class BodyTime:
-    """Middleware around the routes, inside the middleware that checks keys and sizes."""
-
-    def __init__(self, app: ASGIApp, times: BodyTimes) -> None:
-        self.app = app
-        self.times = times
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began, whole = asyncio.get_running_loop().time(), False
-
-        async def in_time() -> Message:
-            nonlocal whole
-            message = await (receive() if whole else self.times.receive(receive, began))
-            whole = whole or not message.get("more_body", False)
-            return message
-
-        await self.app(scope, in_time, send)

@@ -14,14 +14,17 @@ from collections import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.pacing import OVER_LIMIT, ClientPace
 from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Prefixes of paths that need the API key; health and metrics do not."""
+OVER_LIMIT = "over_limit"
+"""Key in a request's state: it is refused because its client exceeds its own limits."""
 QUIET_SECONDS = 10.0
 """Seconds between two log lines about refusals: a client that retries at once would fill the log."""
+MAX_REMEMBERED = 10_000
+"""Above this number of clients, those that sent nothing in the last minute are forgotten."""
 
 
 def route_path(scope: Scope) -> str:
@@ -29,6 +32,27 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+class RequestRate:
+    """Requests per minute of each client, which may all arrive at once.
+
+    A request costs 60 / per_minute seconds. A client spends the seconds of the last minute, the oldest first.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self._cost = 60 / per_minute
+        self._spent_until: dict[str, float] = {}  # by client
+
+    def take(self, client: str, now: float) -> float:
+        """Take one request if there is one. Returns the seconds until there is one; 0: it was taken."""
+        until = max(self._spent_until.get(client, -math.inf), now - 60) + self._cost
+        if until - now > 1e-3:  # less is a rounding error
+            return until - now
+        self._spent_until[client] = until
+        if len(self._spent_until) > MAX_REMEMBERED:
+            self._spent_until = {name: spent for name, spent in self._spent_until.items() if spent > now - 60}
+        return 0.0
 
 
 class ClientLimits:
@@ -41,7 +65,7 @@ class ClientLimits:
         self.app = app
         self.at_a_time, self.per_minute = at_a_time, per_minute
         self._open: Counter[str] = Counter()
-        self._minutes = ClientPace(per_minute / 60, per_minute) if per_minute else None
+        self._rate = RequestRate(per_minute) if per_minute else None
         self._refused: Counter[str] = Counter()  # refusals since the last log line
         self._quiet_until = 0.0
 
@@ -77,7 +101,7 @@ class ClientLimits:
         most = self.at_a_time
         if most and self._open[client] >= most:
             return _refused(f"{most} of your requests are open, as many as may be; wait for one to end", 1.0)
-        if self._minutes is not None and (wait := self._minutes.take(client, now)):
+        if self._rate is not None and (wait := self._rate.take(client, now)):
             return _refused(f"{self.per_minute} requests a minute are allowed, and you have sent them", wait)
         return None
 

@@ -19,11 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.api_keys import bearer_token
-from specdec.serving.http.body_time import BodyTime, BodyTimes
-from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
+from specdec.serving.http.body_time import BodyTime
+from specdec.serving.http.client_limits import GUARDED, OVER_LIMIT, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.pacing import OVER_LIMIT, Paced
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
 
@@ -183,13 +182,11 @@ async def _discard_body(receive: Receive) -> None:
 def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
     """Add all middleware; the last one added is the outermost."""
     app.add_middleware(HeadRequests)
-    app.state.body_times = BodyTimes(settings.timeout_body)
-    app.add_middleware(BodyTime, times=app.state.body_times)
+    app.state.body_time = BodyTime(settings.timeout_body)
     per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
     if per_minute or at_a_time:
         app.add_middleware(ClientLimits, per_minute=per_minute, at_a_time=at_a_time)
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(Paced)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -14,7 +14,7 @@ from specdec.serving.http.answers import REFUSED
 from specdec.serving.http.client_limits import GUARDED
 from specdec.serving.http.events import JsonResponse
 from specdec.serving.openai import answer_models
-from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
+from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS
 from specdec.serving.openai.sampling_fields import MAX_LOGPROBS
 from specdec.serving.server_settings import ServeSettings
 from specdec.settings.declared_fields import Number
@@ -54,6 +54,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     },
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
     "messages": {"maxItems": MAX_MESSAGES},
+    "tools": {"maxItems": MAX_TOOLS},
     "length_penalty": {"const": 1},
 }
 """Bounds of fields by name, in any body."""

@@ -36,6 +36,9 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
+MAX_ITEMS = 32768
+"""Most input items of a response: several may form one message."""
+MAX_TOOLS = 8192
 MAX_STOP_MEMBERS = 1024
 """Most members of `stop`, checked before each member; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
@@ -291,7 +294,7 @@ class Prediction(Body):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
-Tools = Annotated[list[Tool], Field(fail_fast=True)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class ChatRequest(SamplingFields):
@@ -362,11 +365,14 @@ class NamedFunction(FunctionName, OfFunction):
 class ResponsesRequest(RequestFields):
     """OpenAI's fields, and the sampling parameters of chats."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    input: Annotated[
+        Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)],
+        at_most(MAX_ITEMS),
+    ]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

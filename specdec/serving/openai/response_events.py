@@ -1,6 +1,6 @@
-"""A growing response: output items in the order of the answer, and their events in OpenAI's order.
+"""Builds a response from an answer's events: output items in order, and OpenAI's stream events.
 
-One item is open at a time. Its events are `output_item.added`, deltas and their `done` (within a `content_part` for a
+One item is open at a time. Its events are `output_item.added`, deltas and their `done` (inside a `content_part` for a
 message or thought), then `output_item.done`. A response that is not streamed is built in the same way.
 """
 
@@ -33,7 +33,7 @@ class ResponseBuilder:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[ResponseEvent]:
-        """The response events for one event of the answer. logprobs: of its tokens."""
+        """The response events for one event of the answer. logprobs: log-probabilities of the event's tokens."""
         match event:
             case Text():
                 scores = {"logprobs": logprobs} if event.kind == "content" else {}
@@ -49,7 +49,7 @@ class ResponseBuilder:
     def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[ResponseEvent]:
         """End the response. status: completed, incomplete or failed."""
         events = []
-        if not self.output and status != "failed":  # an answer without a word is an empty message
+        if not self.output and status != "failed":  # an empty answer is an empty message
             events += self._begin("message")
         events += self._close("completed" if status == "completed" else "incomplete")
         self.response |= {"status": status, "usage": usage, **details}
@@ -117,6 +117,6 @@ class ResponseBuilder:
 
 
 def _copied(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item or a part as it is now: events are sent later than they are made."""
+    """A copy of an item or a part, since the original may grow before the event is sent."""
     copy = {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
     return copy | ({"content": [_copied(part) for part in item["content"]]} if "content" in item else {})

@@ -1,4 +1,4 @@
-"""A response's input, and the chat that it stands for: one path leads to the engine, that of chats."""
+"""Converts the input of a response to a chat request: the engine serves both in the same way."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from specdec.serving.http.faults import invalid_body
 from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat, refused
 
 OF_RESPONSES = {"tools", "tool_choice", "stream_options", "store"}
-"""Fields of chats too, which say something else here, or are read before the chat is."""
+"""Fields that chats have under the same name, but that have another form here, or that do not concern the chat."""
 SAME_AS_CHAT = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys() - OF_RESPONSES
 
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """The chat that it stands for; messages: the whole of it."""
+    """The chat request for a response. messages: all messages but the instructions, earlier responses' included."""
     asked = {name: getattr(body, name) for name in SAME_AS_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     asked |= {"messages": instructions + messages, "max_tokens": body.max_output_tokens}
@@ -34,7 +34,7 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
         asked["reasoning_effort"] = body.reasoning.effort
     try:
         return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
-    except ValidationError as error:  # such as more messages than a chat may have
+    except ValidationError as error:  # such as too many messages
         raise invalid_body(error.errors()) from None
 
 
@@ -48,19 +48,19 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a chat. An answer's thoughts, text and calls, which are items of their own, are one message; a text
-    after an answer's text begins another."""
+    """The chat's messages for these items. Thoughts, text and calls of an answer are separate items, but one message; a
+    second text begins another message."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
-            message["content"] = ""  # a thought by itself
+            message["content"] = ""  # a message with only a thought
     return messages
 
 
 def answer_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of one answer as one message, whatever stands between its texts: templates take turns."""
+    """One message for all items of an answer, even with several texts: templates expect turns to alternate."""
     whole: dict[str, Any] = {}
     for message in messages_of(items):
         for name, value in message.items():
@@ -73,7 +73,7 @@ def answer_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
-    """One item, as a message of its own or as a part of the last one."""
+    """Append a message for this item, or extend the last message by it. place: the item's place for errors."""
     match item.get("type", "message" if "role" in item else None):
         case "message":
             role = item.get("role")
@@ -107,7 +107,8 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
 
 
 def _answer(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[str, Any]:
-    """The model's message that goes on, or a new one. after_text: does what comes go on with one that has its text?"""
+    """The assistant message to extend: the last one, or a new one. after_text: may the item be added to a message that
+    already has its text?"""
     last = messages[-1] if messages else {"role": None}
     is_over = not after_text and last.get("content") is not None and not last.get("tool_calls")
     if last["role"] != "assistant" or is_over:

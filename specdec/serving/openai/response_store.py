@@ -1,7 +1,7 @@
-"""Keeps responses in memory, so that clients can read and continue them. The oldest are dropped for new ones.
+"""Keeps responses in memory, so that clients can read and continue them. The least recently used are dropped first.
 
-One key's responses cannot be read, continued or deleted with another key. Each response is kept as the bytes of its
-JSON, so that the limit on bytes limits memory: as objects they take up to seven times as much.
+Responses of one API key cannot be read, continued or deleted with another. Each response is kept as the bytes of its
+JSON, so that the limit on bytes limits memory: as objects, responses would take up to seven times as much.
 """
 
 import json
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_KEY_BYTES = 16 << 20
-"""Most bytes of responses that are kept for one API key."""
+"""Most bytes of responses kept for one API key."""
 MAX_BYTES = 64 << 20
-"""Most bytes of responses that are kept for all keys together."""
+"""Most bytes of responses kept for all keys together."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A stored response.
 
-    response: the answer that was sent. inputs: its own input items. messages: the whole chat, its answer included.
+    response: the answer that was sent. inputs: the request's input items. messages: the whole chat with the answer.
     """
 
     response: dict[str, Any]
@@ -38,18 +38,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The store. The event loop uses it, and threads that build whole answers."""
+    """The store. Used by the event loop, and by threads that build whole answers."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by key and id, oldest first
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by key and id, least recently used first
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self._kept.values()))
 
     def get(self, key: str, response_id: str) -> StoredResponse | None:
         with self._lock:

@@ -55,11 +55,14 @@ async def detokenize(body: DetokenizeRequest, state: StateDep) -> JsonResponse:
     """Convert token ids to text, including special tokens."""
     state.model_name(body.model)
     vocab_size, tokenizer = state.engine.vocab_size, state.tokenizer
-    outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise refused("tokens", f"tokens holds {outside}; token ids from 0 to {vocab_size - 1} are expected")
-    text = await state.engine.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return JsonResponse({"prompt": text})
+
+    def text() -> str:
+        outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise refused("tokens", f"tokens holds {outside}; token ids from 0 to {vocab_size - 1} are expected")
+        return str(tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+    return JsonResponse({"prompt": await state.engine.off_loop(text)})
 
 
 async def _chat_tokens(body: TokenizeRequest, messages: Messages, state: ServeState) -> list[int]:

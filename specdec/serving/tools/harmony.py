@@ -84,7 +84,10 @@ class HarmonyParser(JsonToolParser):
             if begins or (yield from self._comes(CALL)):
                 self._begin_call(name)
                 self._text_kind = "content"
-                yield from self._json_value(self._arguments) if begins else self._no_arguments()
+                if begins:
+                    yield from self._json_value(self._arguments)
+                else:
+                    self._arguments("{}")
                 yield from self._close(*ENDS)
                 self._end_call(whole=True)
                 return
@@ -98,10 +101,6 @@ class HarmonyParser(JsonToolParser):
         seen = yield from self._sees(mark)
         self._back_to(size)
         return seen
-
-    def _no_arguments(self) -> Reading[None]:
-        self._arguments("{}")
-        yield from ()
 
     def _plain(self, text: str) -> None:
         self._tell_text(self._text_kind, text)
