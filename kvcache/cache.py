@@ -89,7 +89,7 @@ class KVCache:
         ranks: devices that share the model; `layout` is one rank's share. Each rank gets a store. Returns that of rank
         0, which knows the others.
         """
-        layout = (layout.in_fp8() if self.fp8 else layout).for_rounds(self.table.lookahead)
+        layout = layout.in_fp8() if self.fp8 else layout
         devices = (self.allocator.device,) if ranks is None else ranks.devices
         num_states = num_state_slots(self.table.max_requests)
         stores = tuple(

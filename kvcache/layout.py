@@ -49,7 +49,7 @@ class Retention(NamedTuple):
     """The newest `window` tokens of a request stay readable, the query's own included; None: all of them.
 
     cached: cached prefixes keep these fields too. False: records of recurrent layers, which are read until the state
-    has folded them. Their window is 0 in a model's own layout; an engine's rounds set it.
+    has folded them.
     """
 
     window: int | None = None
@@ -57,13 +57,22 @@ class Retention(NamedTuple):
 
     @property
     def name(self) -> str:
-        if self.window is None:
-            return "full"
-        return f"window {self.window}" if self.cached else "records"
+        if not self.cached:
+            return "records"
+        return "full" if self.window is None else f"window {self.window}"
+
+    def num_kept(self, lookahead: int) -> int | None:
+        """How many tokens an engine keeps for requests with `lookahead` uncommitted tokens; None: all.
+
+        A record is kept until it is folded and no round in flight reads it, so up to `lookahead` plus one round's
+        tokens are kept. A grammar may force up to FOLD tokens in a round, root included, even if the lookahead is
+        shorter.
+        """
+        return self.window if self.cached else FOLD + max(2 * lookahead, FOLD)
 
 
 KEEP_ALL = Retention()
-RECORDS = Retention(0, cached=False)
+RECORDS = Retention(cached=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,7 @@ class LayerSpec:
     @property
     def window(self) -> int | None:
         """The window through which the layer attends; None: it sees every token."""
-        return self.retention.window if self.retention.cached else None
+        return self.retention.window
 
 
 def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[CacheField, ...]:
@@ -133,19 +142,6 @@ class KVLayout:
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the states of one request, in a model of this dtype."""
         return sum(spec.state.bytes(dtype) for spec in self.owners if spec.state is not None)
-
-    def for_rounds(self, lookahead: int) -> "KVLayout":
-        """This layout in an engine whose requests have `lookahead` uncommitted tokens. A record is kept until it is
-        folded and no round in flight reads it, so up to `lookahead` plus one round's tokens are kept.
-
-        A grammar may force up to FOLD tokens in a round, root included, even if the lookahead is shorter.
-        """
-        keys = FOLD + max(2 * lookahead, FOLD)
-
-        def resolved(spec: LayerSpec) -> LayerSpec:
-            return replace(spec, retention=RECORDS._replace(window=keys)) if spec.recurrent else spec
-
-        return self.map(resolved)
 
     def last_owner(self, layer_type: str) -> LayerSpec | None:
         """The owner that the last layer of this type reads. A frozen-KV drafter layer of this type reads the same
@@ -193,8 +189,6 @@ def cache_groups(layouts: Iterable[KVLayout]) -> ByGroup[Retention]:
     """Groups of these models' layers, which share slots and page tables, by what they retain: the primary group, which
     keeps every token, then a group for each window, the narrowest first, then records."""
     found = {KEEP_ALL, *(spec.retention for layout in layouts for spec in layout.layers)}
-    records = [kept for kept in found if not kept.cached]
-    assert len(records) <= 1, f"records of one engine have one window: {records}"
     return ByGroup(tuple(sorted(found, key=lambda kept: (not kept.cached, kept.window or 0))))
 
 

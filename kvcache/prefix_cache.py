@@ -55,6 +55,7 @@ class PrefixCache:
         self.page_size = table.allocator.page_size
         self.pairs = pairs
         self.states = states
+        self._is_cached = np.array([kept.cached for kept in self.allocator.groups])  # [groups]
         self.allocator.cache = self
         self.reset()
 
@@ -96,7 +97,7 @@ class PrefixCache:
     def _insert(self, row: int, key: IntArray, salt: bytes) -> None:
         num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
         pages = self.table.pages(row, num_pages)
-        evicted = self._evicted(row, num_pages)
+        evicted = self.table.evicted_len[:, row] // self.page_size  # first pages without a peer, [groups]
         path, end, done = self._walk(key[: num_pages * self.page_size], salt), self._root, 0
         for end, count in path:
             self._revive(end, pages[done : done + count], evicted - done)
@@ -108,14 +109,6 @@ class PrefixCache:
             rest = key[done * self.page_size : num_pages * self.page_size]
             nodes.append(self._append(end, rest, pages[done:], evicted - done, salt if done == 0 else b""))
         self._touch(nodes)
-
-    def _evicted(self, row: int, num_pages: int) -> IntArray:
-        """How many first pages of a row have no peer that the cache could keep, [groups]."""
-        evicted: IntArray = self.table.evicted_len[:, row] // self.page_size
-        for group, kept in self.allocator.groups.items():
-            if not kept.cached:
-                evicted[group] = num_pages
-        return evicted
 
     def cache_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
         """Copy the row's state at the last multiple of FOLD among its committed tokens. It copies only if the tree has
@@ -232,7 +225,7 @@ class PrefixCache:
         else:
             node = parent
             node.key, node.pages = np.concatenate([node.key, key]), np.concatenate([node.pages, pages])
-        node.num_peers += (len(pages) - num_evicted).clip(min=0)
+        node.num_peers += (len(pages) - num_evicted).clip(min=0) * self._is_cached
         return node
 
     def _claim(self) -> None:

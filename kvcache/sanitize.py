@@ -22,7 +22,7 @@ from specdec.gpu.captures import Capture, Program, Replay
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
 from specdec.kvcache.store import KVStore
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.table import RequestTable, row_cells
 
 SETTING = "SPECDEC_SANITIZE"
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
@@ -56,9 +56,8 @@ class Sanitizer:
         self.stores: list[KVStore] = []
         pages = self.allocator.primary.capacity + 1
         self.owners = MirroredArray((pages,), self.allocator.device)  # per primary page, at the last `check`
-        self._record = torch.zeros(
-            5, dtype=torch.int64, device=self.allocator.device
-        )  # the first fault: see `record_fault`
+        # the first fault: see `record_fault`
+        self._record = torch.zeros(5, dtype=torch.int64, device=self.allocator.device)
         self._capturing = False
         for group, pool in self.allocator.pools.items():
             pool.on_free = partial(self._poison, group)
@@ -125,31 +124,29 @@ class Sanitizer:
         Rounds in flight only reorder slots within a row, so the check holds during them. Raises LocationError.
         """
         allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
-        count = np.zeros(allocator.primary.capacity + 1, dtype=np.int64)
-        for row in table.active_rows.tolist():
-            capacity, committed = int(table.capacity[row]), int(table.committed_len.host[row])
-            slots = table.slots.host[row, :capacity]
-            positions = np.arange(capacity)
-            where = (row, positions, slots, PRIMARY)
-            in_bounds = (slots >= page_size) & (slots < allocator.num_slots(PRIMARY))
-            self._require(in_bounds, *where, "is outside of the pool")
-            pages = slots // page_size
-            self._require(allocator.primary.is_held(pages), *where, "has been freed")
-            self._require(slots % page_size == positions % page_size, *where, "is out of its place in the page")
-            if committed > capacity:
-                said = f"row {row}: {committed} tokens are committed, but it owns {capacity} slots {BLAME}"
+        active = table.active_rows
+        rows, positions = row_cells(active, np.zeros_like(active), table.capacity[active])
+        slots = table.slots.host[rows, positions]
+        where = (PRIMARY, rows, positions, slots)
+        in_bounds = (slots >= page_size) & (slots < allocator.num_slots(PRIMARY))
+        self._require(in_bounds, *where, "is outside of the pool")
+        pages = slots // page_size
+        self._require(allocator.primary.is_held(pages), *where, "has been freed")
+        self._require(slots % page_size == positions % page_size, *where, "is out of its place in the page")
+        owned, committed = table.capacity[active], table.committed_len.host[active]
+        for row, capacity, length in zip(active.tolist(), owned.tolist(), committed.tolist(), strict=True):
+            if length > capacity:
+                said = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
                 raise name_row(LocationError(said), row)
-            count[pages[::page_size]] += 1
-            for group in allocator.windowed:
-                kept = positions[int(table.evicted_len[group, row]) :]
-                peers = allocator.peer_slots(group, slots[kept])
-                where = (row, kept, peers, group)
-                mapped = (peers >= page_size) & (peers < allocator.num_slots(group))
-                self._require(mapped, *where, f"is no peer of full slots {_few(slots[kept][~mapped])}")
-                self._require(allocator.pools[group].is_held(peers // page_size), *where, "has been freed")
         for group in allocator.windowed:
+            kept = positions >= table.evicted_len[group, rows]
+            peers = allocator.peer_slots(group, slots[kept])
+            where = (group, rows[kept], positions[kept], peers)
+            mapped = (peers >= page_size) & (peers < allocator.num_slots(group))
+            self._require(mapped, *where, f"is no peer of full slots {_few(slots[kept][~mapped])}")
+            self._require(allocator.pools[group].is_held(peers // page_size), *where, "has been freed")
             self._check_peers(group)
-        self._check_owners(count)
+        self._check_owners(np.bincount(pages[positions % page_size == 0], minlength=allocator.primary.capacity + 1))
 
     def _check_peers(self, group: GroupId) -> None:
         """Check that no two primary slots have the same peer."""
@@ -173,11 +170,11 @@ class Sanitizer:
         self.owners[changed] = owners[changed]
 
     def _require(
-        self, right: np.ndarray, row: int, positions: IntArray, slots: IntArray, group: GroupId, text: str
+        self, right: np.ndarray, group: GroupId, rows: IntArray, positions: IntArray, slots: IntArray, text: str
     ) -> None:
         if not right.all():
             first = int(np.argmin(right))
-            slot = self._slot(group, int(slots[first]))
+            row, slot = int(rows[first]), self._slot(group, int(slots[first]))
             raise name_row(LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}"), row)
 
     def _slot(self, group: GroupId, slot: int) -> str:

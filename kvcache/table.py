@@ -102,7 +102,7 @@ class RequestTable:
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
         self.max_lag = allocator.pools.map(lambda pool: 0) if max_lag is None else max_lag
-        windows = [kept.window for kept in allocator.groups]
+        windows = [kept.num_kept(lookahead) for kept in allocator.groups]
         kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
         self.retain_on_device = upload(self.retain, allocator.device)

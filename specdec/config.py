@@ -118,30 +118,38 @@ class BoundedDepth(SpecConfig):
 class EngineConfig:
     """Sizes and devices of an engine.
 
-    max_model_len: longest prompt + output in tokens; None: the model's own limit, or less if memory is short.
-    full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
-    `max_model_len`, within memory_share of the memory that is free after the weights are loaded (None: 0.8 on a GPU,
-    0.25 on a CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None: float32 on a CPU, else the
-    checkpoint's. prefill_chunk: most prompt tokens of one request per step. If set, no chunk is divided among steps.
-    None: 8192 (2048 with recurrent layers), on a CPU 512. max_prefill_tokens: most prompt tokens per step over all
-    requests, whether or not others decode. None: measured times decide (docs/life_of_a_request.md;
-    `EngineStats.prompt_gap_ms`). attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA
-    device (or, to try them on a CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
+    max_batch_size: most requests that run at a time; others wait.
+    max_model_len: longest prompt + output, in tokens. None: the model's own limit, or less if memory is short.
+    page_size: slots per page of K/V.
+    full_slots, swa_slots: usable KV slots (tokens) of each pool. None: enough for `max_batch_size` requests of
+        `max_model_len`, within `memory_share`.
+    attention: "torch" runs anywhere. "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
+        CPU, TRITON_INTERPRET=1). "auto": "triton" on a GPU that can run them, else "torch".
+    cuda_graphs: capture rounds and short prompts once per shape and replay them. True: an error if that is impossible.
+        "auto": on a GPU, if the model allows it.
     deterministic: a token's logits depend only on its request, to the bit: not on the batch, prompt chunks, preemption,
-    drafts or captures. A model that cannot guarantee this is refused. kv_dtype: "fp8" stores K/V in 8 bits (e4m3 with a
-    scale per token and head), the drafter's too. It takes about half the memory, and tokens equal those of plain
-    decoding with such K/V. None: the model's dtype. cuda_graphs: capture rounds and short prompts once per shape and
-    replay them. "auto": on a GPU, if the model allows it; True: an error if that is impossible. max_capture_bytes: most
-    memory of captures on each device; the least recently used are dropped. None: a tenth of a device's memory, or half
-    of the memory that the pools leave, if less. prefix_cache: keep K/V of prompts and outputs for requests that begin
-    with the same tokens, until slots are needed. finished_tokens: the drafter "suffix" also proposes from the newest
-    output tokens (this many) of finished requests with the same cache_salt; 0: only from a request's own text. It
-    changes only speed, no token. fused: replace transformers' modules by decoder layers of few large kernels. "auto":
-    with "triton" on a GPU, if the family has them; True: everywhere (in plain torch without "triton"), and a model or
-    drafter without them is refused; False: never. Fusing makes parameters views of larger tensors, with the same values
-    and names. tensor_parallel: number of GPUs of this host, from `device` on, that share the target's layers and head.
-    They must reach each other's memory; the first also holds the embeddings and the drafter. For fused families,
-    quantised or not. With deterministic=True the logits are those of one GPU, to the bit.
+        drafts or captures. A model that cannot guarantee this is refused.
+    dtype: a torch.dtype or its name ("bfloat16", "bf16"). None: float32 on a CPU, else the checkpoint's.
+    device: a torch.device or its name. None: the first GPU, else the CPU.
+    prefill_chunk: most prompt tokens of one request per step. If set, no chunk is divided among steps. None: 8192, 2048
+        with recurrent layers, 512 on a CPU.
+    max_prefill_tokens: most prompt tokens per step over all requests, whether or not others decode. None: measured
+        times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
+    fused: replace transformers' modules by decoder layers of few large kernels. Parameters become views of larger
+        tensors, with the same values and names. True: everywhere (in plain torch without "triton"), and a model or
+        drafter without them is refused. False: never. "auto": with "triton" on a GPU, if the family has them.
+    prefix_cache: keep K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
+    finished_tokens: the drafter "suffix" also proposes from the newest output tokens (this many) of finished requests
+        with the same cache_salt. It changes only speed, no token. 0: only from a request's own text.
+    max_capture_bytes: most memory of captures on each device; the least recently used are dropped. None: a tenth of a
+        device's memory, or half of the memory that the pools leave, if less.
+    memory_share: share of the memory that is free after the weights are loaded, for the pools. None: 0.8 on a GPU, 0.25
+        on a CPU.
+    tensor_parallel: number of GPUs of this host, from `device` on, that share the target's layers and head. They must
+        reach each other's memory; the first also holds the embeddings and the drafter. For fused families, quantised or
+        not. With deterministic=True the logits are those of one GPU, to the bit.
+    kv_dtype: "fp8" stores K/V in 8 bits (e4m3 with a scale per token and head), the drafter's too. It takes about half
+        the memory, and tokens equal those of plain decoding with such K/V. None: the model's dtype.
     """
 
     max_batch_size: int = 8
@@ -189,25 +197,43 @@ class EngineConfig:
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingNumbers):
-    """Sampling and limits of one request. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
+    """Sampling and limits of one request.
 
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
-    mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
-    parameters and seed, whatever the drafter and the batch; None: a random seed. top_n_sigma: keeps tokens whose logit,
-    before temperature, is at least the best logit minus n standard deviations of the position's finite logits
-    (population: divided by their number); 0 or less keeps all. frequency_penalty, presence_penalty: subtracted from a
-    token's logit for each occurrence in the output, or once if it occurs; the repetition penalty counts the prompt too.
-    logit_bias: added to the logits of these token ids. json_schema (a dict or JSON text), json_object (any object),
-    regex (for the whole text), choice (one of these strings): the grammar of the output; at most one is allowed. The
-    text can end only where the grammar can; max_new_tokens cuts it. stop: strings that end the text (cut off, or kept
-    with include_stop_str_in_output). min_tokens: before the output has this many tokens, no end token is drawn and no
-    stop string counts. allowed_token_ids: only these are drawn, so include an end token or set a length. logprobs:
-    None, or the number of alternatives to report per token. prompt_logprobs: the same for prompt tokens;
-    max_new_tokens=0 then only scores the prompt. n: number of samples; sample i equals that of n=1 with the seed `seed`
-    + i. speculation: None: like the engine; False: no drafts; or a SpecConfig within the engine's (adaptive=False: this
-    draft in every round, even in an adaptive engine). If a round has deeper drafts, the request accepts at most its own
-    depth. It changes no token. cache_salt: a secret text. Only requests with the same salt (None is a salt too) share
-    cached K/V. It changes no token.
+    mask, top_n_sigma, temperature, top_k, top_p, min_p.
+
+    max_new_tokens: most tokens of the output.
+    temperature: 0 is greedy.
+    top_k: keep the k most likely tokens. 0: all.
+    top_p: keep the smallest set of tokens of this mass. 1: all.
+    min_p: drop tokens below this share of the most likely one. 0: none.
+    seed: the output is a pure function of model, prompt, parameters and seed, whatever the drafter and the batch. None:
+        a random seed.
+    top_n_sigma: keeps tokens whose logit, before temperature, is at least the best logit minus n standard deviations of
+        the position's finite logits (population: divided by their number). 0 or less: all.
+    repetition_penalty: above 1 makes tokens of prompt and output less likely.
+    presence_penalty: subtracted from the logit of each token that occurs in the output.
+    frequency_penalty: subtracted from a token's logit for each occurrence in the output.
+    stop: strings that end the text, which are cut off.
+    stop_token_ids: further tokens that end the output.
+    ignore_eos: the model's own end tokens do not end the output.
+    logprobs: the number of alternatives to report per token. None: no log-probabilities.
+    n: number of samples. Sample i equals that of n=1 with the seed `seed` + i.
+    speculation: a SpecConfig within the engine's (adaptive=False: this draft in every round, even in an adaptive
+        engine). If a round has deeper drafts, the request accepts at most its own depth. It changes no token. False: no
+        drafts. None: like the engine.
+    logit_bias: added to the logits of these token ids.
+    json_schema: grammar of the output, a dict or JSON text. At most one of these four grammars is allowed. The text can
+        end only where the grammar can; max_new_tokens cuts it.
+    json_object: the output is any JSON object.
+    regex: the whole output matches this pattern.
+    choice: the output is one of these strings.
+    cache_salt: a secret text. Only requests with the same salt (None is a salt too) share cached K/V. It changes no
+        token.
+    prompt_logprobs: like logprobs, for prompt tokens. max_new_tokens=0 then only scores the prompt.
+    min_tokens: before the output has this many tokens, no end token is drawn and no stop string counts.
+    allowed_token_ids: only these are drawn, so include an end token or set a length. None: all.
+    include_stop_str_in_output: keep the stop string at the end of the text.
     """
 
     stop: str | Sequence[str] = ()

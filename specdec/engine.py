@@ -156,7 +156,7 @@ class Engine:
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.state, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.state, self.spec, choice, graphs, chunks)
-        self._watch = ConventionWatch(target, drafter)
+        self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.request_builder.end_tokens
@@ -461,7 +461,7 @@ class Engine:
             ended = self.steps.run()
             for request in ended:
                 self.inbox.remove_ended(request.number)
-            self._watch.after_step(ended, self.scheduler.running)
+            self._conventions.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()
 

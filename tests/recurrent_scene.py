@@ -85,7 +85,7 @@ class Scene:
     ) -> None:
         self.backend, self.shape, self.device = backend, shape, device
         layout = KVLayout((shape.layer(), shape.convolution()))
-        groups = cache_groups([layout.for_rounds(LOOKAHEAD)])
+        groups = cache_groups([layout])
         pages = max_requests * (max_len + LOOKAHEAD + page_size) // page_size
         allocator = HybridAllocator(groups, [pages, pages], page_size=page_size, device=device)
         self.table = RequestTable(

@@ -423,7 +423,7 @@ CALLS = [
     (LLAMA, None, {"config": {"num_steps": 3}}, ConfigError, ["config", "num_steps"]),
     (LLAMA, None, {"config": huge(10**9)}, CapacityError, [str(10**9), "GB", "lower full_slots"]),
     (LLAMA, None, {"config": huge(1 << 40)}, CapacityError, [str(1 << 40), "GB", "lower full_slots"]),
-    (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["3 window 8 slots", "page of 4", "swa_slots"]),
+    (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["swa_slots=3", "page size 4", "give"]),
     ("tiny-gemma4", None, {"dtype": "float32", "torch_dtype": "bfloat16"}, ConfigError, DISAGREE),
     ("tiny-gemma4", None, {"config": FLOAT32, "torch_dtype": torch.bfloat16}, ConfigError, DISAGREE),
     ("tiny-gemma4", None, {"config": EngineConfig(device="fpga")}, ConfigError, ["device='fpga' cannot be used"]),

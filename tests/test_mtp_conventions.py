@@ -121,7 +121,7 @@ def warnings_of(planted: Planted, module: Path, caplog: pytest.LogCaptureFixture
     config = EngineConfig(max_batch_size=8, max_model_len=256, dtype="float32")
     with Engine.from_pretrained(planted.folder, module, config=config) as engine:
         engine.generate(planted.prompts[:8], SamplingParams(max_new_tokens=64, ignore_eos=True))
-        assert engine._watch.drafter is None  # it has judged
+        assert engine._conventions.after_step is convention_watch.rest  # it has judged
     return [said for said in caplog.messages if said.startswith(SAID)]
 
 
@@ -168,7 +168,7 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
     done: list[int] = []
 
     def judge(target: TargetModel, drafter: Any, texts: list[convention_watch.AnsweredText]) -> Iterator[None]:
-        assert sum(text.answer_len for text in texts) >= 512 and all(text.first == 4 for text in texts)
+        assert sum(len(text.tokens) - text.first for text in texts) >= 512 and all(text.first == 4 for text in texts)
         for part in range(100):
             done.append(part)
             yield
@@ -183,7 +183,7 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
         assert {b - a for a, b in itertools.pairwise(counts)} == {0, 1} and len(done) == 100
         steps = [number for number, (a, b) in enumerate(itertools.pairwise(counts)) if b > a]
         assert {b - a for a, b in itertools.pairwise(steps)} == {8}
-        assert engine._watch.drafter is None
+        assert engine._conventions.after_step is convention_watch.rest
 
 
 def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
@@ -192,7 +192,8 @@ def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
         settled = SimpleNamespace(num_tokens=len(tokens))
         return SimpleNamespace(prompt=tokens[:prompt], tokens=[*tokens, -1], settled=settled, num_output=answer)
 
-    assert convention_watch.long_enough([answered(300, 9), answered(4, 8), answered(4, 7)]) == [
+    read = filter(convention_watch.is_long_enough, [answered(300, 9), answered(4, 8), answered(4, 7)])
+    assert [*map(convention_watch.AnsweredText.from_request, read)] == [
         (list(range(300 - 256, 309)), 256),
         (list(range(12)), 4),
     ]

@@ -113,10 +113,9 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)
     state = StateShape(2, 3, 4, 3, 6)
     layout = KVLayout((LayerSpec(0, 0, "linear_attention", fields, RECORDS, state=state),))
-    assert layout.for_rounds(1).layers[0].retention == RECORDS._replace(window=2 * FOLD) and MAX_FORCED_TOKENS < FOLD
-    layout = layout.for_rounds(9)
-    assert layout.layers[0].retention == RECORDS._replace(window=FOLD + 18)
-    assert layout.slot_bytes(RECORDS._replace(window=FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
+    assert RECORDS.num_kept(1) == 2 * FOLD and MAX_FORCED_TOKENS < FOLD
+    assert RECORDS.num_kept(9) == FOLD + 18
+    assert layout.slot_bytes(RECORDS, torch.bfloat16) == 6 * 2 + 8 * 4
     assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
 
 

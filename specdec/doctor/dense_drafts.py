@@ -13,7 +13,7 @@ states. An engine's worker is compared with this by the first logits that it dra
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
@@ -37,11 +37,8 @@ from specdec.models.recurrent_probe import convolved_text, recurred_text
 from specdec.models.target import TargetModel
 
 
-@dataclass(slots=True)
 class RecordingContext(ProbeContext):
-    """The context of one whole text. It also records the states that enter the layers that are keys of `states`."""
-
-    states: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    """The context of one whole text."""
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -1,9 +1,10 @@
 """An engine's captures of rounds and prompts, kept within a budget of bytes by LRU eviction.
 
-    a shape   met  ->  ran once  ->  captured  ->  evicted: captured again after it has run uncaptured some times, twice
-                                                   as many after each eviction, so a budget that is too small does
-                                                   not make every round capture
-                                 ->  refused:   out of memory: tried again; other errors: tried three times in all
+    a shape   met  ->  ran once  ->  captured  ->  evicted
+                                 ->  refused: out of memory, over the budget, or an error
+
+An evicted or refused shape is captured again after it has run uncaptured some times, twice as many each time: so a
+budget that is too small does not make every round capture.
 
 Captures of one pool share its memory, since they never run at the same time: a pool is as large as its largest capture
 needs, and is freed with its last capture. If the device is out of memory, all other captures are evicted and the new
@@ -164,15 +165,16 @@ class CaptureStore:
         while self._over() and (others := self._evictable(pool)):
             self._evict(others[0])
         if self._over() and self._memory is not None:  # in a pool that has grown for others, perhaps
-            self._undo(owner, shape)
+            self._drop(owner, shape)
             self._record(owner, shape, pool, view_key, programs)
         if self._over():
             taken = self._bytes
-            self._undo(owner, shape)
+            self._drop(owner, shape)
             raise OverBudget(
                 f"a capture takes {taken / 1e6:,.1f} MB, and max_capture_bytes is {self._budget:,}; raise that, or "
                 "lower max_batch_size, max_prefill_tokens or the number of drafted nodes"
             )
+        self._made += 1
         return self._kept[owner, shape]
 
     def discard(self, owner: int) -> None:
@@ -196,12 +198,7 @@ class CaptureStore:
             self._release_all()
             replays = [self._capture(program) for program in programs]
         self._kept[owner, shape] = CapturedProgram(programs, replays, view_key, pool)
-        self._made += 1
         self._measure()
-
-    def _undo(self, owner: int, shape: Hashable) -> None:
-        self._drop(owner, shape)
-        self._made -= 1
 
     def _evictable(self, pool: str) -> list[tuple[int, Hashable]]:
         """Captures that may be evicted for a new one of this pool, the first to evict first."""
@@ -218,7 +215,9 @@ class CaptureStore:
 
     def _evict(self, key: tuple[int, Hashable]) -> None:
         self._evicted += 1
-        self._drop(*key)
+        owner, shape = key
+        self._owners[owner].forget(shape)
+        self._drop(owner, shape)
 
     def _release_all(self) -> None:
         for key in list(self._kept):
@@ -233,7 +232,6 @@ class CaptureStore:
         if self._memory is not None:
             self._memory.wait()
         pool = self._kept.pop((owner, shape)).pool
-        self._owners[owner].forget(shape)
         if self._memory is not None and all(kept.pool != pool for kept in self._kept.values()):
             self._memory.close(pool)
         self._measure()

@@ -110,6 +110,7 @@ class Weights:
 
     original: the user's modules, if the modules are a private copy. If these change (another active adapter, a hook, a
     replaced sub-module), `copy_again` replaces the copy and returns its weights.
+    split: ranks have copies of the weights, so after any change every look raises UnsupportedModelError.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Weights:
         *modules: nn.Module,
         original: ModuleWatch | None = None,
         copy_again: Callable[[], "Weights"] | None = None,
+        split: bool = False,
     ) -> None:
         self.name = name
         self._original, self._copy_again = original, copy_again
@@ -129,6 +131,7 @@ class Weights:
         self._decoders = [m for root in modules for m in root.modules() if isinstance(m, FusedDecoder)]
         self._watch = StorageWatch(*modules)
         self._placement, self._sizes = self._where(), self._shapes()
+        self._split_at = self.updates() if split else None
 
     @holds_weights_lock()
     def generation(self) -> int:
@@ -162,6 +165,13 @@ class Weights:
         if self._watch.moved():
             self._in_step = False
             self._stale |= self._sizes != self._shapes()
+        if self._split_at is not None:
+            updated = self.counts_updates() and self.updates() != self._split_at
+            if updated or self._stale or not self._in_step:
+                raise UnsupportedModelError(
+                    f"the weights of {self.name} changed after they were split over several devices, which have "
+                    "copies; make a new engine"
+                )
         if self._stale and self._copy_again is not None:
             new = self._copy_again()
             self._original, self._modules, self._decoders = new._original, new._modules, new._decoders

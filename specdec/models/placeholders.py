@@ -6,7 +6,8 @@ unchanged, as in transformers' assisted generation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +32,6 @@ class Placeholders:
     def replaced_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Apply the replacements to tokens of any shape."""
         return tokens if self.table is None else self.table[tokens]
-
-    def to(self, device: torch.device) -> "Placeholders":
-        """Returns these placeholders with their table on that device."""
-        return self if self.table is None else replace(self, table=self.table.to(device))
 
     def require_readable(self, what: str, tokens: Sequence[int]) -> None:
         """Raise ConfigError for an id that means nothing without an image or a sound."""
@@ -67,9 +64,11 @@ class _ReachedError(Exception):
 
 
 @torch.inference_mode()
-def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torch.Tensor) -> Placeholders:
+def find_placeholders(
+    model: PreTrainedModel, decoder: nn.Module, ordinary: torch.Tensor, device: torch.device
+) -> Placeholders:
     """Find the placeholders of a model with the text `decoder`. ordinary []: an id that is embedded as itself, on the
-    model's device.
+    model's device. device: where tokens are replaced.
 
     A text-only model is not run."""
     names = named_ids(model.config)
@@ -113,7 +112,7 @@ def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torc
     rows = getattr(inner.get_input_embeddings(), "num_embeddings", 0)
     table = torch.arange(max(rows, model.config.get_text_config().vocab_size))
     table[list(replaced)] = torch.tensor(list(replaced.values()))
-    return Placeholders(table.to(ordinary.device), unread)
+    return Placeholders(table.to(device), unread)
 
 
 def named_ids(config: Any) -> dict[int, str]:
@@ -150,17 +149,10 @@ def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
         given.update({"input_ids": args[0]} if args else {}, **kwargs)
         raise _ReachedError
 
-    hooks = (
-        decoder.get_input_embeddings().register_forward_hook(note, with_kwargs=True),
-        decoder.register_forward_pre_hook(stop, with_kwargs=True),
-    )
-    try:
+    looking = decoder.get_input_embeddings().register_forward_hook(note, with_kwargs=True)
+    stopping = decoder.register_forward_pre_hook(stop, with_kwargs=True)
+    with looking, stopping, suppress(_ReachedError):
         model(input_ids=tokens, use_cache=False)
-    except _ReachedError:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     ids, embedded = looked_up[0] if looked_up else (tensors.get("input_ids"), None)
     return ReadTokens(ids, tensors, embedded)

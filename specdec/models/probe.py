@@ -115,6 +115,7 @@ class ProbeContext:
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
     recurrent: RecurrentProbe = field(default_factory=RecurrentProbe)
     faults: dict[int, str] = field(default_factory=dict)
+    states: dict[int, torch.Tensor | None] = field(default_factory=dict)  # states that enter the layers of its keys
     shares: "Sequence[ProbeContext]" = ()  # one per rank, if several run the forward
     other_ranks: "Sequence[ProbeContext]" = ()  # on the first rank's context: those of the others
 

@@ -14,35 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.errors import ConfigError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
 from specdec.layers.fusable import Unfusable
-from specdec.layers.fuse import FusedLinear, Weights, describe_decoder, fuse_embedding, fuse_linear
+from specdec.layers.fuse import FusedLinear, describe_decoder, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
 from specdec.models.probe import ProbeResult, Run
-from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
-
-
-class SplitWeights(Weights):
-    """`Weights` that ranks have copied: once they change, every look raises UnsupportedModelError."""
-
-    def __init__(self, name: str, *modules: nn.Module, original: ModuleWatch) -> None:
-        super().__init__(name, *modules, original=original)
-        self._copied = self.updates()
-
-    def _bring_in_step(self) -> int:
-        updated = self.counts_updates() and self.updates() != self._copied
-        self._stale |= updated or self._watch.moved()
-        if self._stale:
-            raise UnsupportedModelError(
-                f"the weights of {self.name} changed after they were split over several devices, which have copies; "
-                "make a new engine"
-            )
-        return self._generation
 
 
 def share_among(

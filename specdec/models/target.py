@@ -32,7 +32,7 @@ from specdec.models.described_model import DescribedModel
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
-from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, share_among
+from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
@@ -90,13 +90,13 @@ class TargetModel(DescribedModel):
         if deterministic:
             self._prove_bits()
         ordinary = probe_texts(model.config, self.vocab_size)[0, 0]
-        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home)).to(self.device)
+        self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home), self.device)
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
         if ranks is None:
             running = self.decoder, self.head
             self.weights = Weights(self.name, *running, original=self.original, copy_again=self._copy_again)
         else:
-            self.weights = SplitWeights(self.name, *whole, original=self.original)
+            self.weights = Weights(self.name, *whole, original=self.original, split=True)
 
     def as_deterministic(self) -> "TargetModel":
         """Returns this model in deterministic form (itself, if it is already)."""
@@ -211,7 +211,7 @@ class TargetModel(DescribedModel):
         last: KVPlan | None = None,
         *,
         ends: bool = False,
-    ) -> PausedForward:
+    ) -> PausedForward[tuple[torch.Tensor, torch.Tensor | None]]:
         """Begin the forward of `forward`, paused before the first layer. Requires `can_pause`."""
         assert self.can_pause and self.walk is not None
         self.weights.generation()

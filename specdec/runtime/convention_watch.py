@@ -9,7 +9,7 @@ changes a request.
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, Unpack
 
@@ -26,7 +26,7 @@ from specdec.draft_models.native_mtp.conventions import (
 )
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel
 from specdec.runtime.request import Request, RequestState
@@ -55,37 +55,36 @@ class AnsweredText(NamedTuple):
         cut = max(0, prompt - MAX_CONTEXT)
         return cls(request.tokens[cut : request.settled.num_tokens], prompt - cut)
 
-    @property
-    def answer_len(self) -> int:
-        return len(self.tokens) - self.first
-
 
 class ConventionWatch:
-    """Collects answers until they have WATCHED tokens, then judges them. Does nothing for other drafters."""
+    """Collects answers until they have WATCHED tokens, then judges them.
+
+    after_step: called with the requests that ended in a step and those that run; `rest` if there is nothing to judge.
+    """
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         model = None if drafter is None else model_of(drafter)
-        self.target = target
+        self._target, self._model = target, model
+        self._ended: list[Request] = []
+        self._waited = 0  # steps since the last forward of the judgement
+        self.after_step: Callable[[Sequence[Request], Sequence[Request]], None] = rest
         # dense forwards support neither recurrent layers nor several devices
-        dense = not target.recurrent and target.ranks is None
-        self.drafter = model if isinstance(model, NativeMtpDrafter) and dense else None
-        self._ended: list[AnsweredText] = []
-        self._parts: Iterator[None] | None = None  # the judgement in progress
-        self._waited = 0
-        """Steps since the last forward of the judgement."""
+        if isinstance(model, NativeMtpDrafter) and not target.recurrent and target.ranks is None:
+            self.after_step = self._collect
 
-    def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Count committed tokens after a step. If there are enough, run one forward of the judgement, or all if no
-        request runs."""
-        if self.drafter is None:
-            return
-        if self._parts is None:
-            self._ended += long_enough(ended)
-            decoding = [request for request in running if request.state is RequestState.DECODE]
-            lengths = [*(text.answer_len for text in self._ended), *map(counted, decoding)]
-            if sum(lengths) < WATCHED:
-                return
-            self._parts = judge(self.target, self.drafter, self._ended + long_enough(decoding))
+    def _collect(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
+        """Count committed tokens after a step, and begin the judgement if there are enough. Copies nothing before."""
+        self._ended += filter(is_long_enough, ended)
+        decoding = [each for each in running if each.state is RequestState.DECODE and is_long_enough(each)]
+        answered = self._ended + decoding
+        if sum(request.num_output for request in answered) >= WATCHED:
+            assert isinstance(self._model, NativeMtpDrafter)
+            self._parts = judge(self._target, self._model, list(map(AnsweredText.from_request, answered)))
+            self._ended, self.after_step = [], self._judge
+            self._judge(ended, running)
+
+    def _judge(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
+        """Run one forward of the judgement every PAUSE steps, or all that are left if no request runs."""
         self._waited += 1
         if running and self._waited < PAUSE:
             return
@@ -96,18 +95,16 @@ class ConventionWatch:
                     return
         except Exception as error:  # such as out of memory: then no warning is given
             logger.info("the conventions of the MTP modules were not measured: %s", error)
-        self.drafter, self._ended, self._parts = None, [], None
+        self.after_step = rest
 
 
-def counted(request: Request) -> int:
-    """Tokens of the request's answer; 0 if it is too short. Copies nothing, since it runs for every request in every
-    step."""
-    return request.num_output if request.num_output >= MIN_ANSWER else 0
+def rest(ended: Sequence[Request], running: Sequence[Request]) -> None:
+    """Watch nothing."""
 
 
-def long_enough(requests: Sequence[Request]) -> list[AnsweredText]:
-    """Texts of the requests, except those with short answers."""
-    return [AnsweredText.from_request(request) for request in requests if counted(request)]
+def is_long_enough(request: Request) -> bool:
+    """Is the request's answer worth reading its prompt?"""
+    return request.num_output >= MIN_ANSWER
 
 
 @torch.inference_mode()
@@ -144,27 +141,19 @@ def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[Answer
 def target_states(target: TargetModel, tokens: torch.Tensor) -> dict[bool, torch.Tensor]:
     """States [T, H] of tokens [T] after the final norm (True) and before it (False)."""
     pos = torch.arange(len(tokens), device=tokens.device)
-    context = StateContext(target.layout, torch.zeros_like(pos), pos)
-    context.states = {len(target.layout.layers): None}
+    states: dict[int, torch.Tensor | None] = {len(target.layout.layers): None}
+    context = StateContext(target.layout, torch.zeros_like(pos), pos, states=states)
     normed = target.run(tokens[None], pos[None], context)[0]
-    [raw] = context.states.values()
+    [raw] = states.values()
     assert raw is not None, "the last layer leaves a state"
     return {True: normed, False: raw.view_as(normed)}
 
 
 class StateContext(ProbeContext):
-    """A dense forward that collects the states entering the layers in `states`, and keeps K/V only for layers that
-    share them."""
-
-    states: dict[int, torch.Tensor | None]
+    """A dense forward that keeps K/V only for layers that share them."""
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         out = super().attend_rows(layer, q, k, v, **options)
         if not any(spec.owner == layer for spec in self.layout.layers[layer + 1 :]):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.cache import KVCache
@@ -27,8 +29,8 @@ ENOUGH_DRAFTS = 16
 """Drafts (one per request and round) that a check needs."""
 
 PATIENCE = 8000
-"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts a round
-once for each request, so with many requests it passes within a few rounds of the engine."""
+"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts
+(request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
 
 FEW_ACCEPTED = 0.02
 """A pair counts as broken if fewer of its drafts have a right first token. A random draft is right once in the size of
@@ -171,29 +173,20 @@ class DraftWatch:
     """Counts drafts of an engine, and warns once if hardly any has a right first token."""
 
     def __init__(self) -> None:
-        self._batches = self._rounds = self._drafted = self._begun = 0  # since the last look
+        self._sums = np.zeros(4, dtype=np.int64)  # since the last check: engine rounds, and what `count` is given
         self._warned = False
 
     def count(self, rounds: int, drafted: int, begun: int) -> None:
         """Count a round of the engine: requests that speculate, those with a draft, and those whose first draft was
         accepted."""
-        self._batches += rounds > 0
-        self._rounds += rounds
-        self._drafted += drafted
-        self._begun += begun
-        seldom = self._drafted < ENOUGH_DRAFTS
-        if self._warned or (self._batches < PATIENCE if seldom else self._rounds < LOOK_AFTER):
+        self._sums += rounds > 0, rounds, drafted, begun
+        batches, rounds, drafted, begun = self._sums.tolist()
+        seldom = drafted < ENOUGH_DRAFTS
+        if self._warned or (batches < PATIENCE if seldom else rounds < LOOK_AFTER):
             return
-        if self._begun < max(1, FEW_ACCEPTED * self._drafted):
+        if begun < max(1, FEW_ACCEPTED * drafted):
             self._warned = True
-            logger.warning(
-                "of the last %d drafts, in %d rounds, %d began with a token that was accepted: the output is right, "
-                "but the drafter costs time and saves none; %s, or use drafter=None",
-                self._drafted,
-                self._rounds,
-                self._begun,
-                TOO_SELDOM if seldom else BROKEN,
-            )
-        self._batches = self._rounds = self._drafted = self._begun = (
-            0  # judge the next drafts separately: a good start hides nothing
-        )
+            said = "of the last %d drafts, in %d rounds, %d began with a token that was accepted: the output is right, "
+            said += "but the drafter costs time and saves none; %s, or use drafter=None"
+            logger.warning(said, drafted, rounds, begun, TOO_SELDOM if seldom else BROKEN)
+        self._sums[:] = 0  # judge the next drafts separately: a good start hides nothing

@@ -50,7 +50,11 @@ class Prefill:
 
     def drop_lost(self) -> None:
         """Drop the forward in progress if its rows are lost or weights have moved. Its chunks will be read again."""
-        if self.reading is not None and not self.reading.is_valid(self._state.weights.generation()):
+        reading = self.reading
+        if reading is None:
+            return
+        has_rows = len(reading.batch.present()) == len(reading.batch.requests)
+        if not has_rows or reading.parts.generation != self._state.weights.generation():
             self.reading = None
 
     def advance(self, *, streams: bool) -> PromptReading | None:
@@ -75,7 +79,8 @@ class Prefill:
         if reading.is_through:
             self.reading = None
         else:
-            reading.add_device_time(self._state.clock.stop())
+            begin, end = self._state.clock.stop()
+            reading.earlier = end - begin if reading.earlier is None else reading.earlier + (end - begin)
         return reading
 
     def launch(self, reading: PromptReading) -> LaunchedStep:
@@ -125,7 +130,7 @@ class Prefill:
         divided = streams and self._scheduler.prompt_gap.budget(room, self._scheduler.num_waiting, load) is not None
         found = None
         if divided and self.chunks is not None:
-            found = self.chunks.begin_in_parts(rows, chunk_len, states)
+            found = self.chunks.begin_forward(rows, chunk_len, states, divided=True)
         elif divided:
             found = single_layers(self._state, rows, chunk_len, states)
         if found is None:

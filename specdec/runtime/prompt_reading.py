@@ -43,15 +43,6 @@ class PromptReading:
     def is_through(self) -> bool:
         return self.begun == len(self.parts.programs)
 
-    def is_valid(self, generation: int) -> bool:
-        """Do its requests still have their rows, and are the weights still of this generation?"""
-        return len(self.batch.present()) == len(self.batch.requests) and generation == self.parts.generation
-
-    def add_device_time(self, stamps: torch.Tensor) -> None:
-        """Add the device time of this step's parts. stamps [2]: their beginning and end on the device's clock."""
-        spent = stamps[1] - stamps[0]
-        self.earlier = spent if self.earlier is None else self.earlier + spent
-
     @torch.inference_mode()
     def advance(self, gap: PromptGap, budget: float | None, *, waits: bool) -> None:
         """Run the next part, and further ones that are expected to end within `budget` seconds (None: all of them).

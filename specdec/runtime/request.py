@@ -178,7 +178,8 @@ class Request:
     After an interrupted step, lists may be longer than `settled`; only the settled part counts.
     """
 
-    row_loss_epoch: ClassVar[int] = 0  # another number whenever a request, of any engine, has lost its row
+    # incremented when any request of any engine loses its row, so that `RequestBatch.present` can skip its check
+    row_loss_epoch: ClassVar[int] = 0
 
     prompt: list[int]
     params: SamplingParams

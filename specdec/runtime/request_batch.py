@@ -1,5 +1,5 @@
-"""Requests of a step, and what stays the same for as long as they keep their rows: read every step, made when the
-requests change."""
+"""The requests of a step with their rows, parameters and lengths as arrays. Rebuilt only when the set of requests
+changes."""
 
 from collections import deque
 from collections.abc import Sequence

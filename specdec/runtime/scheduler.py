@@ -63,11 +63,6 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
-    def admits_slowly(self) -> bool:
-        """Is the number of rows in use lowered after an error? See `StepFaults`."""
-        return self.max_running < self.table.max_requests
-
-    @property
     def reads_prompts(self) -> bool:
         """Does a request with a row have unread prompt tokens?"""
         return RequestState.PREFILL in [request.state for request in self.running]
@@ -271,8 +266,10 @@ class Scheduler:
         return due
 
     def _pages_missing(self, request: Request, owned: int, evicted: IntArray) -> IntArray:
-        """Pages [groups] that a request needs up to its first round in addition to its `owned` slots. The first
-        `evicted` [groups] of these have no peer. A first round has at least two tokens to go."""
+        """Pages [groups] that a request needs up to its first round in addition to its `owned` slots.
+
+        evicted [groups]: how many of the owned slots have no peer slot. (2: a request that enters a round may still get
+        two tokens.)"""
         missing = np.array(slots_needed(self.table, request.prefill_target, 2)) - owned + evicted
         pages: IntArray = np.maximum(0, missing) // self.table.allocator.page_size
         return pages

@@ -109,7 +109,6 @@ def cache_needs(
     layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
         layouts = [layout.in_fp8() for layout in layouts]
-    layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(kept, dtype) for layout in layouts) for kept in groups]
     recurrent = any(spec.recurrent for spec in layout.layers)
@@ -118,9 +117,9 @@ def cache_needs(
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)
     for group, kept in groups.items():
-        if kept.window is None:
+        if (window := kept.num_kept(num_nodes)) is None:
             continue
-        keys = window_slots_held(kept.window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
         # keys that it holds and the slack; chunks in flight are added below
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; prefixes use the rest
@@ -200,10 +199,6 @@ def make_cache(
             f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "
             f"{needs.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; lower "
             "max_batch_size, or raise memory_share"
-        )
-    if min(slots) < page_size:
-        raise CapacityError(
-            f"KV pools of {pools} slots hold no page of {page_size}; raise full_slots / swa_slots or lower page_size"
         )
     for (group, _), there, held in zip(groups.items(), slots, needs.held, strict=True):
         needed = min(whole_pages(1 + num_nodes, page_size), held)

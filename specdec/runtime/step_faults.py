@@ -12,9 +12,9 @@ rounds are launched before the one before has settled, so a launched round count
     round 1 again               17           0                   17         no progress, even if its first token settled
     round 2                     17           1                   18         progress
 
-From then on requests get rows one at a time: the next is admitted when all running requests are further than at the
-error. If the newest request was not the cause, the step raises again when the cause is admitted, and then that request
-ends. Nothing is computed twice for the others.
+From then on requests get rows one at a time: the next is admitted once every running request has settled tokens beyond
+the point of the error. If the newest request was not the cause, the step raises again when the cause is admitted, and
+then that request ends. Nothing is computed twice for the others.
 
 This file chooses and ends requests; the engine removes them when it restarts. A `KeyboardInterrupt` is no error.
 """
@@ -72,7 +72,8 @@ class StepFaults:
         """After a step without an error, allow one more row if all running requests have settled more than they had
         reached at their last error."""
         scheduler = self._scheduler
-        if scheduler.admits_slowly and all(self._committed(each) > each.failed_at for each in scheduler.running):
+        is_lowered = scheduler.max_running < scheduler.table.max_requests
+        if is_lowered and all(self._committed(each) > each.failed_at for each in scheduler.running):
             scheduler.max_running += 1
 
     def _committed(self, request: Request) -> int:

@@ -85,7 +85,7 @@ def _capture_parts(steps: Steps) -> None:
     for states in {steps.state.final_states(scored=False, ends=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
-            found = chunks.begin_in_parts(rows, length, states)
+            found = chunks.begin_forward(rows, length, states, divided=True)
             if found is not None:
                 for program in found.programs:
                     program()

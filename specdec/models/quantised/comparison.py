@@ -1,11 +1,14 @@
-"""A checkpoint compared with what its `quantization_config` promises, by the headers of its files: before it is read.
+"""Compares a checkpoint with the promises of its `quantization_config`. It reads only the headers of the files.
 
-Each tensor is one of these, or an error that names it:
-    plain       a parameter of the model, in 16 bits or more; a module that has nothing else is not quantised
-    packed      a module's tensors that are not all plain: exactly those of its format, in their shapes and types
-    unused      of a module that the model's class does not have, as an encoder or heads that predict further tokens
-    ignorable   IGNORABLE, or a bias of zeros where the class has none, which GPTQ's tools used to write
-What is left beside a module of the model and ends in scale, zero or bias would change its values.
+Each tensor is one of these; any other raises an error with its name:
+
+    plain       a parameter of the model, in 16 bits or more; a module with nothing else is not quantised
+    packed      if a module's tensors are not all plain, they must be those of its format, in its shapes and types
+    unused      belongs to a module that the model class lacks, such as a vision encoder or MTP heads
+    ignorable   matches IGNORABLE, or is a bias of zeros that the class lacks (older GPTQ tools wrote these)
+
+Any other tensor next to a known module whose name ends in scale, zero or bias is an error: the module's values depend
+on it.
 """
 
 import logging
@@ -32,22 +35,22 @@ logger = logging.getLogger("specdec")
 PLAIN_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 IGNORABLE = re.compile(r"(k|v|kv)_scale|(k|v)_zero_point")
-"""Names of tensors by which K/V may be stored in 8 bits: not read, as no weight is multiplied by them."""
+"""Scales for 8-bit K/V. They are not read, since they multiply no weight."""
 
 CHANGES_VALUES = re.compile(r"(scales?(_inv|_\d+)?|zeros?|zero_points?|bias)$")
 
 OF_ALL_EXPERTS = re.compile(r"(?P<stem>.+\.experts\.\w+)_(?P<name>blocks|scales)")
-"""Keys of tensors of all experts, in a format whose joint is "_"."""
+"""Keys of tensors that hold all experts, in formats whose joint is "_"."""
 
 
 def changes_values(name: str) -> bool:
-    """Whether an unused tensor of this name would have changed the values of what it lies beside."""
+    """Does a tensor with this name change the values of its module (a scale, a zero point, a bias)?"""
     return bool(CHANGES_VALUES.search(name)) and not IGNORABLE.fullmatch(name)
 
 
 def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, places: WeightPlaces) -> None:
-    """Add every quantised weight to `places`. Raises UnsupportedModelError for what is not as promised, and
-    CheckpointError for what is lacking."""
+    """Add every quantised weight to `places`. Raises UnsupportedModelError for a tensor that breaks a promise, and
+    CheckpointError for a missing one."""
     by_stem = _by_stem(stored, promised)
     found = {stem: places.find(stem) for stem in by_stem}
     used = {part for stem, place in found.items() if place is not None for part in _ancestors(stem)}
@@ -85,7 +88,7 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
 
 
 def _by_stem(stored: Mapping[str, StoredTensor], promised: Quantization) -> dict[str, dict[str, StoredTensor]]:
-    """Tensors by what precedes their last name, and by that name."""
+    """Tensors by their module's name in the checkpoint (the stem), then by the rest of their key."""
     by_stem: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in stored.items():
         stem, _, name = key.rpartition(".")
@@ -107,7 +110,7 @@ def _is_plain(tensors: Mapping[str, StoredTensor], place: WeightPlace, places: W
 
 
 def _is_left_over(name: str, tensor: StoredTensor, places: WeightPlaces) -> bool:
-    """Whether the values of a module change as this tensor is not read, or not read as what it is."""
+    """Would the module compute something else because this tensor is ignored, or read as another type?"""
     parameter = places.parameter(tensor.key)
     if parameter is not None:
         return parameter.is_floating_point() and tensor.dtype not in PLAIN_TYPES
@@ -115,7 +118,7 @@ def _is_left_over(name: str, tensor: StoredTensor, places: WeightPlaces) -> bool
 
 
 def _is_idle(bias: StoredTensor) -> bool:
-    """Zeros, or the causal mask of four dimensions and the constant for it that older classes stored as biases."""
+    """Is the bias zero, or the causal mask (4-D) or its constant (0-D), which older classes stored as biases?"""
     return len(bias.shape) not in (1, 2) or not bias.read().count_nonzero()
 
 
@@ -137,10 +140,10 @@ def _require_unused(tensors: Mapping[str, StoredTensor], places: WeightPlaces) -
 
 
 def require_values_read(model: PreTrainedModel, unused: Iterable[str]) -> None:
-    """Raise UnsupportedModelError where a tensor that was not used changes values of a module that was loaded.
+    """Raise UnsupportedModelError if an unused tensor would change the values of a loaded module.
 
-    For checkpoints that transformers reads: such a one is stored quantised, and its config does not say so. unused:
-    names as in the model. Biases are left to it, as old classes stored masks under that name.
+    For checkpoints that transformers reads: with such a tensor the weights are quantised, although the config does not
+    say so. unused: keys as in the model. Biases are not checked, since old classes stored masks under that name.
     """
     modules = {name for name, _ in model.named_modules()}
     for key in sorted(unused):

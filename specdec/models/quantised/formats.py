@@ -1,12 +1,12 @@
-"""The formats of quantised weights that are read: which tensors a weight has in each, and how they become packed ones.
+"""The formats of quantised weights: the tensors of a weight in each format, and how they become a packed weight.
 
-A `WeightFormat` holds all that a `quantization_config` promises of a weight (`quantization_config.py` makes it), and
-says from that and from the weight's shape [N, K] alone which tensors there must be, in which shapes and types:
-`tensors`. `compare` holds a checkpoint against it, and nothing is read that was not compared (`comparison.py`). What a
-shape cannot say, `repack` checks: zeros of a symmetric weight, the order of columns, a stored shape.
+    WeightFormat   the promises of a `quantization_config` about one weight (`quantization_config.py` makes it)
+    tensors        which tensors a weight [N, K] must have, in which shapes and dtypes
+    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read (`comparison.py`)
+    repack         makes the packed weight; checks values: zero points of symmetric weights, column order, stored shape
 
-Activations are never rounded here: a checkpoint whose activations were to be rounded as they come (`dynamic`) is read
-for its weights, one with calibrated scales for them is refused.
+Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with
+calibrated activation scales is refused.
 """
 
 import math
@@ -32,7 +32,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """A tensor has one of these shapes and one of these types. optional: the format may do without it."""
+    """The shapes and dtypes that a tensor may have. optional: it may be missing."""
 
     shapes: tuple[Sizes, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -53,38 +53,39 @@ def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> ExpectedT
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One way of storing a quantised weight. columns: number of which K must be a multiple."""
+    """A format of quantised weights. columns: K must be a multiple of this."""
 
     columns: ClassVar[int] = 32
 
     @property
     def joint(self) -> str:
-        """Joins the names of its tensors to the weight's."""
+        """Separates the weight's name from the names of its tensors in keys."""
         return "."
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """Name of the format in messages."""
         raise NotImplementedError
 
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
-        """The tensors of a weight [N, K]. Raises UnsupportedModelError where no weight of this shape has the format."""
+        """The tensors of a weight [N, K]. Raises UnsupportedModelError if the format does not allow this shape."""
         raise NotImplementedError
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        """Tensors that were compared -> the weight. Raises UnsupportedModelError where values break the promise."""
+        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise."""
         raise NotImplementedError
 
     def canonical(self, names: Iterable[str]) -> dict[str, str]:
-        """Name in the checkpoint -> name in `tensors`."""
+        """Map each name in the checkpoint to its name in `tensors`."""
         return {name: name for name in names}
 
     def compare(
         self, stem: str, given: Mapping[str, StoredTensor], shape: torch.Size, num_experts: int | None = None
     ) -> None:
-        """Raise CheckpointError for a tensor that is lacking, UnsupportedModelError for any other difference.
+        """Raise CheckpointError for a missing tensor, UnsupportedModelError for any other difference.
 
-        stem: what precedes the names. num_experts: each tensor is that of all experts, one after the other."""
+        stem: the weight's name in the checkpoint. num_experts: each tensor holds this many experts, in its first
+        dimension; None: one weight."""
         num_rows, num_columns = shape
         leading = () if num_experts is None else (num_experts,)
         if num_columns % self.columns:
@@ -119,7 +120,7 @@ class WeightFormat:
 
 
 def groups_of(num_columns: int, group_size: int | None) -> int:
-    """Number of groups of a row; None: the row is one. Raises UnsupportedModelError where they do not fill it."""
+    """Number of groups of a row; group_size None: one. Raises UnsupportedModelError if groups do not divide the row."""
     if num_columns % (group_size or num_columns):
         raise UnsupportedModelError(
             f"{num_columns} columns do not divide into groups of {group_size}, which its quantization_config says; "
@@ -128,19 +129,19 @@ def groups_of(num_columns: int, group_size: int | None) -> int:
     return num_columns // (group_size or num_columns)
 
 
-# int4: eight numbers in a word of int32
+# int4: eight numbers in an int32 word
 
 
 class Int4Layout(NamedTuple):
-    """The tensors in which a tool stores int4 weights [N, K] in G groups: a name each, "" where it has none.
+    """Names and shapes of the tensors in which a tool stores int4 weights [N, K] in G groups; "": no such tensor.
 
-                        words        scales    zeros
-    by rows             [N, K / 8]   [N, G]    [N / 8, G]    zeros are there where they are not 8
-    in_columns          [K / 8, N]   [G, N]    [G, N / 8]    zeros are always there
-    and across          [K, N / 8]
+                               words        scales    zeros
+    packed by row              [N, K / 8]   [N, G]    [N / 8, G]    only if asymmetric
+    in_columns                 [K / 8, N]   [G, N]    [G, N / 8]    always; packed along K
+    in_columns and across      [K, N / 8]   [G, N]    [G, N / 8]    always; packed along N
 
-    nibbles: those of a word that hold its numbers in their order. less: what was taken from each zero before it was
-    stored, as one subtraction from the whole word.
+    nibbles: for each number of a word in order, the index of its nibble. less: amount subtracted from each zero point
+    when it was stored (GPTQ v1: 1), by one subtraction from the whole word.
     """
 
     title: str
@@ -169,8 +170,8 @@ PLAIN_ZERO = 8
 class Int4(WeightFormat):
     """Weights of 4 bits.
 
-    group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: the checkpoint must have the
-    order of columns, which shows whether those of a group are consecutive.
+    group_size: columns per scale; None: all. symmetric: all zero points are 8. in_any_order: columns may have been
+    reordered, so the checkpoint must have the tensor that shows whether those of a group are consecutive.
     """
 
     layout: Int4Layout
@@ -228,8 +229,9 @@ class Int4(WeightFormat):
             )
 
     def _promised(self, zeros: torch.Tensor) -> torch.Tensor | None:
-        """Zeros that were stored; None, as products assume 8 then, where the config says that they are 8, and they are.
-        Where they may vary a layer keeps them even if its own are 8: products that run as one are alike in this."""
+        """The stored zero points, or None if the config promises symmetric weights and every zero point is 8.
+
+        An asymmetric format keeps them even if all are 8, so that merged projections have the same form."""
         if not self.symmetric:
             return zeros.contiguous()
         if not bool((zeros == PLAIN_ZERO).all()):
@@ -243,7 +245,7 @@ class Int4(WeightFormat):
 
 
 def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """int32 [A, B] -> uint8 [A, 8 B]; order: the nibble of the first number of a word, of the second, ..."""
+    """Unpack int32 words [A, B] to uint8 [A, 8 B]. order: see `Int4Layout.nibbles`."""
     numbers = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
     for place, nibble in enumerate(order):
         numbers[..., place] = (words >> (4 * nibble)) & 15
@@ -253,7 +255,7 @@ def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 # FP8 and MXFP4
 
 Tile = tuple[int | None, int | None]
-"""Rows and columns with one scale; None: all."""
+"""Rows and columns per scale; None: all."""
 
 BY_TENSOR: Tile = (None, None)
 BY_CHANNEL: Tile = (1, None)
@@ -263,8 +265,8 @@ BY_CHANNEL: Tile = (1, None)
 class Fp8(WeightFormat):
     """Weights in e4m3.
 
-    tiles: shapes of tiles that the config allows; the shape of the scales decides. scales: possible names of the scale,
-    by which numbers are multiplied.
+    tiles: tile shapes that the config allows; the shape of the scales decides. scales: possible names of the tensor of
+    scales, which multiply the numbers.
     """
 
     tiles: tuple[Tile, ...]
@@ -310,8 +312,8 @@ def _tile_in_words(rows: int | None, columns: int | None) -> str:
 
 
 def _repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, int]) -> PackedWeight:
-    """numbers: e4m3 [N, K]. scales: of any shape, one for each tile of `each` rows and columns, row by row. The last
-    tile of either may be cut; a group then divides both a tile and K."""
+    """Pack numbers [N, K] e4m3. scales: of any shape, one per tile of `each` (rows, columns), row by row. The last tile
+    of either dimension may be smaller; the packed weight's groups then divide both a tile and K."""
     num_rows, num_columns = numbers.shape
     rows, columns = each
     group = math.gcd(columns, num_columns)
@@ -324,8 +326,8 @@ def _repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(WeightFormat):
-    """Two numbers a byte, low first, and scales 2^(s - 127). of_experts: GPT-OSS's tensors of all experts, not those
-    of compressed-tensors, a weight each."""
+    """Two numbers per byte, the low nibble first, and scales 2^(s - 127). of_experts: tensors hold all experts of a
+    layer (GPT-OSS); False: one weight each (compressed-tensors)."""
 
     of_experts: bool
 
@@ -350,7 +352,7 @@ class Mxfp4(WeightFormat):
         pairs, exponents = (tensors[name] for name in self.names)
         pairs = pairs.flatten(1)  # [N, K / 2]
         numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-        # bfloat16 2^(e - 127): the exponent bits of a float, but for 2^-127, which has none
+        # 2^(e - 127) as bfloat16: e is the exponent field of a float32; 2^-127 is subnormal
         bits = torch.where(exponents.T == 0, 1 << 22, exponents.T.int() << 23)
         scales = bits.view(torch.float32).to(torch.bfloat16).contiguous()
         return PackedWeight("e2m1", pack_words(numbers, "e2m1"), scales, None, 32)

@@ -1,7 +1,7 @@
 """Loads packed weights into modules that a model's class lacks, such as MTP modules, with that model's quantiser."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,20 +10,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform, convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.models.quantised.formats import WeightFormat
 from specdec.models.quantised.packed_quantizer import PackedConfig, PackedQuantizer
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.stored_tensors import StoredTensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Renamed(Quantization):
-    """A `Quantization` that looks modules up by their names in the checkpoint. stems: model's name -> that."""
-
-    stems: Mapping[str, str] = field(default_factory=dict)
-
-    def format_of(self, *names: str) -> WeightFormat:
-        return Quantization.format_of(self, *(self.stems.get(name, name) for name in names))
 
 
 def load_packed(
@@ -34,12 +23,12 @@ def load_packed(
     keys: Mapping[str, str],
     conversions: list[WeightTransform],
 ) -> Any:
-    """Fill `model` with tensors by its own names, packed modules in the places of those that are stored packed.
+    """Fill `model` with these tensors, by parameter name. Modules that are stored packed become packed modules.
 
-    keys: the names in the checkpoint, by these. Returns what transformers says of the load.
+    keys: the key in the checkpoint for each name. Returns transformers' report of the load.
     """
     stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
-    quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, stems)))
+    quantizer = PackedQuantizer(PackedConfig(replace(promised, renamed=stems)))
     quantizer.preprocess_model(model, dtype, checkpoint_files=())
     quantizer.stored = {
         name: StoredTensor(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name))

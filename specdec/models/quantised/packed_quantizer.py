@@ -1,9 +1,11 @@
-"""The quantiser by which transformers loads packed weights: it finds their places, and packs what was read.
+"""The quantiser with which transformers loads packed weights. transformers calls its methods in this order:
 
-transformers knows the files (`preprocess_model`); quantised modules are emptied (`update_weight_conversions`); it loads
-the rest; then the tensors of quantised weights are read and packed (`postprocess_model`, `packing.py`). A module is
-quantised if the checkpoint has more for it than plain tensors; then it has what the config promises, which is compared
-first (`comparison.py`). No bfloat16 copy of a weight is made.
+    preprocess_model            notes the model and the headers of its files
+    update_weight_conversions   compares the checkpoint with its config (`comparison.py`), empties quantised modules
+    (transformers)              loads the other tensors
+    postprocess_model           reads and packs the quantised weights, module by module (`packing.py`)
+
+A module is quantised if the checkpoint has more than plain tensors for it. No bfloat16 copy of a weight is made.
 """
 
 import copy
@@ -33,7 +35,7 @@ METHOD = "specdec-packed"
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` of a load."""
+    """The `quantization_config` that is passed to `from_pretrained`."""
 
     def __init__(self, promised: Quantization) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # any registered name will do
@@ -41,7 +43,7 @@ class PackedConfig(QuantizationConfigMixin):
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config of transformers as that of a plain checkpoint."""
+    """A copy of a transformers config without its `quantization_config`."""
     config = copy.deepcopy(config)
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "quantization_config"):
@@ -51,11 +53,11 @@ def without_quantization(config: Any) -> Any:
 
 @register_quantizer(METHOD)
 class PackedQuantizer(HfQuantizer):
-    """One load. transformers makes it, and drops it with what `postprocess_model` leaves."""
+    """The quantizer of one `from_pretrained` call."""
 
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        # it would read tensors whose names it maps in their own dtype, and all ahead of those that use them
+        # True: transformers would read all mapped tensors first, in their stored dtype
         self.pre_quantized = False
         self.promised = quantization_config.promised
 
@@ -67,9 +69,10 @@ class PackedQuantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Those of the model, unchanged. Empties the modules whose weights are quantised.
+        """Returns the conversions unchanged, and removes the weights of quantised modules, so that transformers does
+        not load them.
 
-        model: given again by later versions of transformers.
+        model: passed by later versions of transformers.
         """
         self.places = places = WeightPlaces(self.model, weight_conversions)
         place_quantised(self.stored, self.promised, places)
@@ -92,7 +95,7 @@ class PackedQuantizer(HfQuantizer):
         return weight_conversions
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Read and pack the quantised weights, module by module. What remains is a model as any other."""
+        """Read and pack the quantised weights. Afterwards nothing of the quantizer is left in the model."""
         device, loaded = model.device, cast(Any, model)
         loaded._keys_to_ignore_on_load_unexpected = self._ignored
         for path, linear in self.places.linears.items():
@@ -109,7 +112,7 @@ class PackedQuantizer(HfQuantizer):
         self.stored = {}
         del self.places
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what packing used is left to the K/V
+            torch.cuda.empty_cache()  # leave the memory that packing used to the K/V
 
     def is_serializable(self) -> bool:
         return False
@@ -125,7 +128,7 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _require_plain_groups(places: WeightPlaces) -> None:
-    """Refuse columns in the order of their importance (`desc_act`) by one weight, before gigabytes are read."""
+    """Refuse reordered columns (`desc_act`) after looking at one weight, before gigabytes are read."""
     for weight in places.linears.values():
         for name, tensor in weight.tensors.items():
             if name.endswith("g_idx") and isinstance(weight.format, Int4):

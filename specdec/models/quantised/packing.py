@@ -1,4 +1,4 @@
-"""Makes packed modules of the tensors that a checkpoint has for quantised weights."""
+"""Packs the quantised weights of a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from specdec.models.quantised.weight_places import StoredWeight
 
 
 class OnlyBiases(nn.Module):
-    """Stands for a module whose weights are quantised while transformers loads the rest of the model."""
+    """Replaces a quantised module while transformers loads the rest of the model."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class OnlyBiases(nn.Module):
 
 
 def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
-    """The weight, or that of each expert whose tensors it has, for products in `dtype`. Scales stay as the checkpoint
-    has them, but are float32 for float32."""
+    """Yield the packed weight, or one per expert if its tensors hold several, for products in `dtype`. Scales keep the
+    checkpoint's dtype, except that they are float32 for products in float32."""
     tensors = {name: tensor.read().to(device) for name, tensor in stored.tensors.items()}
     count, shape = stored.place.num_stacked, stored.place.shape
     assert shape is not None, f"{stored.stem=}"
@@ -52,14 +52,14 @@ def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
 def packed_experts(
     weights: Mapping[str, Sequence[StoredWeight]], experts: Experts, dtype: torch.dtype, device: torch.device
 ) -> Experts:
-    """The description with packed weights. weights: by projection, one of all experts or one of each."""
+    """The description with packed weights. weights: by projection, one for all experts or one per expert."""
     names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
     gate_up = _stacked([weights[name] for name in names], dtype, device)
     return experts._replace(gate_up=gate_up, down=_stacked([weights["down_proj"]], dtype, device))
 
 
 def _stacked(projections: Sequence[Sequence[StoredWeight]], dtype: torch.dtype, device: torch.device) -> PackedWeight:
-    """The rows of the projections one after the other, of all experts."""
+    """Concatenate the rows of the projections, expert by expert, and stack the experts."""
     in_order = (sorted(each, key=lambda stored: stored.place.number or 0) for each in projections)
     by_projection = [
         [weight for stored in each for weight in packed_weights(stored, dtype, device)] for each in in_order

@@ -1,13 +1,12 @@
-"""A checkpoint's `quantization_config`, read once: the format that it promises each module.
+"""Reads a checkpoint's `quantization_config`: the format that it promises for each module.
 
-`quantization_of` reads it. Malformed entries raise CheckpointError, methods and settings that are not read
-UnsupportedModelError, each in one sentence. To read another format: a class or a layout in `formats.py`, and
-what reads its config in `READ`.
+Malformed entries raise CheckpointError; methods and settings that are not supported raise UnsupportedModelError, each
+in one sentence. To support another format, add a class or a layout to `formats.py` and a function to `READ`.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -33,32 +32,35 @@ ALLOWED = (
 )
 
 REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
-"""Methods that are refused by name, though some are known to transformers."""
+"""Methods that are refused although transformers knows some of them."""
 
 ANY_MODULE = "Linear"
-"""A target of compressed-tensors that is a class: all that is quantised was a Linear when it was."""
+"""compressed-tensors' target for every module: it names the class, and only nn.Linear is ever quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A `quantization_config`, as rules. Its lists of modules that are not quantised are not read: the tensors show it.
+    """The rules of a `quantization_config`. Its list of unquantised modules is not read: the tensors show them.
 
-    rules: targets, and the format of the modules that each names; the first that names a module counts. A target is a
-    name, `re:` and a pattern for its beginning, or ANY_MODULE.
+    rules: (target, format); the first target that matches a module counts. A target is a module's name, "re:" and a
+    pattern for the beginning of a name, or ANY_MODULE. renamed: names in the checkpoint by names in the model, for
+    modules that are loaded under other names.
     """
 
     rules: tuple[tuple[str, WeightFormat], ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def joints(self) -> set[str]:
         return {format.joint for _, format in self.rules}
 
     def format_of(self, *names: str) -> WeightFormat:
-        """The format of a module that is stored quantised, by its name in the checkpoint and that in the model.
+        """The format of a quantised module, found by its names in the checkpoint and in the model.
 
-        A config with one format promises it for all modules, since names may have changed since it was written.
-        Raises UnsupportedModelError where there are several and none is promised.
+        A config with only one format promises it for all modules, since names may have changed since it was written.
+        Raises UnsupportedModelError if there are several formats and no target matches.
         """
+        names = tuple(self.renamed.get(name, name) for name in names)
         first = next((format for target, format in self.rules if _names(target, names)), None)
         formats = dict.fromkeys(format for _, format in self.rules)
         if first is None and len(formats) > 1:
@@ -77,7 +79,7 @@ def _names(target: str, names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A part of the config. Its entries have the type that is asked for, or raise CheckpointError; null: not there."""
+    """A part of the config. An entry of another type than asked for raises CheckpointError; null counts as missing."""
 
     path: str
     values: Mapping[str, Any]
@@ -97,7 +99,7 @@ class Settings:
         return [found.part(each) for each in found.values]
 
     def text(self, *names: str, default: str = "") -> str:
-        """The first of `names` that is there, in lower case."""
+        """The first of these entries that exists, in lower case."""
         value: str = self._first(names, str, "a string", default)
         return value.lower()
 
@@ -110,14 +112,14 @@ class Settings:
         return value
 
     def group_size(self, *names: str, default: int) -> int | None:
-        """None for -1: a row."""
+        """Columns per group; None (stored as -1): a whole row."""
         size = self.number(*names, default=default)
         if size != -1 and size < 1:
             raise self.wrong(next(name for name in names if name in self.values), "a whole number above 0, or -1")
         return None if size == -1 else size
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns; older versions of compressed-tensors write them as "128x128"."""
+        """(rows, columns) of a block; older versions of compressed-tensors write "128x128"."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -156,7 +158,7 @@ class Settings:
 
 
 def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a config.json, or of a part of it, as that of the text in a multimodal one."""
+    """The `quantization_config` of a config.json, which may be in a part such as `text_config`; None: there is none."""
     for part in (config, *config.values()):
         given = part.get("quantization_config") if isinstance(part, Mapping) else None
         if given is not None:
@@ -165,15 +167,15 @@ def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """The promises of a `quantization_config`; None: transformers loads it, unfused.
+    """The rules of a `quantization_config`; None: transformers loads such checkpoints, and their layers run unfused.
 
-    Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
+    Raises UnsupportedModelError if neither supports it, and CheckpointError if it is malformed.
     """
     settings = Settings.from_json("quantization_config", config)
     method = settings.text("quant_method")
     if method in READ:
         return READ[method](settings)
-    plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # of bitsandbytes, which may name no method
+    plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # bitsandbytes may name no method
     if method in REFUSED or not (plain or method in AUTO_QUANTIZATION_CONFIG_MAPPING or method == "bitsandbytes"):
         raise _unread(f"quant_method {method or 'missing'}")
     return None
@@ -195,7 +197,7 @@ def _compressed_tensors(config: Settings) -> Quantization:
         rules += [(target, format) for target in group.targets("targets") or (ANY_MODULE,)]
     if not rules:
         raise _unread("no config_groups")
-    # as compressed-tensors looks for one: names first, then patterns, then classes
+    # in compressed-tensors' order: names, then patterns, then classes
     rules.sort(key=lambda rule: (rule[0] == ANY_MODULE, rule[0].startswith("re:"), rule[0]))
     return Quantization(tuple(rules))
 
@@ -232,7 +234,7 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
 
 
 def _is_in_any_order(weights: Settings) -> bool:
-    """Whether the columns of a group need not be consecutive."""
+    """May the columns of a group be scattered?"""
     order = weights.values.get("actorder")
     return order is True if isinstance(order, bool) else weights.text("actorder") in ("group", "dynamic")
 
@@ -244,7 +246,7 @@ def _fp8(config: Settings) -> Quantization:
     if layout not in ("e4m3", "float8_e4m3fn"):
         raise _unread(f"fp8 in {layout}")
     block = config.block("weight_block_size")
-    tiles: tuple[Tile, ...] = (block,) if block else (BY_TENSOR, BY_CHANNEL)  # nothing says which of these it is
+    tiles: tuple[Tile, ...] = (block,) if block else (BY_TENSOR, BY_CHANNEL)  # the config does not say which
     return _for_all(Fp8(tiles, ("weight_scale_inv", "weight_scale")))
 
 
@@ -253,7 +255,7 @@ def _for_all(format: WeightFormat) -> Quantization:
 
 
 def _gptq(config: Settings) -> Quantization:
-    """`dynamic` has settings of modules by patterns for the beginnings of their names; `-:` leaves modules out."""
+    """`dynamic` maps patterns for the beginnings of names to settings; "-:" marks modules that are not quantised."""
     rules: list[tuple[str, WeightFormat]] = []
     for pattern, changes in config.part("dynamic").values.items():
         if pattern.startswith("-:"):
@@ -299,4 +301,4 @@ READ: dict[str, Callable[[Settings], Quantization]] = {
     "awq": _awq,
     "mxfp4": lambda config: _for_all(Mxfp4(of_experts=True)),
 }
-"""quant_method -> what reads its config."""
+"""quant_method -> function that reads its config."""

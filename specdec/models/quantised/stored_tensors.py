@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by the headers of its safetensors files: names, shapes and types, read when asked for."""
+"""Lists the tensors of a checkpoint by the headers of its safetensors files. Values are read only on demand."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -32,12 +32,12 @@ DTYPES = {
     "C64": torch.complex64,
     "BOOL": torch.bool,
 }
-"""Types of numbers by their names in safetensors."""
+"""torch's dtypes by their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint. `read` reads it."""
+    """A tensor of a checkpoint. read: returns its values."""
 
     key: str
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class StoredTensor:
 
 
 def stored_tensors(files: Iterable[str]) -> dict[str, StoredTensor]:
-    """Tensors by key, in the order of the files. Raises CheckpointError for files that are no safetensors, and
-    UnsupportedModelError for a type of numbers that torch has no name for."""
+    """Tensors by key, in the order of the files. Raises CheckpointError for a file that is not safetensors, and
+    UnsupportedModelError for a dtype that torch lacks."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if Path(file).suffix != ".safetensors":

@@ -1,7 +1,7 @@
-"""Whether a quantiser has rounded the weights of a module that is stored in 16 bits.
+"""Detects whether a quantiser has rounded the weights of a module that is stored in 16 bits.
 
-A quantiser puts every weight on a grid: its scale, which is the largest weight of its group over the largest value of
-the grid, times the values of e4m3 or whole numbers up to 8. Trained weights lie on it for one in six to ten.
+A quantiser makes every weight a multiple of its group's scale (largest weight / largest grid value): times an e4m3
+number, or times a whole number up to 8. Of trained weights, one in six to ten is such a multiple.
 """
 
 from collections.abc import Iterator
@@ -14,25 +14,21 @@ ROWS = 64
 COLUMNS = 1024
 """Columns of those rows that are examined."""
 ON_GRID = 0.97
-"""Least share of the weights on the grid."""
+"""Minimum share of the weights on a grid for a matrix to count as rounded."""
 MIN_WEIGHTS = 256
 """A matrix with fewer examined weights than this is not judged."""
-
-
-def rounded_to(module: nn.Module) -> str | None:
-    """ "FP8" or "int4", if most of the matrices of `module` that are large enough lie on such a grid."""
-    found = [form for form in map(grid_of, _matrices(module)) if form is not None]
-    forms = [form for form in found if form != NONE]
-    if not forms or len(forms) < 0.5 * len(found):
-        return None
-    return max(set(forms), key=forms.count)
-
-
 NONE = "no grid"
 
 
+def rounded_to(module: nn.Module) -> str | None:
+    """ "FP8" or "int4" if at least half of the judged matrices of `module` are on such a grid; None: they are not."""
+    found = [form for form in map(grid_of, _matrices(module)) if form is not None]
+    forms = [form for form in found if form != NONE]
+    return max(set(forms), key=forms.count) if forms and 2 * len(forms) >= len(found) else None
+
+
 def grid_of(weight: torch.Tensor) -> str | None:
-    """The grid of one matrix [N, K], `NONE`, or None where it is too small to tell."""
+    """The grid of one matrix [N, K]: "FP8", "int4" or NONE; None: it is too small to tell."""
     rows = weight.detach()[:ROWS, :COLUMNS].float().cpu()
     if rows.numel() < MIN_WEIGHTS or len(rows.abs().unique()) < 6:
         return None
@@ -47,14 +43,14 @@ def grid_of(weight: torch.Tensor) -> str | None:
 
 
 def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Those of linear layers within decoder layers: what quantisers round."""
+    """The weights that quantisers round: linear layers within decoder layers."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear) and ".layers." in f".{name}.":
             yield each.weight
 
 
 def _groups(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Rows cut into the groups that share a scale: [n, G]."""
+    """Divide rows into possible groups with one scale, [n, G]."""
     yield rows
     for size in (32, 64, 128):
         whole = rows.shape[1] // size * size
@@ -63,14 +59,14 @@ def _groups(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _whole(groups: torch.Tensor, top: float) -> float:
-    """Share of the weights that are whole multiples of the largest over `top`."""
+    """Share of the weights that are multiples of (largest weight / top)."""
     steps = groups / (groups.abs().amax(1, keepdim=True) / top).clamp(min=1e-30)
     return float(((steps - steps.round()).abs() < 0.04).float().mean())
 
 
 def _e4m3(values: torch.Tensor) -> float:
-    """Share of the non-zero values that e4m3 holds, to the rounding of bfloat16."""
-    values = values[values.abs() > 2.0**-6]  # below lie e4m3's subnormal numbers
+    """Share of the non-zero values that are e4m3 numbers, within the rounding of bfloat16."""
+    values = values[values.abs() > 2.0**-6]  # smaller ones are subnormal in e4m3
     if not values.numel():
         return 0.0
     near = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()

@@ -1,7 +1,7 @@
-"""Places of a checkpoint's quantised weights in a model, and how their tensors get there.
+"""Finds the place of each quantised weight of a checkpoint in the model.
 
-A weight is placed by the name that transformers would give its plain `weight`, so renamed and prefixed checkpoints,
-and those of older layouts, need nothing of their own. Experts may be stored one by one, or as tensors of all of them.
+transformers' own renaming of a plain `weight` gives the place, so renamed and prefixed checkpoints and older layouts
+need no code here. Experts may be stored one by one, or as tensors that hold all of them.
 """
 
 import copy
@@ -32,10 +32,11 @@ PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """The parameter `last` of the module at `path`, or a projection of one of its experts.
+    """The parameter `last` of the module at `path`, or a projection of its experts.
 
-    shape: of the weight [N, K], of one expert; None: packed weights are not read there. num_experts: of the module;
-    None: it has none. number: of the expert, in a checkpoint that stores experts one by one."""
+    shape: [N, K] of the weight of a linear layer or of one expert; None: packed weights are not supported there.
+    num_experts: number of the module's experts; None: it has none. number: index of the expert if the checkpoint stores
+    experts one by one; None: it does not."""
 
     path: str
     last: str
@@ -45,13 +46,13 @@ class WeightPlace:
 
     @property
     def num_stacked(self) -> int | None:
-        """Experts of which the checkpoint has one tensor."""
+        """Number of experts in one tensor of the checkpoint; None: one weight each."""
         return self.num_experts if self.number is None else None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A quantised weight: what precedes the names of its tensors, these by name, and where it belongs."""
+    """A quantised weight: its name in the checkpoint (stem), its tensors by the rest of their keys, and its place."""
 
     stem: str
     format: WeightFormat
@@ -68,8 +69,11 @@ class StoredWeight:
 
 
 class WeightPlaces:
-    """linears and experts: the quantised ones by the path of the module, which is in `modules`; of experts those of
-    each projection, one for all or one for each expert. keys: of all their tensors."""
+    """The quantised weights of a model.
+
+    modules: all modules of the model by path. linears: quantised weight of each linear, by module path. experts: for
+    each mixture, by projection, one stored weight for all experts or one per expert. keys: checkpoint keys of all these
+    tensors."""
 
     def __init__(self, model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
         self.modules: dict[str, Any] = dict(model.named_modules())
@@ -84,11 +88,11 @@ class WeightPlaces:
         self._tied = {**tied, **{source: target for target, source in tied.items()}}
 
     def parameter(self, key: str) -> torch.Tensor | None:
-        """The model's parameter for a key of the checkpoint."""
+        """The model's parameter for a checkpoint key; None: it has none."""
         return self._known.get(self._names(key))
 
     def ignores(self, key: str) -> bool:
-        """Whether the model's class says that checkpoints may have this tensor, and that it is not read."""
+        """Does the model's class declare that checkpoints may have this tensor and that it is ignored?"""
         return any(re.search(pattern, self._names(key)) for pattern in self._ignored)
 
     def has_module(self, stem: str) -> bool:
@@ -99,7 +103,7 @@ class WeightPlaces:
         """The place of a weight; None: the model has no such weight."""
         one = OF_ONE_EXPERT.fullmatch(stem)
         plain = [stem, f"{stem}.weight"]
-        if one:  # stacked in the model, or modules as in the checkpoint
+        if one:  # the model may stack experts, or have one module each
             plain.insert(0, f"{one['experts']}.gate_up_proj")
         name = next((name for name in map(self._names, plain) if name in self._known), None)
         if name is None:
@@ -114,7 +118,7 @@ class WeightPlaces:
         return WeightPlace(path, last, module.weight.shape if is_linear else None)
 
     def add(self, weight: StoredWeight) -> None:
-        """Take a quantised weight. Raises UnsupportedModelError where its place cannot hold one."""
+        """Add a quantised weight. Raises UnsupportedModelError if its place cannot hold one."""
         place = weight.place
         if place.shape is None or (place.num_stacked is not None and weight.format.joint != "_"):
             kind, known = type(self.modules[place.path]).__name__, ", ".join(sorted(MIXTURES))
@@ -141,7 +145,7 @@ class WeightPlaces:
             )
 
     def require_whole(self) -> None:
-        """Raise UnsupportedModelError where some experts of a layer are quantised, and others are not."""
+        """Raise UnsupportedModelError if only some experts of a layer, or only some of their weights, are quantised."""
         for path, by_projection in self.experts.items():
             for last, weights in by_projection.items():
                 place = weights[0].place
@@ -156,14 +160,14 @@ class WeightPlaces:
 
 
 def with_and_without(name: str, prefix: str) -> set[str]:
-    """A module's name in a model and in its base."""
+    """A module's possible names in a model and in its base model."""
     return {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}
 
 
 def _sizes_of(experts: nn.Module) -> tuple[dict[str, torch.Size], int]:
-    """The shape [N, K] of each projection of one expert, and their number."""
+    """Shape [N, K] of each projection of one expert, and the number of experts."""
     module: Any = experts
-    transposed = getattr(module, "is_transposed", False)  # Step's say nothing
+    transposed = getattr(module, "is_transposed", False)  # Step 3.7's experts lack the attribute
     gate_up, down = (p.transpose(1, 2) if transposed else p for p in (module.gate_up_proj, module.down_proj))
     sizes = {"gate_up_proj": gate_up.shape[1:], "down_proj": down.shape[1:]}
     sizes["gate_proj"] = sizes["up_proj"] = torch.Size((gate_up.shape[1] // 2, gate_up.shape[2]))
@@ -171,8 +175,8 @@ def _sizes_of(experts: nn.Module) -> tuple[dict[str, torch.Size], int]:
 
 
 def _renaming(model: PreTrainedModel, conversions: list[WeightTransform]) -> Callable[[str], str]:
-    """The name in the model of a key of the checkpoint, as transformers finds it."""
-    conversions = copy.deepcopy(conversions)  # they note whether they were used
+    """A function from checkpoint keys to parameter names, as transformers maps them."""
+    conversions = copy.deepcopy(conversions)  # they record whether they were used
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     known = model.state_dict()

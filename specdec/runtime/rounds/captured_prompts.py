@@ -18,9 +18,10 @@ import torch
 
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
-from specdec.runtime.rounds.device_state import Chunk, DeviceState, PausedChunk
+from specdec.runtime.rounds.device_state import Chunk, DeviceState
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PartShare, PromptParts, divide
 
 MAX_TOKENS = 8192
@@ -95,7 +96,7 @@ class ChunkProgram:
         self.chunk: Chunk | None = None
         self.ends: list[int] = []
         self.shares: list[PartShare] = []
-        self._paused: PausedChunk | None = None  # between two parts
+        self._paused: PausedForward[Chunk] | None = None  # between two parts
         self._state = state
         self._shape = shape
         self._results = results
@@ -121,6 +122,7 @@ class ChunkProgram:
         self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
+    @torch.inference_mode()
     def _part(self, number: int) -> torch.Tensor:
         if number == 0:
             inputs = self._inputs[0], self._inputs[1], self._shape.tokens
@@ -129,7 +131,7 @@ class ChunkProgram:
         assert paused is not None, f"part {number} before the first"
         paused.advance(self.ends[number])
         if number + 1 < len(self.ends):
-            return paused.fed
+            return self._inputs  # a program must return a tensor to keep
         self._paused = None
         self.chunk = self._results.copy_chunk(paused.finish())
         return self.chunk.hidden
@@ -162,35 +164,23 @@ class ChunkGraphs(Captures):
         return "prompts run without CUDA graphs: %s"
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
-        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured.
-
-        Not captured: too many tokens, and (rare) chunks with scores if the target otherwise makes fewer final states.
-        states: see `Chunk`.
-        """
-        found = self._program_for(rows, chunk_len, states)
-        if found is None:
+        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured."""
+        parts = self.begin_forward(rows, chunk_len, states)
+        if parts is None:
             self.store.uncaptured[self.what] += 1
             return None
-        program, shape = found
-        self.run_captured(shape, program.programs)
-        return self._read_by(program, shape)
+        for program in parts.programs:
+            program()
+        return parts.read()
 
-    def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """Prepare the forward of `read` in parts; None: this size is not captured in parts."""
-        found = self._program_for(rows, chunk_len, states, divided=True)
-        if found is None:
-            return None
-        program, shape = found
-        captured = self.find_captured(shape, program.programs)
-        programs: Sequence[Callable[[], object]] = program.programs
-        if captured is not None:
-            programs = [replay for replay, _ in captured.replays]
-        return PromptParts(program.shares, programs, partial(self._read_by, program, shape), self._generation)
-
-    def _program_for(
+    def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
-    ) -> tuple[ChunkProgram, ChunkShape] | None:
-        """The program for these chunks, with their inputs loaded, and its shape; None: such chunks are not captured."""
+    ) -> PromptParts | None:
+        """Prepare the forward of `read`, with its inputs loaded, as a whole or divided; None: it is not captured.
+
+        Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
+        states: see `Chunk`.
+        """
         shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
         rare = states is FinalStates.EVERY and self.state.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
@@ -199,13 +189,18 @@ class ChunkGraphs(Captures):
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        return program, shape
+        captured = self.find_captured(shape, program.programs)
+        programs: Sequence[Callable[[], object]] = program.programs
+        if captured is not None:
+            programs = [replay for replay, _ in captured.replays]
 
-    def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:
-        chunk = program.chunk
-        assert chunk is not None
-        self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
-        return chunk
+        def read() -> Chunk:
+            chunk = program.chunk
+            assert chunk is not None
+            self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
+            return chunk
+
+        return PromptParts(program.shares, programs, read, self._generation)
 
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False

@@ -49,14 +49,8 @@ LARGE_PATIENCE = 4
 """Eager runs of a large shape before it is captured: there are many such shapes, and a capture takes as long as a dozen
 rounds."""
 
-MAX_ATTEMPTS = 3
-"""After this many failed captures a shape always runs eagerly, unless the last one failed for lack of memory."""
-
 MAX_BACKOFF_RUNS = 1024
-"""Upper bound on the runs of a shape between two attempts to capture it."""
-
-NEVER = 1 << 62
-"""Runs until the next attempt, for a shape that stays eager."""
+"""Upper bound on the runs of a shape between two attempts to capture it, after evictions or for lack of memory."""
 
 
 def no_host_work(_number: int, _out: torch.Tensor) -> None:
@@ -72,13 +66,11 @@ class Captures:
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
         self.state = state
         self.store = store
-        self.refusals: Counter[Hashable] = Counter()
-        """Failed captures of each shape since the weights moved."""
         self._number = store.join(self)
         self._strict = strict
-        self._captured: dict[Hashable, CapturedProgram | None] = {}  # None: it ran once, or was dropped
-        self._evictions: Counter[Hashable] = Counter()
-        self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
+        self._captured: dict[Hashable, CapturedProgram] = {}
+        self._waits: dict[Hashable, int] = {}  # shapes that ran and are not captured: runs until a capture is tried
+        self._setbacks: Counter[Hashable] = Counter()  # evictions and failed captures since the weights moved
         self._generation = state.weights.generation()
         self._warned: set[str] = set()
 
@@ -120,10 +112,7 @@ class Captures:
         self.capture_next(shape, programs)
         captured = self._captured.get(shape)
         if captured is None:
-            if shape not in self._captured:
-                self._captured[shape], self._waits[shape] = None, self.patience(shape)
-            if self._waits.get(shape, 0) > 0:
-                self._waits[shape] -= 1
+            self._waits[shape] = max(0, self._waits.get(shape, self.patience(shape)) - 1)
             self.store.uncaptured[self.what] += 1
             return None
         if captured.view_key != self.state.view.key:
@@ -134,44 +123,40 @@ class Captures:
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
         """Capture the programs of a shape if it has run and need not wait, so that its next run is a replay."""
-        if shape in self._captured and self._captured[shape] is None and self._waits.get(shape, 0) <= 0:
-            self._captured[shape] = self._try(shape, programs)
+        if self._waits.get(shape) != 0:
+            return
+        pool = self.pool(shape)
+        try:
+            self._captured[shape] = self.store.make(self._number, shape, pool, self.state.view.key, programs)
+            del self._waits[shape]
+        except Exception as error:  # of any kind: a model may do anything that a graph cannot record
+            no_memory, reason = is_out_of_memory(error), first_line(_root(error))
+            if self._strict and not (pool == SPARE_POOL and (no_memory or isinstance(error, OverBudget))):
+                raise ConfigError(
+                    f"{self.what} cannot be captured in a CUDA graph ({reason}); use cuda_graphs='auto' or False"
+                ) from error
+            self.store.refused += 1
+            self._back_off(shape, MAX_BACKOFF_RUNS if no_memory else None)
+            warning = self.warning(shape)
+            logger.log(logging.DEBUG if warning in self._warned else logging.WARNING, warning, reason)
+            self._warned.add(warning)
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
-        self.store.discard(self._number)
-        for memory in (self._captured, self._waits, self.refusals, self._evictions):
+        for memory in (self._captured, self._waits, self._setbacks):
             memory.clear()
+        self.store.discard(self._number)
 
     def forget(self, shape: Hashable) -> None:
-        """Drop the capture of this shape. It is captured again after some runs; their number doubles each time."""
-        self._captured[shape] = None
-        self._evictions[shape] += 1
-        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, MAX_BACKOFF_RUNS)
+        """Drop the capture of this shape, which is evicted."""
+        self._captured.pop(shape, None)
+        self._back_off(shape, MAX_BACKOFF_RUNS)
 
-    def _try(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
-        try:
-            return self.store.make(self._number, shape, self.pool(shape), self.state.view.key, programs)
-        except Exception as error:  # of any kind: a model may do anything that a graph cannot record
-            lacks_room = is_out_of_memory(error) or isinstance(error, OverBudget)
-            if self._strict and not (lacks_room and self.pool(shape) == SPARE_POOL):
-                raise ConfigError(
-                    f"{self.what} cannot be captured in a CUDA graph ({first_line(_root(error))}); "
-                    "use cuda_graphs='auto' or False"
-                ) from error
-            self._refuse(shape, error)
-            return None
-
-    def _refuse(self, shape: Hashable, error: Exception) -> None:
-        self.store.refused += 1
-        self.refusals[shape] += 1
-        tries = self.refusals[shape]
-        again = is_out_of_memory(error) or tries < MAX_ATTEMPTS
-        self._waits[shape] = min(1 << tries - 1, MAX_BACKOFF_RUNS) if again else NEVER
-        warning = self.warning(shape)
-        level = logging.DEBUG if warning in self._warned else logging.WARNING
-        logger.log(level, warning, first_line(_root(error)))
-        self._warned.add(warning)
+    def _back_off(self, shape: Hashable, max_runs: int | None) -> None:
+        """Try the next capture of this shape after some runs. Their number doubles each time."""
+        self._setbacks[shape] += 1
+        runs = 1 << self._setbacks[shape] - 1
+        self._waits[shape] = runs if max_runs is None else min(runs, max_runs)
 
 
 def _root(error: BaseException) -> BaseException:

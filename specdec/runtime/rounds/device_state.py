@@ -69,23 +69,6 @@ class Chunk(NamedTuple):
         return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
 
 
-class PausedChunk(NamedTuple):
-    """A `Chunk` in progress: some of its layers have run."""
-
-    pack: Pack
-    fed: torch.Tensor
-    forward: PausedForward
-    states: FinalStates
-
-    @torch.inference_mode()
-    def advance(self, end: int) -> None:
-        self.forward.advance(end)
-
-    @torch.inference_mode()
-    def finish(self) -> Chunk:
-        return Chunk.from_pack(self.pack, self.fed, self.forward.finish(), self.states)
-
-
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
     """Do kernels open, draw and close a round? Not in Triton's interpreter, where they are slow."""
     return backend.name == "triton" and device.type == "cuda"
@@ -211,10 +194,11 @@ class DeviceState:
     @torch.inference_mode()
     def begin_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
-    ) -> "PausedChunk":
+    ) -> PausedForward[Chunk]:
         """Begin the forward of `read`, stopped before its first layer. Requires a target that can pause."""
         pack, fed, plan, fewer = self._prepare_reading(rows, length, num_places, states)
-        return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
+        paused = self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer)
+        return PausedForward(paused.advance, lambda: Chunk.from_pack(pack, fed, paused.finish(), states))
 
     def _prepare_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates

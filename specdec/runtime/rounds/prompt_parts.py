@@ -12,10 +12,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
-from specdec.runtime.rounds.device_state import Chunk, DeviceState, PausedChunk
+from specdec.runtime.rounds.device_state import Chunk, DeviceState
 
 LAYERS_A_PART = 3
 """Layers per captured part. Each part is a launch, so there should be few parts; yet a part of a long prompt should fit
@@ -82,12 +84,16 @@ def single_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, state
     """Divide a forward that is not captured: each layer is a part."""
     ends, shares = divide(state.target, state.aux_layers, states, 1)
     runs = upload(np.stack([rows, chunk_len]), state.device)
-    paused: list[PausedChunk] = []
+    paused: list[PausedForward[Chunk]] = []
 
+    @torch.inference_mode()
     def part(end: int) -> None:
         if not paused:
             paused.append(state.begin_reading(runs[0], runs[1], int(chunk_len.sum()), states))
         paused[0].advance(end)
 
-    programs = [partial(part, end) for end in ends]
-    return PromptParts(shares, programs, lambda: paused[0].finish(), state.weights.generation())
+    @torch.inference_mode()
+    def read() -> Chunk:
+        return paused[0].finish()
+
+    return PromptParts(shares, [partial(part, end) for end in ends], read, state.weights.generation())
