@@ -56,8 +56,8 @@ class AttentionCall(NamedTuple):
     def answer(
         self, forward: LayerContext, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend with packed rows -> [X, T, Hq, D], the shape that transformers expects."""
-        out = forward.attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        """Attend with packed tokens -> [X, T, Hq, D], the shape that transformers expects."""
+        out = forward.attend_tokens(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
         return out.view(len(self.query), -1, *out.shape[1:])
 
 
@@ -164,10 +164,10 @@ class ForwardContext:
     def destination(self, layer: int) -> Destination | None:
         if self.plan.write is None or not self.view.owns(layer):
             return None
-        kept = self.view.writable_layer(layer)
-        return Destination(kept.k, kept.v, self.plan.write_slots(kept.group))
+        layer_kv = self.view.writable_layer(layer)
+        return Destination(layer_kv.k, layer_kv.v, self.plan.write_slots(layer_kv.group))
 
-    def attend_rows(
+    def attend_tokens(
         self,
         layer: int,
         q: torch.Tensor,
@@ -181,18 +181,18 @@ class ForwardContext:
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept = self.view.layer(layer)
-        attend = self.attention[kept.group, self.windows[layer], self.view.spec(layer).shares]
+        layer_kv = self.view.layer(layer)
+        attend = self.attention[layer_kv.group, self.windows[layer], self.view.spec(layer).shares]
         shape = self.plan.positions.shape  # a tile may have more rows than B * N: the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
-        out = attend(query, kept.k, kept.v, **options).flatten(0, 1)  # [B * N, Hq, D]
+        out = attend(query, layer_kv.k, layer_kv.v, **options).flatten(0, 1)  # [B * N, Hq, D]
         return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """`attend_rows` for a frozen drafter, which runs on rank 0 and reads K/V heads of all ranks. Each rank attends
-        with the queries of its heads, and rank 0 collects [T, Hq, D]. Ranks that hold copies of one K/V head get the
-        same queries if there are too few to divide."""
+        """`attend_tokens` for a frozen drafter, which runs on rank 0 and reads K/V heads of all ranks. Each rank
+        attends with the queries of its heads, and rank 0 collects [T, Hq, D]. Ranks that hold copies of one K/V head
+        get the same queries if there are too few to divide."""
         ranks = self.view.ranks
         assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
         count, attended = len(ranks), []

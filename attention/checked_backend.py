@@ -85,7 +85,7 @@ class CheckedBackend:
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """Check the slot of every place, and of the oldest and the newest key that the place sees."""
         assert isinstance(plan.prefix, PackTables)
-        table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.row_of]
+        table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.run_of]
         real = pack.exists & (rows != table.padding_row)
         inside = pack.positions < table.slots.tensor.shape[1]
 
@@ -101,7 +101,7 @@ class CheckedBackend:
             note(Fault.SHARED, stored & (owners > 1), pack.positions, write, own)
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
-            read, own = lines.slots_at(pack.row_of, positions), self._slots_at(group, rows, positions)
+            read, own = lines.slots_at(pack.run_of, positions), self._slots_at(group, rows, positions)
             note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:
@@ -154,7 +154,7 @@ class CheckedBackend:
         broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
         null = torch.zeros_like(positions)
         if plan.pack is not None:
-            rows = plan.rows[plan.pack.row_of][part[1]]
+            rows = plan.rows[plan.pack.run_of][part[1]]
             self.sanitizer.record_fault(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
             return
         self.sanitizer.record_fault(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
@@ -166,7 +166,7 @@ class CheckedBackend:
     def _own(self, plan: KVPlan) -> torch.Tensor:
         """Mask [B, N] of queries that are not padding."""
         if plan.pack is not None:
-            return (plan.pack.exists & (plan.rows[plan.pack.row_of] != self.sanitizer.table.padding_row))[None]
+            return (plan.pack.exists & (plan.rows[plan.pack.run_of] != self.sanitizer.table.padding_row))[None]
         steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
         real = self._real(plan)[:, None].expand_as(plan.positions)
         return real if plan.block_len is None else real & (steps < plan.block_len[:, None])

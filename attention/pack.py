@@ -1,7 +1,8 @@
-"""A pack: runs of tokens of many requests in one row, without padding between them. Forwards over prompts read packs.
+"""A pack: runs of tokens of many requests in one sequence, without padding between them. Forwards over prompts read
+packs.
 
     run        0         1     2             R = 3, T = 10
-    row        a a a a a b b b c .           row_of  0 0 0 0 0 1 1 1 2 2
+    row        a a a a a b b b c .           run_of  0 0 0 0 0 1 1 1 2 2
     cu_len     0         5     8 9           the place after the last run is padding
     positions  3 4 5 6 7 0 1 2 9 0           each run begins at a position of its own, 3 0 9
 
@@ -18,10 +19,10 @@ from specdec.kvcache.table import RequestTable
 
 
 class Pack(NamedTuple):
-    """R runs in one row of T places. All tensors but `exists` are int64.
+    """R runs in one sequence of T tokens. All tensors but `exists` are int64.
 
     rows [R]: rows of the request table. start, length [R]: first position and number of tokens of each run. cu_len [R +
-    1]: tokens before each run. For each place: row_of [T], its run (padding: the last one); positions [T], 0 on
+    1]: tokens before each run. For each place: run_of [T], its run (padding: the last one); positions [T], 0 on
     padding; exists [T], False on padding.
     """
 
@@ -29,7 +30,7 @@ class Pack(NamedTuple):
     start: torch.Tensor
     length: torch.Tensor
     cu_len: torch.Tensor
-    row_of: torch.Tensor
+    run_of: torch.Tensor
     positions: torch.Tensor
     exists: torch.Tensor
 
@@ -38,10 +39,10 @@ class Pack(NamedTuple):
         """Pack runs of `length` [R] tokens that begin at positions `start` [R] into `num_tokens` places."""
         cu_len = torch.cat([length.new_zeros(1), length.cumsum(0)])
         places = torch.arange(num_tokens, device=length.device)
-        row_of = torch.searchsorted(cu_len[1:], places, right=True).clamp(max=len(rows) - 1)
+        run_of = torch.searchsorted(cu_len[1:], places, right=True).clamp(max=len(rows) - 1)
         exists = places < cu_len[-1]
-        positions = torch.where(exists, start[row_of] + places - cu_len[row_of], 0)
-        return cls(rows, start, length, cu_len, row_of, positions, exists)
+        positions = torch.where(exists, start[run_of] + places - cu_len[run_of], 0)
+        return cls(rows, start, length, cu_len, run_of, positions, exists)
 
     @property
     def last(self) -> torch.Tensor:
@@ -98,8 +99,8 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
     page_size = allocator.page_size
     numbers = torch.arange(len(pack.rows), device=slots.device)
     every = RunSlots(slots, pack.rows, None)
-    stored = pack.exists & (pack.positions >= table.shared_len.tensor[pack.rows[pack.row_of]])
-    own = PrimaryLoc(every.slots_at(pack.row_of, pack.positions).masked_fill(~stored, NULL_SLOT))
+    stored = pack.exists & (pack.positions >= table.shared_len.tensor[pack.rows[pack.run_of]])
+    own = PrimaryLoc(every.slots_at(pack.run_of, pack.positions).masked_fill(~stored, NULL_SLOT))
 
     def windowed(group: GroupId) -> RunSlots:
         retain = int(table.retain[group])

@@ -110,8 +110,9 @@ def plan_chunk(
 
 
 def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: int | None = None) -> KVPlan:
-    """Plan runs of prompt tokens in one row. longest: upper bound on a run's tokens; None: the number of places."""
-    num_places = len(pack.row_of)
+    """Plan runs of prompt tokens in one sequence. longest: upper bound on a run's tokens; None: the number of
+    places."""
+    num_places = len(pack.run_of)
     tables = locate_pack(table, pack, num_places if longest is None else longest)
     return KVPlan(
         backend=backend,

@@ -42,7 +42,7 @@ class RunsAttention:
                 keys = torch.arange(oldest, start + length, device=positions.device)
                 slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
                 runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
-        return cls(len(pack.row_of), runs)
+        return cls(len(pack.run_of), runs)
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
@@ -81,7 +81,7 @@ class MaskedRuns:
             first, end = pack.start[number], pack.start[number] + pack.length[number]
             oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
             inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
-            mine = pack.exists & (pack.row_of == number)
+            mine = pack.exists & (pack.run_of == number)
             back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
             seen = (back >= 0) & (keys == inside)
             if self.window is not None:

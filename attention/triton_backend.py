@@ -14,7 +14,7 @@ from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
-from specdec.attention.trees.beam import MAX_TOPK, Candidates, Scored, expand, reference_expand
+from specdec.attention.trees.beam import MAX_KERNEL_TOPK, Candidates, Scored, expand, reference_expand
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.kvcache.frozen import KVView
@@ -66,7 +66,7 @@ class TritonBackend:
     def expand(
         self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
     ) -> Scored:
-        grow = expand if tokens.shape[-1] <= MAX_TOPK else reference_expand
+        grow = expand if tokens.shape[-1] <= MAX_KERNEL_TOPK else reference_expand
         return grow(above, tokens, log_probs, out, first_candidate)
 
     def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:

@@ -110,8 +110,8 @@ def refusal(case: Case) -> str | None:
         return f"{case.name} needs a GPU" if case.cpu is None else None
     if case.gpus == 0:
         return None
-    there = torch.cuda.device_count()
-    return None if there >= case.gpus else f"{case.name} needs {case.gpus} CUDA devices, and {there} are there"
+    visible = torch.cuda.device_count()
+    return None if visible >= case.gpus else f"{case.name} needs {case.gpus} CUDA devices, and {visible} are there"
 
 
 def chosen_options(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,8 +94,8 @@ class RandomText:
 
         def planted(sampler: ReferenceSampler, tree: Any, allowed: Any, logits: Any, positions: Any, cap: Any) -> Any:
             drawn = drawn_after(sampler, tree, allowed, logits, positions, cap)
-            assert sampler.past is not None
-            number = sampler.past.history[:, :1].clamp(max=FIRST_TEXT - 1)
+            assert sampler.inputs is not None
+            number = sampler.inputs.history[:, :1].clamp(max=FIRST_TEXT - 1)
             return self.text(number, positions).where(positions > 0, drawn)
 
         ReferenceSampler.draw_after = planted  # type: ignore[method-assign]

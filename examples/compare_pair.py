@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
-from specdec.evaluation.contest import TokenPrompts, take_turns, tokens_per_second
+from specdec.evaluation.timed_comparison import TokenPrompts, run_interleaved, tokens_per_second
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import PublishedPair, last_part, pair_table
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
@@ -76,8 +76,8 @@ def compare(engine: Engine, groups: Sequence[TokenPrompts], params: SamplingPara
     plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=engine.config)
     both = {"drafts": engine, "plain": plain}
     ways = {name: partial(each.generate, params=params, progress=False) for name, each in both.items()}
-    take_turns(ways, dict.fromkeys(ways, groups[0]))  # warm up
-    runs = [run for group in groups for run in take_turns(ways, dict.fromkeys(ways, group))]
+    run_interleaved(ways, dict.fromkeys(ways, groups[0]))  # warm up
+    runs = [run for group in groups for run in run_interleaved(ways, dict.fromkeys(ways, group))]
     identical = all(run["drafts"]["token_ids"] == run["plain"]["token_ids"] for run in runs)
     speed = tokens_per_second(runs, "drafts")
     speed_up = speed / tokens_per_second(runs, "plain")

@@ -21,10 +21,9 @@ E4B-QAT  google/gemma-4-E4B-it-qat-w4a16-ct  google/gemma-4-E4B-it-qat-q4_0-unqu
 
 Steps: where vLLM's figures for one H100 were best (PR 41745; 12B is not among them). Deep drafts pay most where the
 target is large and dense; a mixture of experts (26B-A4B) reads more experts for every further draft. QAT targets were
-trained for int4, and accept more drafts of an assistant trained for it too. Memory is that of the weights; the KV cache takes a
-share of what is left. On a CPU the default is float32, twice the memory of bfloat16. The names are those of the hub;
-the tests here run the bundled pair only.
-"""  # noqa: E501 - names of published checkpoints
+trained for int4, and accept more drafts of an assistant trained for it too. Memory is that of the weights; the KV cache
+takes a share of what is left. On a CPU the default is float32, twice the memory of bfloat16. The names are those of the
+hub; the tests here run the bundled pair only."""  # noqa: E501 - names of published checkpoints
 
 from compare_pair import run
 

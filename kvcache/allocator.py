@@ -54,7 +54,7 @@ class HybridAllocator:
         self.groups = groups
         self.page_size = page_size
         self.device = device
-        pools = [PagePool(kept.name, count) for kept, count in zip(groups, pages, strict=True)]
+        pools = [PagePool(retention.name, count) for retention, count in zip(groups, pages, strict=True)]
         self.pools = ByGroup(tuple(pools))
         self.primary = self.pools[PRIMARY]
         self.windowed = tuple(group for group, _ in groups.items() if group != PRIMARY)
@@ -104,8 +104,8 @@ class HybridAllocator:
         self.require_unfrozen("alloc")
         assert num_pages >= 0, f"{num_pages=}"
         if num_pages > self.available_pages:
-            there = (f"{pool.available_pages} of {pool.capacity} in the {pool.name} pool" for pool in self.pools)
-            raise OutOfSlotsError(f"{num_pages} pages needed; free: {', '.join(there)}")
+            available = (f"{pool.available_pages} of {pool.capacity} in the {pool.name} pool" for pool in self.pools)
+            raise OutOfSlotsError(f"{num_pages} pages needed; free: {', '.join(available)}")
         short = self.pools.map(lambda pool: max(num_pages - pool.free_pages, 0))
         if self.cache is not None and any(short):
             self.cache.evict(short)

@@ -1,4 +1,5 @@
-"""Interface between a layer and the forward that it runs in, over T packed rows. Layers know nothing else of attention.
+"""Interface between a layer and the forward that it runs in, over T packed tokens. Layers know nothing else of
+attention.
 
 They know no plan, no pool and no backend. The code that runs a forward gives them a `LayerContext`. It also gives a
 `Narrowing` if the last layers run for some rows only, or an `EarlyExit` if they run for none.
@@ -66,7 +67,7 @@ class LayerContext(Protocol):
         """Destination of this layer's new K/V. None if it stores none: it shares another layer's K/V, or the cache is
         frozen."""
 
-    def attend_rows(
+    def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """Attend: q [T, Hq, D] -> [T, Hq, D], contiguous."""
@@ -80,7 +81,7 @@ class SplitContext(LayerContext, Protocol):
 
 
 class Narrowing(NamedTuple):
-    """The packed rows [R] with which the forward continues once the K/V of `layer` are stored, and their own
+    """The packed tokens [R] with which the forward continues once the K/V of `layer` are stored, and their own
     context."""
 
     layer: int

@@ -140,12 +140,12 @@ class PrefixCache:
     def evict(self, pages: ByGroup[int]) -> None:
         """Free this many more pages of each pool, or all that only the cache claims if there are fewer."""
         pools = self.allocator.pools
-        least = ByGroup(tuple(pool.free_pages + more for pool, more in zip(pools, pages, strict=True)))
+        min_free = ByGroup(tuple(pool.free_pages + more for pool, more in zip(pools, pages, strict=True)))
         if pages[PRIMARY]:
-            self._evict_primary(least[PRIMARY])
+            self._evict_primary(min_free[PRIMARY])
         for group in self.allocator.windowed:
-            if pools[group].free_pages < least[group]:
-                self._evict_peers(group, least[group])
+            if pools[group].free_pages < min_free[group]:
+                self._evict_peers(group, min_free[group])
 
     def check(self) -> None:
         """Assert that the tree is well-formed, and that its claims agree with the pools."""
@@ -174,8 +174,8 @@ class PrefixCache:
             assert set(self.states.pages) <= set(pages.tolist()), "a state ends with a page that the tree has not"
         for group, pool in self.allocator.pools.items():
             kept = sum(int(node.num_peers[group]) for node in found)
-            said = f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.cached_pages}"
-            assert kept == pool.cached_pages, said
+            message = f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.cached_pages}"
+            assert kept == pool.cached_pages, message
 
     # the tree
 
@@ -294,10 +294,10 @@ class PrefixCache:
     def _trim(self, leaf: _Node, most: int) -> IntArray:
         """Cut off up to `most` last pages of a leaf that no row holds, back to a place where a match can end."""
         held = np.flatnonzero(self.allocator.primary.is_held(leaf.pages))
-        least = int(held[-1]) + 1 if len(held) else 0
-        left = max(least, len(leaf.pages) - most)
-        if left > least:
-            left = max(least, len(self._usable(leaf.pages[:left])))
+        min_free = int(held[-1]) + 1 if len(held) else 0
+        left = max(min_free, len(leaf.pages) - most)
+        if left > min_free:
+            left = max(min_free, len(self._usable(leaf.pages[:left])))
         return self._cut(leaf, left)
 
     def _cut(self, node: _Node, left: int) -> IntArray:
@@ -311,11 +311,11 @@ class PrefixCache:
             node.num_peers = self._count_peers(node.pages)
         return pages
 
-    def _evict_primary(self, least: int) -> None:
-        """Free primary pages until `least` are free. Pages of the oldest leaves go first, and those that rows hold
+    def _evict_primary(self, min_free: int) -> None:
+        """Free primary pages until `min_free` are free. Pages of the oldest leaves go first, and those that rows hold
         last."""
         pool = self.allocator.primary
-        short, given_up = max(least - pool.free_pages, pool.capacity // BATCH), [NO_PAGES]
+        short, given_up = max(min_free - pool.free_pages, pool.capacity // BATCH), [NO_PAGES]
         for node in self._leaves():
             if short <= 0:
                 break
@@ -323,15 +323,15 @@ class PrefixCache:
             short -= len(given_up[-1])
         self.allocator.uncache_pages(np.concatenate(given_up[::-1]))  # alloc then takes the last ones first
         for node in self._leaves():  # then the other leaves, before pages that rows hold
-            if pool.free_pages >= least:
+            if pool.free_pages >= min_free:
                 break
             self.allocator.uncache_pages(self._cut(node, 0))
 
-    def _evict_peers(self, group: GroupId, least: int) -> None:
-        """Free peers in a group until `least` are free. Peers that no match at the end of a node needs go first."""
+    def _evict_peers(self, group: GroupId, min_free: int) -> None:
+        """Free peers in a group until `min_free` are free. Peers that no match at the end of a node needs go first."""
         pool, retain = self.allocator.pools[group], int(self.table.retain[group])
-        batch = max(least, pool.free_pages + pool.capacity // BATCH)
-        for tail, wanted in ((-(-retain // self.page_size), batch), (0, least)):
+        batch = max(min_free, pool.free_pages + pool.capacity // BATCH)
+        for tail, wanted in ((-(-retain // self.page_size), batch), (0, min_free)):
             short, given_up = wanted - pool.free_pages, [NO_PAGES]
             for node in list(self._by_age):
                 if short <= 0:

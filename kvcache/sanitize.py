@@ -136,8 +136,8 @@ class Sanitizer:
         owned, committed = table.capacity[active], table.committed_len.host[active]
         for row, capacity, length in zip(active.tolist(), owned.tolist(), committed.tolist(), strict=True):
             if length > capacity:
-                said = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
-                raise name_row(LocationError(said), row)
+                message = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
+                raise name_row(LocationError(message), row)
         for group in allocator.windowed:
             kept = positions >= table.evicted_len[group, rows]
             peers = allocator.peer_slots(group, slots[kept])

@@ -43,11 +43,12 @@ PREALLOC_HEADROOM = 4
 class Rows:
     """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    longest: the host's upper bound on the rows' committed lengths. It sets the width of tables, never their contents.
+    max_committed_len: the host's upper bound on the rows' committed lengths. It sets the width of tables, never their
+    contents.
     """
 
     index: torch.Tensor
-    longest: int
+    max_committed_len: int
 
 
 class Move(NamedTuple):
@@ -103,8 +104,8 @@ class RequestTable:
         self.extra_keys = extra_keys
         self.max_lag = allocator.pools.map(lambda pool: 0) if max_lag is None else max_lag
         windows = [kept.num_kept(lookahead) for kept in allocator.groups]
-        kept = [width if window is None else window - 1 + extra_keys for window in windows]
-        self.retain: IntArray = np.array(kept, dtype=np.int64)
+        retained = [width if window is None else window - 1 + extra_keys for window in windows]
+        self.retain: IntArray = np.array(retained, dtype=np.int64)
         self.retain_on_device = upload(self.retain, allocator.device)
 
     @property
@@ -170,9 +171,9 @@ class RequestTable:
     def num_evicted(self, num_pages: int) -> IntArray:
         """How many first pages have no peer in a row that begins with `num_pages` adopted pages, [groups]."""
         page_size = self.allocator.page_size
-        cached = np.array([kept.cached for kept in self.allocator.groups])
-        kept = np.where(cached, self.retain, 0)  # records: none are kept
-        evicted: IntArray = np.maximum(0, num_pages * page_size - kept) // page_size
+        cached = np.array([retention.cached for retention in self.allocator.groups])
+        retained = np.where(cached, self.retain, 0)  # records: none are kept
+        evicted: IntArray = np.maximum(0, num_pages * page_size - retained) // page_size
         return evicted
 
     def pages(self, row: int, num_pages: int) -> IntArray:
@@ -200,8 +201,8 @@ class RequestTable:
         width = self.slots.host.shape[1]
         if (length > width).any():
             widest = int(length.argmax())
-            said = f"row {rows[widest]}: {length[widest]} slots needed, a row has {width}"
-            raise name_row(OutOfSlotsError(said), rows[widest])
+            message = f"row {rows[widest]}: {length[widest]} slots needed, a row has {width}"
+            raise name_row(OutOfSlotsError(message), rows[widest])
         needed = self.pages_needed(rows, length)
         if not needed.any():
             return
@@ -261,12 +262,12 @@ class RequestTable:
         self.allocator.require_unfrozen("commit")
         start, capacity = self.committed_len.host[rows], self.capacity[rows]
         if (past := start + length > capacity).any():
-            said = f"rows {rows.tolist()}: commit of {length.tolist()} goes past the slots they own"
-            raise name_row(KVStateError(said), rows[past][0])
+            message = f"rows {rows.tolist()}: commit of {length.tolist()} goes past the slots they own"
+            raise name_row(KVStateError(message), rows[past][0])
         taken = np.arange(path.shape[1]) < length[:, None]
         if (astray := (taken & ((path < 0) | (start[:, None] + path >= capacity[:, None]))).any(axis=1)).any():
-            said = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
-            raise name_row(KVStateError(said), rows[astray][0])
+            message = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
+            raise name_row(KVStateError(message), rows[astray][0])
 
     def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1, ahead: bool = False) -> int:
         """In each windowed group, free the peers of tokens that no later query can see; returns the number of pages. A
@@ -332,11 +333,11 @@ class RequestTable:
             pool = self.allocator.pools[group]
             peers = self.allocator.maps.host[group, ::page_size] // page_size
             unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_cached(peers)
-            said = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
-            assert not unclaimed.any(), said
+            message = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
+            assert not unclaimed.any(), message
             wrong = (peers != 0) & (pool.row_refs(peers) != holds[group])
-            said = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
-            assert not wrong.any(), said
+            message = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
+            assert not wrong.any(), message
 
     def _require_active(self, rows: IntArray) -> None:
         closed = ~self._active[rows.clip(-1, self.padding_row)]  # the padding row is the last one and is never open

@@ -71,11 +71,11 @@ class SpecConfig:
     def __post_init__(self) -> None:
         spans = {"num_steps": (1, MAX_TREE_NODES - 1), "topk": (1, MAX_TOPK), "num_draft_tokens": (2, MAX_TREE_NODES)}
         require_fields(self, spans)
-        most = 1 + self._candidates(self.num_steps)
-        if self.num_draft_tokens is not None and self.num_draft_tokens > most:
+        max_nodes = 1 + self._candidates(self.num_steps)
+        if self.num_draft_tokens is not None and self.num_draft_tokens > max_nodes:
             raise ConfigError(
                 f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at most "
-                f"{most} nodes, the root included; raise num_steps or topk, or lower num_draft_tokens"
+                f"{max_nodes} nodes, the root included; raise num_steps or topk, or lower num_draft_tokens"
             )
 
     @property

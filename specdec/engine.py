@@ -37,7 +37,7 @@ from specdec.runtime.arguments import (
     caches_states,
     fitted_spec,
     known_keywords,
-    require_choice,
+    require_adaptive_lookup,
     require_depth,
     require_fused,
     require_loading_arguments,
@@ -51,18 +51,18 @@ from specdec.runtime.arguments import (
 )
 from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_reading import division_of
-from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.prompt_shares import PromptBudget
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.request_builder import RequestBuilder
-from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import RoundGraphs, capture_for
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts
+from specdec.runtime.rounds.captured_rounds import CapturedRounds, capture_for
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
@@ -137,25 +137,25 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_room=PromptRoom.from_settings(
+            prompt_budget=PromptBudget.from_settings(
                 config.max_prefill_tokens, config.prefill_chunk, target.device.type, recurrent=target.recurrent
             ),
             prefixes=self.prefixes,
-            longest=target.context_length.max_len,
+            context_len=target.context_length.max_len,
         )
-        graphs = chunks = choice = None
+        captured_rounds = captured_prompts = draft_policy = None
         if drafter is not None and spec.adaptive:
             ladder = draft_ladder(spec, captured=capture is not None, lookup=self.state.has_lookup)
-            choice = DraftChoice(ladder, self.table.max_requests + 1)
+            draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
         if capture is not None:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
             store = CaptureStore(capture, memory, budget)
-            graphs = RoundGraphs(self.state, store, strict=strict)
-            chunks = ChunkGraphs(self.state, store, strict=strict)
+            captured_rounds = CapturedRounds(self.state, store, strict=strict)
+            captured_prompts = CapturedPrompts(self.state, store, strict=strict)
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
-            self.scheduler.prompt_gap.division = division_of(self.state, captured=chunks is not None)
-        self.steps = Steps(self.scheduler, self.state, self.spec, choice, graphs, chunks)
+            self.scheduler.prompt_gap.division = division_of(self.state, captured=captured_prompts is not None)
+        self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, captured_rounds, captured_prompts)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
@@ -209,7 +209,7 @@ class Engine:
             bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
             fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
             spec = fitted_spec(spec, fitted)
-            require_choice(spec, fitted)
+            require_adaptive_lookup(spec, fitted)
             warn_at_load(bound, fitted, tokenizer, spec)
             return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
@@ -340,19 +340,19 @@ class Engine:
         """Why the newest round had no draft; empty if it had one. Unlike `stats`, it does not wait for a step."""
         if self.drafter is None:
             return "there is no drafter"
-        return "" if self.steps.choice is None else self.steps.choice.use().off
+        return "" if self.steps.draft_policy is None else self.steps.draft_policy.stats().off
 
     def running_ids(self) -> set[int]:
         """Ids (`Handle.id`) of the requests that have a row."""
-        return {request.number for request in self.scheduler.running}
+        return {request.id for request in self.scheduler.running}
 
     def most_new_tokens(self, prompt_len: int) -> int:
         """The largest `max_new_tokens` for a prompt of this length; at least 1, even if that does not fit."""
-        most = self.max_model_len - prompt_len
-        needed = slots_needed(self.table, prompt_len, most) if most > 1 else []
-        there = [pool.capacity * self.config.page_size for pool in self.table.allocator.pools]
-        short = [slots for need, slots in zip(needed, there, strict=False) if need > slots]
-        return max(min([most, *(slots - prompt_len + 2 - self.table.lookahead for slots in short)]), 1)
+        max_new = self.max_model_len - prompt_len
+        needed = slots_needed(self.table, prompt_len, max_new) if max_new > 1 else []
+        available = [pool.capacity * self.config.page_size for pool in self.table.allocator.pools]
+        short = [slots for need, slots in zip(needed, available, strict=False) if need > slots]
+        return max(min([max_new, *(slots - prompt_len + 2 - self.table.lookahead for slots in short)]), 1)
 
     @property
     def kv_bytes(self) -> int:
@@ -423,7 +423,7 @@ class Engine:
             named = self._faults.end_named(error)
             ended = named or self._faults.end_newest(error, self.inbox.live.values())
             if ended is not None:
-                self.inbox.abort_later(ended.number)  # the next turn restarts the others and releases it
+                self.inbox.abort_later(ended.id)  # the next turn restarts the others and releases it
             if named is None:
                 raise
         else:
@@ -452,7 +452,7 @@ class Engine:
 
     def _forget_prefixes(self) -> None:
         for weights in watched_weights(self.target, self.drafter):
-            weights.look_closely()
+            weights.find_hidden_changes()
         self.prefixes.clear()
 
     def _run(self) -> None:
@@ -460,7 +460,7 @@ class Engine:
         if not self.scheduler.idle:
             ended = self.steps.run()
             for request in ended:
-                self.inbox.remove_ended(request.number)
+                self.inbox.remove_ended(request.id)
             self._conventions.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()

@@ -166,11 +166,11 @@ def error_summary(error: BaseException) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
-def first_line(error: BaseException, most: int = 200) -> str:
+def first_line(error: BaseException, max_chars: int = 200) -> str:
     """The first sentence of another library's message, shortened. A first line that ends in a colon is joined with the
     next."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join([lines[0], *(each.strip() for each in lines[1:2] if lines[0].endswith(":"))])
     if isinstance(error, KeyError) and " " not in line:
         line = f"{type(error).__name__}: {line}"
-    return line if len(line) <= most else line[:most] + "..."
+    return line if len(line) <= max_chars else line[:max_chars] + "..."

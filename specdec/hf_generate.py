@@ -348,15 +348,15 @@ def _is_neutral(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 def _refusal(name: str, value: Any, source: str) -> str:
     """Why a setting is refused, and what to do."""
-    said = f"{name}={shown(list(value) if isinstance(value, list) else value)}"  # also for a LogitsProcessorList
+    setting = f"{name}={shown(list(value) if isinstance(value, list) else value)}"  # also for a LogitsProcessorList
     if name == "prompt_lookup_num_tokens":
-        return f"{said} is not supported by specdec.generate; prompt lookup is drafter='ngram'"
+        return f"{setting} is not supported by specdec.generate; prompt lookup is drafter='ngram'"
     if source:
-        return f"{source} {said}, which specdec.generate cannot honour; pass {name}=None to go without it"
+        return f"{source} {setting}, which specdec.generate cannot honour; pass {name}=None to go without it"
     known = name in vars(GenerationConfig())
     close = [] if known else difflib.get_close_matches(name, HONOURED, n=1)
     advice = f"did you mean {close[0]}?" if close else "leave it out, or use model.generate"
-    return f"{said} is not supported by specdec.generate; {advice}"
+    return f"{setting} is not supported by specdec.generate; {advice}"
 
 
 def _either_name(name: str, value: Any, alias: str, other: Any) -> Any:

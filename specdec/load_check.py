@@ -35,18 +35,18 @@ class CheckedPair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class Symptom:
     """A fault that a pair's config, weights or names show.
 
-    what: the fault. do: advice, one sentence each. mended: the drafter without the fault, if it can be made here.
+    what: the fault. do: advice, one sentence each. repaired: the drafter without the fault, if it can be made here.
     """
 
     what: str
     do: str
-    mended: Callable[[], Drafter] | None = None
+    repaired: Callable[[], Drafter] | None = None
 
 
-def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
+def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Symptom | None:
     """Check RoPE: an assistant reads keys that the target has rotated, so its queries need the same angles."""
     target = subject.target
     config = drafter.assistant.config.get_text_config()
@@ -60,14 +60,14 @@ def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign |
     if not wrong:
         return None
     kind = next(iter(wrong))
-    return Sign(
+    return Symptom(
         what=f"its rope_parameters of {kind} are {own[kind]}, the target's {theirs[kind]}; it reads the target's keys",
         do="copy rope_parameters from the target's config.json into the assistant's text_config",
-        mended=lambda: assistant_with_rope(drafter, target, wrong),
+        repaired=lambda: assistant_with_rope(drafter, target, wrong),
     )
 
 
-def window_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
+def window_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Symptom | None:
     """Check windows: an assistant's sliding layers read the target's sliding layers."""
     target = subject.target
     owner = target.layout.last_owner(SLIDING_ATTENTION)
@@ -76,25 +76,25 @@ def window_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign
         return None
     window = min(windows)
     shift = drafter.window_shift + owner.window - window
-    return Sign(
+    return Symptom(
         what=f"its sliding_window is {window}, the target's {owner.window}",
         do=f"write sliding_window: {owner.window} into the text_config of the assistant's config.json",
-        mended=lambda: changed_assistant(drafter, target, window_shift=shift),
+        repaired=lambda: changed_assistant(drafter, target, window_shift=shift),
     )
 
 
-def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Sign | None:
+def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
     """Check for weights that a quantiser rounded, stored in 16 bits."""
     form = rounded_to(module_of(drafter))
     if form is None:
         return None
-    return Sign(
+    return Symptom(
         what=f"the drafter's weights lie on the grid of {form}: they were rounded to that before they were stored",
         do="load the drafter's original checkpoint in 16 bits; a drafter is small, and a rounded one is accepted less",
     )
 
 
-def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
+def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Symptom | None:
     """Check that a target trained for int4 has its own assistant. Compares published names only."""
     target, assistant = subject.target.name, str(getattr(drafter.assistant.config, "_name_or_path", "") or "")
     is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", last_part(name))) for name in (target, assistant))
@@ -102,7 +102,7 @@ def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | No
     if not published or is_qat == drafts_for_qat:
         return None
     wanted, given = ("QAT", "plain") if is_qat else ("plain", "QAT")
-    return Sign(
+    return Symptom(
         what=f"the target {last_part(target)} is {'a QAT' if is_qat else 'no QAT'} model, and "
         f"{last_part(assistant)} the {given} assistant",
         do=f"use the {wanted} target's own assistant; `specdec models` lists the pairs",
@@ -110,7 +110,7 @@ def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | No
 
 
 HEADS, ASSISTANTS = (Eagle3Drafter,), (Gemma4MTPDrafter,)
-LOAD_SIGNS: tuple[tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Sign | None]], ...] = (
+LOAD_SYMPTOMS: tuple[tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Symptom | None]], ...] = (
     ("rope base", ASSISTANTS, rope_of_assistant),
     ("window", ASSISTANTS, window_of_assistant),
     ("dtype", (*HEADS, *ASSISTANTS), rounded_weights),
@@ -127,13 +127,13 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
     own = None if path is None else published_steps(path)
     if path is not None and own is not None and asked > own:
         each = f"a round drafts up to {asked} where that pays" if spec.adaptive else f"every round drafts {asked}"
-        said = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
-        logger.warning(said, asked, last_part(path), own, each, own)
+        message = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
+        logger.warning(message, asked, last_part(path), own, each, own)
     subject = CheckedPair(target, model_of(drafter), tokenizer)
-    for name, kinds, see in LOAD_SIGNS:
-        if isinstance(subject.drafter, kinds) and (sign := see(subject.drafter, subject)) is not None:
-            said = "the drafter will be accepted less than it could be (%s): %s; %s"
-            logger.warning(said, name, sign.what, sign.do)
+    for name, kinds, see in LOAD_SYMPTOMS:
+        if isinstance(subject.drafter, kinds) and (symptom := see(subject.drafter, subject)) is not None:
+            message = "the drafter will be accepted less than it could be (%s): %s; %s"
+            logger.warning(message, name, symptom.what, symptom.do)
 
 
 def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:

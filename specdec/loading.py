@@ -311,9 +311,9 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch's errors have no common base
         reason = first_line(error).partition(". ")[0]  # torch's message has many lines
-        there = f"; CUDA devices here: {torch.cuda.device_count()}" if str(device).startswith("cuda") else ""
+        devices_here = f"; CUDA devices here: {torch.cuda.device_count()}" if str(device).startswith("cuda") else ""
         raise ConfigError(
-            f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "
+            f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){devices_here}; "
             "give 'cpu', or leave it out"
         ) from error
     return torch.device(device)
@@ -355,7 +355,7 @@ def _require_same(name: str, asked: object, actual: object) -> None:
         )
 
 
-PATIENCE = 3.0
+HUB_SECONDS = 3.0
 """Seconds to wait for the first connection."""
 
 
@@ -373,7 +373,7 @@ def require_hub(name: str, options: Mapping[str, Any]) -> None:
         address = urlsplit(proxy if "//" in proxy else f"//{proxy}")
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        socket.create_connection((address.hostname or "", port), timeout=PATIENCE).close()
+        socket.create_connection((address.hostname or "", port), timeout=HUB_SECONDS).close()
     except OSError as error:
         raise CheckpointError(
             f"no checkpoint {name!r} here, and {address.hostname} cannot be reached to look for it there "

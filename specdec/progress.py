@@ -63,7 +63,7 @@ class Stage:
         on_bar = show and self.console.is_terminal
         self.bar = Progress(*columns, *times, text, console=self.console, speed_estimate_period=600, disable=not on_bar)
         self.first: float | None = None  # fraction at the first update
-        self.began = self.said = self.console.get_time()
+        self.began = self.last_line_time = self.console.get_time()
 
     def __enter__(self) -> "Stage":
         self.task = self.bar.add_task(self.name, total=1.0, text="")
@@ -80,8 +80,8 @@ class Stage:
             self.bar.reset(self.task, completed=0, text=text)
             self.bar.update(self.task, completed=fraction)  # earlier runs do not count for the speed
         self.bar.update(self.task, completed=fraction, text=text)
-        if self.in_lines and now - self.said >= self.every:
-            self.said = now
+        if self.in_lines and now - self.last_line_time >= self.every:
+            self.last_line_time = now
             done, taken = fraction - self.first, now - self.began
             left = f", about {timedelta(seconds=round(taken * (1 - fraction) / done))} left" if done > 0 else ""
             words = f"{self.name} {fraction:4.0%}, {timedelta(seconds=round(taken))}{left}  {text}"

@@ -69,7 +69,7 @@ def prompts_of_one_cost() -> None:
     for name in ("time_prompts", "time_rounds"):
         assert hasattr(warm_up, name), f"warm_up times by {name} no longer"
     warm_up.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
-    warm_up.time_rounds = lambda graphs, shapes, done: [1e-6] * len(shapes)
+    warm_up.time_rounds = lambda captured_rounds, shapes, done: [1e-6] * len(shapes)
 
 
 def clients_of_one_context() -> None:

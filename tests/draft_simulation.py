@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.runtime.draft_policy.draft_acceptance import FloatArray
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
@@ -104,7 +104,7 @@ class Outcome(NamedTuple):
     plain_seconds: float
     reading: float
     quiet_seconds: float
-    choice: DraftChoice | None = None
+    choice: DraftPolicy | None = None
 
 
 def chances(p: float, lookup: float = 0.0) -> Callable[[int], tuple[float, float]]:
@@ -140,7 +140,7 @@ def _accepted_share(load: Load, shape: DraftShape, chance: FloatArray) -> FloatA
 
 def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burst: Sequence[float] = (1.0,)) -> Outcome:
     """The policy of a new engine with these drafts. burst: factors on what was timed of each when it was made."""
-    choice = DraftChoice(shapes, load.batch + 1)
+    choice = DraftPolicy(shapes, load.batch + 1)
     if machine.captured:
         for size in {machine.size(count + 1) for count in range(load.batch)}:
             timed = np.array(burst) * [machine.seconds(shape, size) for shape in shapes]
@@ -148,7 +148,7 @@ def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burs
     return _play(machine, load, choice)._replace(choice=choice)
 
 
-def _play(machine: Machine, load: Load, choice: DraftChoice) -> Outcome:
+def _play(machine: Machine, load: Load, choice: DraftPolicy) -> Outcome:
     coins = load.coins()
     rounds, rows = Counter[DraftShape](), np.arange(load.batch)
     now = plain = read = quiet = 0.0

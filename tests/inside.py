@@ -16,12 +16,12 @@ from specdec.layers.merge import StorageWatch
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.models.target import FinalStates, TargetModel
+from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.prompt_scores import PromptLogProbs
-from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
+from specdec.runtime.prompt_shares import IDLE_STEPS, PromptBudget
 from specdec.runtime.request import Request, RequestState, RequestStats, restricted
 from specdec.runtime.rounds.prompt_parts import PartShare, divide
 from specdec.runtime.rounds.result import RoundResult
@@ -32,13 +32,13 @@ from specdec.text.detokenize import Detokenizer
 __all__ = [
     "Detokenizer",
     "Division",
-    "FinalStates",
+    "StatesNeeded",
     "IDLE_STEPS",
     "PartShare",
     "Prefixes",
     "PromptGap",
     "PromptLoad",
-    "PromptRoom",
+    "PromptBudget",
     "PromptLogProbs",
     "REFERENCE",
     "Request",
@@ -112,12 +112,12 @@ def capture_on_tape(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
 
 def captured_rounds(engine: Engine) -> dict[Any, Any]:
     """Captured rounds that can be replayed, by shape."""
-    return {shape: one for shape, one in engine.steps.graphs._captured.items() if one is not None}
+    return {shape: one for shape, one in engine.steps.captured_rounds._captured.items() if one is not None}
 
 
 def captured_prompts(engine: Engine) -> dict[Any, Any]:
     """Captured forwards over prompts that can be replayed, by shape."""
-    return {shape: one for shape, one in engine.steps.prefill.chunks._captured.items() if one is not None}
+    return {shape: one for shape, one in engine.steps.prefill.captured_prompts._captured.items() if one is not None}
 
 
 def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -61,14 +61,14 @@ from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import per_layer_inputs
-from specdec.layers.product import Product, cut_of, finish
+from specdec.layers.product import Product, finish, split_k_of
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.row_scores import SeenTokens
-from specdec.sampling.sampling_table import REAL, WHOLE, ParamVectors
+from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -119,8 +119,8 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
     for height, width in ((4096, 2048), (512, 512), (512, 256)):  # of columns of a larger weight
         weight = numbers(height, 2 * width, dtype=dtype)
-        cut = cut_of(weight).share(2)
-        linear_parts(numbers(num_rows, width, dtype=dtype), weight[:, :width], cut)
+        split_k = split_k_of(weight).share(2)
+        linear_parts(numbers(num_rows, width, dtype=dtype), weight[:, :width], split_k)
 
 
 # recurrent layers
@@ -346,7 +346,7 @@ class LayerRows:
         pools = (numbers(9999, heads.num_kv, dim, dtype=self.dtype) for dim in (heads.head_dim, heads.v_dim))
         return Destination(*pools, PrimaryLoc(integers(self.num_rows))) if heads.num_kv else None
 
-    def attend_rows(self, layer: int, q: torch.Tensor, *own: object, **options: object) -> torch.Tensor:
+    def attend_tokens(self, layer: int, q: torch.Tensor, *own: object, **options: object) -> torch.Tensor:
         return numbers(self.num_rows, q.shape[1], self.layers[layer].heads.v_dim, dtype=self.dtype)
 
     def convolve(self, layer: int, inputs: torch.Tensor, *weights: object) -> torch.Tensor:
@@ -423,7 +423,7 @@ def other_families(dtype: torch.dtype) -> None:
 
 
 def params_of(batch: int) -> ParamVectors:
-    return ParamVectors(integers(len(WHOLE), batch), numbers(len(REAL), batch, dtype=FP32))
+    return ParamVectors(integers(len(INT_COLUMNS), batch), numbers(len(FLOAT_COLUMNS), batch, dtype=FP32))
 
 
 def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, best: bool = False) -> None:
@@ -461,7 +461,7 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     allocator = make_allocator(99, page_size=page_size, device=numbers(1).device)
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes)
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
-    cells = integers(batch + 1, len(WHOLE) + len(REAL))
+    cells = integers(batch + 1, len(INT_COLUMNS) + len(FLOAT_COLUMNS))
     opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)

@@ -77,7 +77,7 @@ def once(check: Callable[..., str | None], case_of_call: Callable[..., Any]) -> 
 
 
 def difference_case(proof: ProbeResult, run: Any) -> tuple[Any, ...] | None:
-    if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "walker_of.<locals>.run":
+    if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "start_forward_of.<locals>.run":
         return (id(proof),)  # of the model's own layers, one after the other
     return with_layers(getattr(run, "__self__", None))
 

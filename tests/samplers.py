@@ -8,7 +8,7 @@ import torch
 
 from specdec import SamplingParams
 from specdec.sampling.reference_sampler import ReferenceSampler
-from specdec.sampling.sampling_table import SamplerUses, SamplingTable
+from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,8 @@ def sampler_of(
     kind: type[ReferenceSampler] = ReferenceSampler,
 ) -> ReferenceSampler:
     """Through the table, as a round makes it."""
-    rows, uses = np.arange(len(params)), SamplerUses.from_params(params)
+    rows, features = np.arange(len(params)), SamplerFeatures.from_params(params)
     table = SamplingTable(len(params), device)
     table.load(rows, list(zip(params, seeds, strict=True)))
-    table.load_biases(rows, params, uses)
-    return kind(*table.row_params(torch.arange(len(params), device=device), uses))
+    table.load_biases(rows, params, features)
+    return kind(*table.row_params(torch.arange(len(params), device=device), features))

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime import startup_timing
-from specdec.runtime.draft_policy.draft_acceptance import MEMORY, DraftAcceptance
-from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, DraftAccount
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_acceptance import DECAY_ROUNDS, DraftAcceptance
+from specdec.runtime.draft_policy.draft_account import LOSS_SHARE, MAX_SAVED, DraftAccount
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 from specdec.runtime.draft_policy.round_times import FIRST_GUESS, NEWEST, RoundTimes
-from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
@@ -147,7 +147,7 @@ def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
     learned(acceptance, 4, accepted=0, times=200)
     seen = acceptance.tokens(rows(1), np.array([4]))
     assert first[1, 4] > first[0, 4] + 0.5 > seen[1, 4] and seen[1, 1] < 1.03
-    for _ in range(3 * MEMORY):
+    for _ in range(3 * DECAY_ROUNDS):
         acceptance.learn(0, *np.zeros((3, 0), dtype=np.int64))
     acceptance.begin_rows(rows(1))
     assert acceptance.tokens(rows(1), np.array([4]))[1, 1] > 1.2  # nobody knows any more
@@ -244,10 +244,10 @@ def test_learned_times_grow_old():
         times.learn(1, 2.0)
     times.learn(0, 1.0)
     assert times.seconds.tolist() == [[1.0, 2.0]] * 2
-    for _ in range(MEMORY):
+    for _ in range(DECAY_ROUNDS):
         times.learn(0, 1.0)
     assert times.seconds.tolist() == [[1.0, 1.5], [1.0, 1.0]]
-    for _ in range(MEMORY + 1):
+    for _ in range(DECAY_ROUNDS + 1):
         times.learn(1, 1.5)
     assert times.seconds.tolist() == [[1.0, 1.5], [0.5, 1.5]]
 
@@ -260,9 +260,9 @@ def test_the_account_by_hand():
     tokens, 6 seconds of plain rounds for 3. Old rounds fade."""
     account, times = DraftAccount([0, 0]), RoundTimes([2.0, 3.0])
     account.settle(times, 1, 1.0)
-    assert account.balance(times) == pytest.approx(2.0 - 1.0 + SHARE * 3.0, rel=0.01)
+    assert account.balance(times) == pytest.approx(2.0 - 1.0 + LOSS_SHARE * 3.0, rel=0.01)
     account.settle(times, 1, 3.0)
-    assert account.balance(times) == pytest.approx(2.0 + 2.0 + SHARE * 6.0, rel=0.01)
+    assert account.balance(times) == pytest.approx(2.0 + 2.0 + LOSS_SHARE * 6.0, rel=0.01)
     for _ in range(100):
         account.settle(times, 1, 5.0)
     assert account.balance(times) == pytest.approx(MAX_SAVED * 2.0, rel=0.1)
@@ -276,10 +276,12 @@ def test_a_loss_is_paid_by_later_rounds_and_forgotten_with_them():
     account.settle(times, 1, 1.0)
     for _ in range(100):
         account.settle(times, 0, 1.0)
-    assert account.balance(times) == pytest.approx(2.0 - 7.0 * np.exp(-100 / MEMORY) + SHARE * 100 * 2.0, abs=0.3)
-    for _ in range(4 * MEMORY):
+    assert account.balance(times) == pytest.approx(
+        2.0 - 7.0 * np.exp(-100 / DECAY_ROUNDS) + LOSS_SHARE * 100 * 2.0, abs=0.3
+    )
+    for _ in range(4 * DECAY_ROUNDS):
         account.settle(times, 0, 1.0)
-    assert account.balance(times) == pytest.approx(2.0 + SHARE * MEMORY * 2.0, rel=0.05)
+    assert account.balance(times) == pytest.approx(2.0 + LOSS_SHARE * DECAY_ROUNDS * 2.0, rel=0.05)
 
 
 def test_rounds_are_charged_by_what_is_believed_of_them_now():
@@ -309,7 +311,9 @@ def test_no_source_takes_the_trials_of_the_other():
     account = DraftAccount([0, 0, 1])
     times = RoundTimes([2.0, 9.0, 3.0])
     account.settle(times, 1, 1.0)
-    assert account.balance(times).tolist() == pytest.approx([1.0 - 7.0 + SHARE * 4.5, 1.0 + SHARE * 4.5], rel=0.01)
+    assert account.balance(times).tolist() == pytest.approx(
+        [1.0 - 7.0 + LOSS_SHARE * 4.5, 1.0 + LOSS_SHARE * 4.5], rel=0.01
+    )
 
 
 @settings(max_examples=examples(8, 300))
@@ -335,7 +339,7 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
     outcome = adaptive(machine, load, shapes)
     plain = machine.seconds(NO_DRAFT, 4)
     worst = max(machine.seconds(shape, 4) for shape in shapes) - plain
-    allowed = (1 + SHARE) * outcome.plain_seconds + plain + outcome.reading
+    allowed = (1 + LOSS_SHARE) * outcome.plain_seconds + plain + outcome.reading
     surprises = 2 if timed else 6  # a first draft of each source, where nothing is timed in each batch size
     assert outcome.seconds <= allowed + surprises * worst + 1e-9
 
@@ -397,7 +401,7 @@ def test_what_was_off_is_found_again():
 
 
 def test_a_draft_that_a_request_must_have_is_given():
-    choice = DraftChoice(BOTH, 2)
+    choice = DraftPolicy(BOTH, 2)
     choice.times[1] = RoundTimes([1.0, 10, 10, 10, 10, 1, 1])
     for _ in range(50):
         shape = choice.choose(rows(1), np.array([4]), 1, DraftShape(3, 1, 4))
@@ -414,7 +418,7 @@ def settled(choice, number, seconds, accepted=0, times=1):
 
 def test_a_draft_in_flight_is_covered_by_the_same_balance():
     """Plain rounds of a second, the credit of one: it covers one draft that may lose 0.9, not a second one."""
-    choice = DraftChoice(LADDER[:2], 1)
+    choice = DraftPolicy(LADDER[:2], 1)
     choice.times[1] = RoundTimes([1.0, 1.9])
     learned(choice.acceptance, 1, accepted=1, times=99, most=1)
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT) == LADDER[1]
@@ -423,7 +427,7 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
 
 def test_one_trial_at_a_time():
     """A draft of which no round is settled may seem better only until one is, although the account pays for two."""
-    choice = DraftChoice(LADDER[:2], 1)
+    choice = DraftPolicy(LADDER[:2], 1)
     choice.times[1] = RoundTimes([1.0, 1.52])
     settled(choice, 0, 1.0, times=60)
     first = choice.choose(rows(1), np.array([4]), 1, NO_DRAFT)
@@ -434,7 +438,7 @@ def test_one_trial_at_a_time():
 
 def test_catching_up_is_no_cost_of_a_lookup():
     """Each round of the model was preceded by catching up, of 100 seconds; those of the lookup were not."""
-    choice = DraftChoice(BOTH, 2)
+    choice = DraftPolicy(BOTH, 2)
     choice.times[1] = RoundTimes([1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.4])
     settled(choice, 0, 1.0)
     settled(choice, 4, 101.4, accepted=4, times=40)
@@ -507,7 +511,7 @@ def test_no_token_depends_on_the_choice(drafter, shape, temperature):
     params = SamplingParams(max_new_tokens=examples(20, 40), ignore_eos=True, temperature=temperature, seed=5)
     config = EngineConfig(max_batch_size=4, max_model_len=200)
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=config) as engine:
-        choice, turn = engine.steps.choice, iter(range(10**6))
+        choice, turn = engine.steps.draft_policy, iter(range(10**6))
         assert choice is not None
         choose, shapes = choice.choose, choice.shapes
 
@@ -526,7 +530,7 @@ def test_no_token_depends_on_the_choice(drafter, shape, temperature):
 def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
     config = EngineConfig(max_batch_size=1, max_model_len=200)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=CHAIN, config=config) as engine:
-        choice = engine.steps.choice
+        choice = engine.steps.draft_policy
         assert choice is not None
         choice.times[1] = RoundTimes([1.0, 50])  # nothing but no draft would be chosen
         choice.learn = lambda *_: None  # or rounds that take less would correct it
@@ -546,7 +550,7 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     monkeypatch.setattr(specdec.runtime.warm_up, "time_rounds", startup_timing.time_rounds)  # conftest.py replaces it
     if drafter == "tiny-gemma4-mtp":
         monkeypatch.setattr(specdec.runtime.warm_up, "time_prompts", startup_timing.time_prompts)
-    begun, run = [], RoundGraphs.run
+    begun, run = [], CapturedRounds.run
 
     def noted(graphs, shape):
         newest = graphs.state.cache.table.committed_len.tensor[: shape.batch, None]
@@ -556,13 +560,13 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     config = EngineConfig(max_batch_size=2, max_model_len=200)
     params = SamplingParams(max_new_tokens=examples(8, 40), ignore_eos=True)
     with monkeypatch.context() as while_made:
-        while_made.setattr(RoundGraphs, "run", noted)
+        while_made.setattr(CapturedRounds, "run", noted)
         engine = Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config)
     with engine:
         random = [tokens for tokens in begun if any(tokens)]  # captures begin with zeros
         assert all(a != b for a, b in pairwise(random)), "experts are chosen by tokens: each round begins with others"
         assert len(random) >= 8
-        timed = {size: times.seconds for size, times in engine.steps.choice.times.items()}
+        timed = {size: times.seconds for size, times in engine.steps.draft_policy.times.items()}
         assert sorted(timed) == [1, 2] and all((seconds > 0).all() for seconds in timed.values())
         gap = engine.scheduler.prompt_gap
         assert gap.cost.is_known and gap.longest_round > 0 and engine.stats().prompt_gap_ms > 0
@@ -578,5 +582,5 @@ def test_a_fixed_engine_chooses_nothing():
     config = EngineConfig(max_batch_size=1, max_model_len=200)
     spec = SpecConfig(2, adaptive=False)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config) as engine:
-        assert engine.steps.choice is None
+        assert engine.steps.draft_policy is None
         assert engine.stats().drafts.shapes == ()

@@ -16,7 +16,7 @@ from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 from specdec import SamplingParams
 from specdec.runtime import scheduler as scheduling
 
-from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler, commit_chunks_on_host
+from inside import Detokenizer, Prefixes, PromptBudget, Request, RequestState, Scheduler, commit_chunks_on_host
 from marks import examples
 
 
@@ -33,13 +33,13 @@ def make(
     allocator = make_allocator(pages, [window] if window else [], page_size=page_size)
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
     prefixes = Prefixes(SimpleNamespace(table=table, models=[None] * (1 + pairs), state_cache=lambda: None), lambda: 0)  # type: ignore[arg-type]
-    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_room=PromptRoom(10**6, 10**6, chunk))
+    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_budget=PromptBudget(10**6, 10**6, chunk))
 
 
 def submit(scheduler: Scheduler, number: int, prompt: list[int], *, priority: int = 0, **params: Any) -> Request:
     params = {"max_new_tokens": 8, "ignore_eos": True} | params
     request = Request(prompt, SamplingParams(**params), 0, Detokenizer(None), frozenset())
-    request.number, request.priority = number, priority
+    request.id, request.priority = number, priority
     scheduler.submit(request)
     return request
 
@@ -117,7 +117,7 @@ def test_waiting_for_a_prompt_in_progress_is_looked_up_once(count: int, counts: 
     for number in range(count):
         submit(scheduler, number, [*system, 2000 + number])
     first, _, _ = counts.of(scheduler.admit_requests)
-    assert [request.number for request in scheduler.running] == [0]
+    assert [request.id for request in scheduler.running] == [0]
     assert first <= 8 * count
     for _ in range(5):
         prefill(scheduler)
@@ -179,7 +179,7 @@ def test_a_thousand_waiting_requests_are_counted_once_an_admission(counts: Count
             return int(self) < int(other)  # type: ignore[call-overload]
 
     for number in range(1000):
-        submit(scheduler, number, [number] * 20).number = Number(number)
+        submit(scheduler, number, [number] * 20).id = Number(number)
     scheduler.admit_requests()
     assert len(scheduler.running) == 1000
     assert looked < 100_000, "each was looked at for each of those admitted"
@@ -214,7 +214,7 @@ def test_no_request_waits_for_the_prompt_of_another_salt():
     for number, salt in enumerate(("a", "b", None, "a")):
         submit(scheduler, number, prompt, cache_salt=salt)
     scheduler.admit_requests()
-    assert [request.number for request in scheduler.running] == [0, 1, 2]  # the last one's row is kept for it
+    assert [request.id for request in scheduler.running] == [0, 1, 2]  # the last one's row is kept for it
     assert prefill(scheduler) == 3 * 64
 
 
@@ -272,7 +272,7 @@ def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
     heads = [[draw.randrange(50) for _ in range(60)] for _ in range(2)]
     left, number, ended = 30, 0, list[Request]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling, "PATIENCE", 2)
+        patch.setattr(scheduling, "OVERTAKEN_PER_LEVEL", 2)
         for _ in range(2000):
             while left and draw.random() < 0.5:
                 prompt = draw.choice(heads)[: draw.randint(0, 60)] + [draw.randrange(50) for _ in range(9)]
@@ -280,9 +280,9 @@ def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
                 submit(scheduler, number, prompt, priority=draw.choice((-3, 0, 3)), cache_salt=salt)
                 left, number = left - 1, number + 1
             scheduler.next_decode()
-            oldest = min(scheduler.waiting, key=lambda request: request.number, default=None)
+            oldest = min(scheduler.waiting, key=lambda request: request.id, default=None)
             scheduler.admit_requests()
-            assert oldest is None or oldest.passed <= 2 * 6 + 6  # those past it for a prompt in progress
+            assert oldest is None or oldest.times_overtaken <= 2 * 6 + 6  # those past it for a prompt in progress
             prefill(scheduler)
             for request in list(scheduler.running):
                 if request.state is RequestState.DECODE and draw.random() < 0.3:
@@ -306,8 +306,8 @@ def same_as_comparing_with_each(scheduler: Scheduler) -> None:
         makers = prefixes._in_progress._readers.values()
         salt = (request.params.cache_salt or "").encode()
         common = {
-            maker.request.number: prefixes._cache.common_len(key, maker.key) for maker in makers if maker.salt == salt
+            maker.request.id: prefixes._cache.common_len(key, maker.key) for maker in makers if maker.salt == salt
         }
         for least in (1, 9):
-            found = {maker.request.number: slots for slots, maker in prefixes._in_progress.sharing(key, salt, least)}
+            found = {maker.request.id: slots for slots, maker in prefixes._in_progress.sharing(key, salt, least)}
             assert found == {number: slots for number, slots in common.items() if slots >= least}

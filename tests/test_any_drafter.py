@@ -88,6 +88,6 @@ def test_tokens_of_plain_decoding(drafter, seed, make_target, make_assistant, ma
         spec = SpecConfig(rng.randint(1, 6), rng.choice((1, 1, 2)), adaptive=True)
     spec = replace(spec, num_steps=min(spec.num_steps, chosen.max_steps or spec.num_steps))
     engine = Engine(TargetModel(model), chosen, spec=spec, config=config)
-    if engine.steps.choice is not None:
-        engine.steps.choice.choose = lambda *_, **__: rng.choice(engine.steps.choice.shapes)
+    if engine.steps.draft_policy is not None:
+        engine.steps.draft_policy.choose = lambda *_, **__: rng.choice(engine.steps.draft_policy.shapes)
     check_tokens(engine, prompts, params, want)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
-from specdec.evaluation import contest
+from specdec.evaluation import timed_comparison
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
 from specdec.evaluation.request_figures import acceptance_figures, time_figures
 from specdec.runtime.draft_reports import vllm_figures
@@ -147,7 +147,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")
 def test_a_bench_says_which_share_of_a_core_it_had(monkeypatch, tmp_path):
     """A token took 1.6 times as long while other programs ran, and nothing in the report said so."""
-    monkeypatch.setattr(contest, "process_time", lambda: 0.5 * contest.perf_counter())
+    monkeypatch.setattr(timed_comparison, "process_time", lambda: 0.5 * timed_comparison.perf_counter())
     table = bench("--limit", "1", "--max-new-tokens", "8", "--peer", "--json", str(tmp_path / "b.json")).stdout
     assert json.loads((tmp_path / "b.json").read_text())["processor_share"] == pytest.approx(0.5, abs=0.01)
     assert "other programs took the processor: this one had 0.50 of a core" in " ".join(table.split())

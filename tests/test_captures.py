@@ -18,9 +18,9 @@ import specdec.engine
 from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
-from specdec.runtime.rounds.captured_prompts import ChunkGraphs
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
-from specdec.sampling.sampling_table import SamplerUses, SamplingTable
+from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import captured_rounds
 from marks import deep_cases
@@ -137,7 +137,7 @@ def test_a_shape_is_captured_again_when_memory_is_there(engine_with, random_prom
     """However often it failed for lack of memory: its runs until the next attempt have an upper bound."""
     tape = FailingTape(tuple(range(1, 10**6)))
     engine = engine_with(tape, max_batch_size=1)
-    graphs = engine.steps.graphs
+    graphs = engine.steps.captured_rounds
     for shape in list(graphs._waits):
         graphs._setbacks[shape], graphs._waits[shape] = 60, 0
         graphs.capture_next(shape, [lambda: torch.zeros(1)])
@@ -167,7 +167,7 @@ def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_wi
 @pytest.fixture
 def no_shared_bytes(monkeypatch):
     """Prompts leave their results in memory that is not counted."""
-    monkeypatch.setattr(ChunkGraphs, "shared_bytes", property(lambda self: 0))
+    monkeypatch.setattr(CapturedPrompts, "shared_bytes", property(lambda self: 0))
 
 
 @pytest.mark.usefixtures("no_shared_bytes")
@@ -233,7 +233,7 @@ def test_a_capture_that_was_replayed_outlives_one_that_was_not():
         store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
     store.touch(number, "a")
     store.make(number, "c", "rounds", (), [lambda: torch.zeros(1)])
-    assert owner.forgotten == ["b"] and store.use()[:3] == (2, 3, 1)
+    assert owner.forgotten == ["b"] and store.stats()[:3] == (2, 3, 1)
 
 
 def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
@@ -247,26 +247,26 @@ def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
 
     make("long", SPARE_POOL)
     make("round", "rounds")
-    assert (owner.forgotten, store.use().bytes) == ([], 220)
+    assert (owner.forgotten, store.stats().bytes) == ([], 220)
     make("longer", SPARE_POOL)
     make("longest", SPARE_POOL)  # 240 bytes: one of its kind goes
     assert owner.forgotten == ["long"]
     make("prompt", "prompts")
-    assert owner.forgotten == ["long", "longer", "longest"] and store.use().bytes == 220
+    assert owner.forgotten == ["long", "longer", "longest"] and store.stats().bytes == 220
     with pytest.raises(OverBudget, match="max_prefill_tokens"):
         make("long", SPARE_POOL)
-    assert store.use()[:3] == (2, 5, 3) and store.use().bytes == 220
+    assert store.stats()[:3] == (2, 5, 3) and store.stats().bytes == 220
     tape.failing = (tape.calls + 1,)
     with pytest.raises(torch.OutOfMemoryError):
         make("long", SPARE_POOL)
-    assert store.use()[:3] == (2, 5, 3)
+    assert store.stats()[:3] == (2, 5, 3)
 
 
 def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random_prompt, monkeypatch, caplog):
     """Not even where captures are required: it runs as it is, a warning names its size, and shorter ones are captured
     after it."""
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.LONG", 16)
-    monkeypatch.setattr(ChunkGraphs, "shared_bytes", property(lambda self: 0))
+    monkeypatch.setattr(CapturedPrompts, "shared_bytes", property(lambda self: 0))
     prompts = [random_prompt(n) for n in (5, 40, 40, 40, 12, 12)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     engine = engine_with(WeighedTape(), max_capture_bytes=260, prefix_cache=False, prefill_chunk=64, cuda_graphs=True)
@@ -276,7 +276,7 @@ def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random
     assert use.refused == 2 and use.evicted == 0 and use.captured > 1 and use.uncaptured_prompts == 4
     assert [r.message[:55] for r in caplog.records] == ["forwards over 40 prompt tokens run without CUDA graphs:"]
     assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[4:]] == right[4:]
-    assert engine.stats().captures.uncaptured_prompts == 4 and engine.steps.prefill.chunks._captured
+    assert engine.stats().captures.uncaptured_prompts == 4 and engine.steps.prefill.captured_prompts._captured
 
 
 def test_a_capture_that_never_fits_is_refused_and_runs_as_it_is(engine_with, random_prompt, caplog):
@@ -309,29 +309,29 @@ KINDS = [
 def test_a_class_changes_no_token():
     """Every kind by itself, and as the class that it shares: random logits, all positions. Classes are few, for each of
     them has captures of its own."""
-    from specdec.runtime.rounds.capture_classes import share
+    from specdec.runtime.rounds.capture_classes import widen_to_class
 
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    past = EditInputs(length, None, lambda: history, torch.tensor([4]))
+    inputs = EditInputs(length, None, lambda: history, torch.tensor([4]))
     classes = set()
     for kind in KINDS:
         params = SamplingParams(**kind)
         exact = sampler_of([params], [5])
         for on_kernels in (False, True):
-            uses, logprobs = share(exact.uses, params.logprobs, on_kernels=on_kernels)
-            assert all(b >= a for a, b in zip(exact.uses, uses, strict=True)), (exact.uses, uses)
+            features, logprobs = widen_to_class(exact.features, params.logprobs, on_kernels=on_kernels)
+            assert all(b >= a for a, b in zip(exact.features, features, strict=True)), (exact.features, features)
             assert (logprobs is None) == (params.logprobs is None) and (logprobs or 0) >= (params.logprobs or 0)
-            classes.add((on_kernels, uses, logprobs))
+            classes.add((on_kernels, features, logprobs))
             table, rows = SamplingTable(1, logits.device), np.zeros(1, dtype=np.int64)
             table.load(rows, [(params, 5)])
-            table.load_biases(rows, [params], uses)
-            shared = ReferenceSampler(*table.row_params(torch.zeros(1, dtype=torch.int64), uses))
+            table.load_biases(rows, [params], features)
+            shared = ReferenceSampler(*table.row_params(torch.zeros(1, dtype=torch.int64), features))
             for node in range(4):
-                one = logits[:, node : node + 1], positions[:, node : node + 1], past
-                assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, uses)
+                one = logits[:, node : node + 1], positions[:, node : node + 1], inputs
+                assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, features)
     assert sum(not on_kernels for on_kernels, *_ in classes) <= 7
-    assert share(SamplerUses.from_params([]), None, on_kernels=True) == share(
-        exact.uses._replace(bias=0), None, on_kernels=True
+    assert widen_to_class(SamplerFeatures.from_params([]), None, on_kernels=True) == widen_to_class(
+        exact.features._replace(bias=0), None, on_kernels=True
     )

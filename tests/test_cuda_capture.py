@@ -21,7 +21,7 @@ class TwoDevices:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = self.handles = self.streams = 0
         self.segments: list[dict[str, Any]] = [{"total_size": 1 << 20, "segment_pool_id": (0, 0)}]
-        self.beside = [0, 0]
+        self.outside_allocator = [0, 0]
         world = self
 
         class Graph:
@@ -36,7 +36,7 @@ class TwoDevices:
                 pass
 
             def instantiate(self) -> None:
-                world.beside[world.current] += (7, 40)[world.current]
+                world.outside_allocator[world.current] += (7, 40)[world.current]
 
             def replay(self) -> None:
                 pass
@@ -60,7 +60,7 @@ class TwoDevices:
             "empty_cache": lambda: None,
             "graph_pool_handle": self.next_handle,
             "memory_snapshot": lambda: self.segments,
-            "mem_get_info": lambda: (1000 - self.beside[self.current], 1000),
+            "mem_get_info": lambda: (1000 - self.outside_allocator[self.current], 1000),
             "memory_reserved": lambda: 0,
         }
         for name, stand_in in stand_ins.items():

@@ -54,18 +54,18 @@ class Logits:
         draw = self.draw
 
         def noting(
-            batch: ReferenceSampler, logits: torch.Tensor, positions: torch.Tensor, past: Any, softcap: None
+            batch: ReferenceSampler, logits: torch.Tensor, positions: torch.Tensor, inputs: Any, softcap: None
         ) -> torch.Tensor:
-            for b, length in enumerate(past.length.tolist()):
-                history = past.history[b, :length].tolist()
+            for b, length in enumerate(inputs.length.tolist()):
+                history = inputs.history[b, :length].tolist()
                 paths = [tuple(history)]
-                if past.tree is not None:
-                    tokens, parents = past.tree.tokens[b].tolist(), past.tree.parents[b].tolist()
+                if inputs.tree is not None:
+                    tokens, parents = inputs.tree.tokens[b].tolist(), inputs.tree.parents[b].tolist()
                     for token, parent in zip(tokens[1:], parents[1:], strict=True):
                         paths.append((*paths[parent], token))
                 for path, row in zip(paths, logits[b], strict=True):
                     self.note(path, row)
-            return draw(batch, logits, positions, past, softcap)
+            return draw(batch, logits, positions, inputs, softcap)
 
         monkeypatch.setattr(ReferenceSampler, "draw", noting)
 
@@ -198,8 +198,8 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
         made = Engine(target, drafter, spec=SpecConfig(num_steps), config=EngineConfig(**config, **settings))
         assert made.target.ops is KERNELS and not made.target.in_tiles
         outputs = [out.token_ids for out in made.generate(prompts, params)]
-        if made.steps.graphs is not None:
-            assert any(made.steps.graphs._captured.values())
+        if made.steps.captured_rounds is not None:
+            assert any(made.steps.captured_rounds._captured.values())
         return outputs
 
     expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)

@@ -33,7 +33,7 @@ import specdec
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models import bundled
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 
 from marks import deep, is_deep, usual_cases
 
@@ -232,7 +232,7 @@ def test_what_the_readme_and_the_demo_print_depends_on_no_timing(script, monkeyp
     """On a busy machine adaptive drafts were off, and both printed "1.00"."""
     init = inspect.unwrap(specdec.SpecConfig.__init__)
     monkeypatch.setattr(init, "__defaults__", (*init.__defaults__[:-1], True))  # as outside tests
-    monkeypatch.setattr(DraftChoice, "choose", lambda choice, *_, **__: choice.shapes[0])  # where none pays
+    monkeypatch.setattr(DraftPolicy, "choose", lambda choice, *_, **__: choice.shapes[0])  # where none pays
     if script == "README":
         text = (ROOT / "README.md").read_text("utf-8")
         run_python(text[: text.index("Each argument is a bundled name")], "README.md", {"__name__": "docs"})

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.evaluation.bench_run import BenchReport, markdown_table
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
@@ -127,7 +127,7 @@ def test_adaptive_drafts_that_are_never_right_are_warned_of(make_target, make_en
 
 
 def chooser(spec):
-    return DraftChoice(draft_ladder(spec, captured=True), 1)
+    return DraftPolicy(draft_ladder(spec, captured=True), 1)
 
 
 def taught(draft_seconds, accepted, times=40):
@@ -202,7 +202,7 @@ def drafts_never_pay(monkeypatch):
     """Drafts are adaptive, as they are by default outside tests, and no round has one."""
     init = inspect.unwrap(SpecConfig.__init__)
     monkeypatch.setattr(init, "__defaults__", (*init.__defaults__[:-1], True))
-    monkeypatch.setattr(DraftChoice, "choose", lambda choice, *_, **__: choice.shapes[0])
+    monkeypatch.setattr(DraftPolicy, "choose", lambda choice, *_, **__: choice.shapes[0])
 
 
 @pytest.mark.usefixtures("drafts_never_pay", "bundled_once", "shallow_pair")

@@ -163,7 +163,7 @@ def test_a_difference_is_an_error(command, run, monkeypatch):
         requests = whole(engine, prompts, params)
         for request in requests:
             if engine.drafter is not None:
-                request.longest = len(request.prompt) + 10
+                request.max_total_len = len(request.prompt) + 10
         return requests
 
     monkeypatch.setattr(Engine, "_make_requests", cut_short)

@@ -24,7 +24,7 @@ from specdec.layers.linear import gated_linear, linear
 from specdec.layers.merge import is_merged, merge
 from specdec.layers.norm import norm
 from specdec.layers.rope_store import rotary
-from specdec.models.target import FinalStates, TargetModel
+from specdec.models.target import StatesNeeded, TargetModel
 
 from marks import deep, deep_cases, each_value, examples, is_deep, pairs, quick, slow, usual, usual_cases
 
@@ -117,7 +117,7 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
         layers = len(engine.target.layout.layers)
         inner, outputs = engine.target.forward, []
 
-        engine.state.final_states = lambda **_: FinalStates.EVERY
+        engine.state.states_needed = lambda **_: StatesNeeded.EVERY
 
         def forward(tokens, plan, view, aux_layers=(), inner=inner, outputs=outputs, layers=layers):
             outputs.append(inner(tokens, plan, view, (0, 2, layers)))

@@ -16,7 +16,7 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
 from specdec.runtime.rounds.captured_rounds import batch_buckets, prefix_buckets
 
-from inside import FinalStates, assert_idle, capture_on_tape, captured_prompts, captured_rounds
+from inside import StatesNeeded, assert_idle, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep_cases, examples
 from tiny_models import few_layers
 
@@ -110,16 +110,16 @@ def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, 
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
     assert captured_batches(engine) == {1, 2}
-    tried = engine.steps.prefill.chunks._captured
+    tried = engine.steps.prefill.captured_prompts._captured
     assert {shape.tokens for shape in tried} <= shapes and bool(tried) == bool(shapes)
 
 
 def test_any_load_takes_few_shapes(small_engine) -> None:
     """Once a shape was (batch, width, prefix): there were up to a thousand."""
-    graphs = small_engine(max_batch_size=256, max_model_len=64).steps.prefill.chunks
+    graphs = small_engine(max_batch_size=256, max_model_len=64).steps.prefill.captured_prompts
     draw = random.Random(0)
     shapes = set()
-    for states in (FinalStates.LAST, FinalStates.NONE):
+    for states in (StatesNeeded.LAST, StatesNeeded.NONE):
         for _ in range(examples(60, 2000)):
             tokens = int(2 ** draw.uniform(0, 13))
             runs = draw.randint(1, min(tokens, 256))
@@ -130,9 +130,9 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
                 shapes.add(shape)
     assert 20 < len(shapes) <= 46
     for tokens, room, pool in ((2048, 2048, "prompts"), (2049, 2560, "long prompts"), (8192, 8192, "long prompts")):
-        shape = graphs.bucket(1, tokens, FinalStates.LAST)
+        shape = graphs.bucket(1, tokens, StatesNeeded.LAST)
         assert shape.tokens == room and graphs.pool(shape) == pool
-    assert graphs.bucket(1, 8193, FinalStates.LAST) is None
+    assert graphs.bucket(1, 8193, StatesNeeded.LAST) is None
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
@@ -207,7 +207,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, ca
 def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) -> None:
     engine = small_engine(None)
     engine.generate([[5, 9]], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    graphs, allocator = engine.steps.graphs, engine.table.allocator
+    graphs, allocator = engine.steps.captured_rounds, engine.table.allocator
     shape = next(iter(captured_rounds(engine)))
     owner = object()
     allocator.freeze(owner)
@@ -223,9 +223,9 @@ def test_a_prefix_that_may_seem_longer_than_a_row_has_the_widest_tables(small_en
     """A round that is not settled counts with all of its nodes."""
     engine = small_engine()
     serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=4)])
-    graphs, most = engine.steps.graphs, engine.table.slots.host.shape[1] - 1
+    graphs, most = engine.steps.captured_rounds, engine.table.slots.host.shape[1] - 1
     shape = next(iter(captured_rounds(engine)))
-    assert graphs.bucket(shape._replace(longest=most + 5)).longest == most
+    assert graphs.bucket(shape._replace(longest=most + 5)).max_committed_len == most
 
 
 def test_true_needs_a_gpu(make_target, make_engine) -> None:

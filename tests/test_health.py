@@ -8,7 +8,7 @@ import torch
 
 from specdec import SamplingParams
 from specdec.kvcache.page_pool import PagePool
-from specdec.runtime.engine_stats import LOOK_AFTER, PoolUse
+from specdec.runtime.engine_stats import LOOK_AFTER, PoolStats
 
 from marks import examples
 
@@ -19,7 +19,7 @@ def test_stats_say_who_waits_who_runs_and_what_is_held(make_target, make_engine,
     engine = make_engine(make_target("gemma4-e2b"), "ngram", max_batch_size=2, full_slots=200, swa_slots=120)
     nothing = engine.stats()
     assert (nothing.waiting, nothing.running, nothing.finished, nothing.aborted, nothing.batches) == (0,) * 5
-    assert nothing.full_slots == PoolUse(0, 0, 0, 200) and nothing.swa_slots == PoolUse(0, 0, 0, 120)
+    assert nothing.full_slots == PoolStats(0, 0, 0, 200) and nothing.swa_slots == PoolStats(0, 0, 0, 120)
     handles = engine.submit_many([random_prompt(n) for n in (20, 30, 9)], SamplingParams(max_new_tokens=NEW))
     for _ in range(4):
         engine.step()
@@ -98,12 +98,12 @@ def test_the_peak_is_of_what_is_held_by_rows() -> None:
     pages = pool.alloc(5)
     pool.cache_pages(pages[:2])
     pool.free(pages)
-    assert PoolUse.from_pools([pool], 4) == PoolUse(0, 20, 8, 32)
+    assert PoolStats.from_pools([pool], 4) == PoolStats(0, 20, 8, 32)
     pool.share(pages[:2])
-    assert PoolUse.from_pools([pool], 4) == PoolUse(8, 20, 0, 32)
+    assert PoolStats.from_pools([pool], 4) == PoolStats(8, 20, 0, 32)
     pool.alloc(6)
-    assert PoolUse.from_pools([pool], 4) == PoolUse(32, 32, 0, 32)
-    assert PoolUse.from_pools([], 4) == PoolUse(0, 0, 0, 0)
+    assert PoolStats.from_pools([pool], 4) == PoolStats(32, 32, 0, 32)
+    assert PoolStats.from_pools([], 4) == PoolStats(0, 0, 0, 0)
 
 
 def test_without_drafts_nothing_is_warned_of(make_target, make_engine, random_prompt, caplog) -> None:

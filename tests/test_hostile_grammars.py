@@ -158,7 +158,7 @@ def test_a_worker_gives_back_the_memory_of_a_large_grammar(tried, monkeypatch):
     grammars, trial = tried
     worker = trial._worker
     assert start(grammars, regex="b+") is not None and trial._worker is worker, "a small one keeps it"
-    monkeypatch.setattr(grammar_trial, "LARGE_BYTES", -1)
+    monkeypatch.setattr(grammar_trial, "MAX_WORKER_BYTES", -1)
     assert start(grammars, regex="c+") is not None
     assert worker.poll() is not None and trial._worker is None, "it has ended"
     assert start(grammars, regex="d+") is not None, "in another worker"

@@ -23,7 +23,7 @@ from specdec.layers.moe.fork_join import fork_norm, join_norm
 from specdec.layers.moe.routing import Routing
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Product, cut_of, finish, reference_finish
+from specdec.layers.product import Product, finish, reference_finish, split_k_of
 from specdec.layers.rope_store import Destination, Heads, Rotary, rope_store, rotary
 
 from marks import examples
@@ -97,7 +97,7 @@ def of_norm(draw: Draw) -> Arguments:
         "residual": draw.strided(rows, width),
         "scale": draw.tensor(1),
         "factor": 0.22,
-        "beside": draw.product(rows, width)._replace(bias=None),
+        "addend": draw.product(rows, width)._replace(bias=None),
     }
     return (draw.product(rows, width),), {k: v for k, v in options.items() if draw.one([False, True])}
 
@@ -286,4 +286,4 @@ def test_an_operation_is_its_reference(operation: Callable[..., Any], seed: int)
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     if operation is linear:
         product = linear(*given)
-        assert len(product.parts) in (1, cut_of(given[1]).splits)
+        assert len(product.parts) in (1, split_k_of(given[1]).splits)

@@ -243,7 +243,7 @@ def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
     def wrong(
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
     ) -> PageTables:
-        key = len(rows.index), rows.longest, num_queries
+        key = len(rows.index), rows.max_committed_len, num_queries
         if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
             made[key] = right(backend, table, rows, committed_len, num_queries)
         return made[key]

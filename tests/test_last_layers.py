@@ -18,7 +18,7 @@ from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import FAST, REFERENCE, Operations
 from specdec.kvcache.layer_context import EarlyExit
-from specdec.models.target import FinalStates, TargetModel
+from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.device_state import DeviceState
 
 from inside import capture_on_tape
@@ -97,7 +97,7 @@ def drafts_of(engine: Engine) -> list[Any]:
 
 def run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer runs for every token from now on."""
-    monkeypatch.setattr(DeviceState, "final_states", lambda self, scored, ends: FinalStates.EVERY)
+    monkeypatch.setattr(DeviceState, "states_needed", lambda self, scored, ends_prompt: StatesNeeded.EVERY)
 
 
 def outputs(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[Any]:
@@ -243,10 +243,10 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     made = engine(model, drafter, max_batch_size=4)
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]
-    captured = [shape for shape, kept in made.steps.prefill.chunks._captured.items() if kept is not None]
+    captured = [shape for shape, kept in made.steps.prefill.captured_prompts._captured.items() if kept is not None]
     every = made.target.narrows_at(made.state.aux_layers) is None
-    fewer = {FinalStates.LAST, FinalStates.NONE}  # scored prompts are rare then, and are not captured
-    assert {shape.states for shape in captured} == ({FinalStates.EVERY} if every else fewer)
+    fewer = {StatesNeeded.LAST, StatesNeeded.NONE}  # scored prompts are rare then, and are not captured
+    assert {shape.needed for shape in captured} == ({StatesNeeded.EVERY} if every else fewer)
 
 
 @deep_cases("triton")

@@ -60,7 +60,7 @@ class DenseContext(OneText):
     def destination(self, layer: int) -> Destination | None:
         return Destination(*self.pools[layer], self.slots) if layer in self.pools else None
 
-    def attend_rows(
+    def attend_tokens(
         self,
         layer: int,
         q: torch.Tensor,
@@ -204,13 +204,13 @@ class FrozenContext:
     def destination(self, layer: int) -> None:
         return None
 
-    def attend_rows(self, layer: int, q: torch.Tensor, k: None, v: None, *, scaling: float, **options: None):
+    def attend_tokens(self, layer: int, q: torch.Tensor, k: None, v: None, *, scaling: float, **options: None):
         assert k is None and v is None and not any(options.values())
         k, v = self.kv[layer].expand(2, q.shape[1], -1, -1)
         return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, scale=scaling).transpose(0, 1).contiguous()
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return self.attend_rows(call.layer, call.query[:, :, 0], None, None, scaling=call.scaling)[:, None]
+        return self.attend_tokens(call.layer, call.query[:, :, 0], None, None, scaling=call.scaling)[:, None]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from specdec.layers.norm import Norm, norm, reference_norm
 from specdec.layers.per_layer_embedding import (
     gated_projection,
 )
-from specdec.layers.product import Cut, Product, Tiles, choose_cut, finish
+from specdec.layers.product import Product, SplitK, Tiles, choose_split_k, finish
 from specdec.layers.rope_store import (
     Heads,
     Rotary,
@@ -92,13 +92,13 @@ def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k
     x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
     bias = randn(n, dtype=torch.float16)
     close(finish(linear(x, weight, bias)), reference_linear(x, weight, bias).parts[0])
-    close(finish(linear(x, weight, bias, Cut(1, k))), reference_linear(x, weight, bias).parts[0])
+    close(finish(linear(x, weight, bias, SplitK(1, k))), reference_linear(x, weight, bias).parts[0])
     close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
     assert len(launched) == 3
     same_bits(linear(x[:300], weight, bias).parts[0][:3], finish(linear(x[:3], weight, bias)))
     skewed = randn(num_rows, k + 1, dtype=torch.float16)[:, :k]
     close(finish(linear(skewed, weight)), reference_linear(skewed, weight).parts[0])
-    linear(x, weight, bias, apart=True)
+    linear(x, weight, bias, keep_parts=True)
     assert len(launched) == 4
 
 
@@ -174,8 +174,8 @@ class Launches:
 
 
 def test_a_part_is_its_range_of_columns():
-    cut = choose_cut(40, 700)
-    assert cut == Cut(splits=3, split_len=256)
+    split_k = choose_split_k(40, 700)
+    assert split_k == SplitK(splits=3, split_len=256)
     x, weight = randn(2, 700), randn(40, 700)
     parts = linear(x, weight).parts
     for part, begin in zip(parts, (0, 256, 512), strict=True):
@@ -201,7 +201,7 @@ def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.
 
 def test_parts_stay_apart_at_any_number_of_rows():
     x, weight, bias = randn(600, 300, dtype=torch.float16), randn(40, 300, dtype=torch.float16), randn(40).half()
-    few, many = (linear(x[:rows], weight, bias, apart=True) for rows in (3, 600))
+    few, many = (linear(x[:rows], weight, bias, keep_parts=True) for rows in (3, 600))
     assert len(linear(x, weight, bias).parts) == 1
     assert len(few.parts) == len(many.parts) == 2 and few.parts.dtype == many.parts.dtype == torch.float32
     same_bits(many.parts[:, :3], few.parts)
@@ -210,7 +210,7 @@ def test_parts_stay_apart_at_any_number_of_rows():
 
 def test_tiles_change_no_bit():
     x, weight = randn(20, 300), randn(50, 300)
-    assert choose_cut(50, 300) == Cut(splits=2, split_len=256)
+    assert choose_split_k(50, 300) == SplitK(splits=2, split_len=256)
     want = finish(linear(x, weight))
     for tiles in (
         Tiles(64, 16, 64, 4, 2, 64),
@@ -247,9 +247,9 @@ def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(gemm_small, "device_limits", lambda device: (108, shared_memory << 10))
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
-        for cut in (choose_cut(n, k), Cut(1, k)):
+        for split_k in (choose_split_k(n, k), SplitK(1, k)):
             for rows in (1, 8, 17, 33, 64, 65, 160, 192, 500, 2048):
-                tiles = gemm_small.choose_small_tiles(rows, n, cut, x, gated=cut.splits == 1)
+                tiles = gemm_small.choose_small_tiles(rows, n, split_k, x, gated=split_k.splits == 1)
                 assert tiles.num_stages >= 1
                 taken = tiles.num_stages * (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"
@@ -262,7 +262,7 @@ def test_what_lies_beside_is_added_to_the_sum_and_rounded_with_it():
     """In float16 2048 + 1 is 2048, to which the residual's 1 adds nothing either."""
     two = Product(torch.tensor([[[1024.0]], [[1024.0]]], device=DEVICE), None, torch.float16)
     one = torch.ones(1, 1, dtype=torch.float16, device=DEVICE)
-    assert norm(two, beside=Product.from_value(one), residual=one)[0].tolist() == [[2048.0]]
+    assert norm(two, addend=Product.from_value(one), residual=one)[0].tolist() == [[2048.0]]
 
 
 def test_norm_rounds_where_transformers_rounds():

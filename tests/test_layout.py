@@ -311,3 +311,33 @@ def test_walls_reaches_and_circles_are_found():
     assert reaching({"specdec.serving.x": "f(a.engine.engine.b)"}) == ["specdec.serving.x: a.engine.engine"]
     circle = {"specdec.a": "import specdec.b", "specdec.b": "def g():\n    from specdec.a import h", "specdec.c": ""}
     assert find_cycle(import_graph(circle)) == ["specdec.a", "specdec.b"]
+
+
+def numbers(text: str) -> Iterator[tuple[str, str]]:
+    """Module constants that are numbers, or arithmetic of numbers, with their source."""
+    arithmetic = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    for node in parse_file(text).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.isupper():
+                parts = list(ast.walk(value))
+                constants = [part.value for part in parts if isinstance(part, ast.Constant)]
+                if all(isinstance(part, arithmetic) for part in parts) and not any(
+                    isinstance(x, str) for x in constants
+                ):
+                    yield name, ast.unparse(value)
+
+
+SIZES_OF_KERNELS = {"BLOCK", "BLOCK_K", "COLUMNS"}
+"""Elements per program: one meaning, and each kernel has its own."""
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
+def test_a_number_that_modules_name_alike_is_one_number():
+    """`PATIENCE` was 3.0 s, 20.0 s, 64 requests and 8000 rounds."""
+    assert list(numbers("A = 3\nB = 1 << 4\nC = 'x'\nd = 4\nE = f(2)\n")) == [("A", "3"), ("B", "1 << 4")]
+    values: dict[str, set[str]] = {}
+    for folder in ("specdec", "kvcache", "attention", "draft_models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name, value in numbers(path.read_text("utf-8")):
+                values.setdefault(name, set()).add(value)
+    assert {name: found for name, found in values.items() if len(found) > 1 and name not in SIZES_OF_KERNELS} == {}

@@ -10,8 +10,8 @@ from samplers import EDITS, sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.sampling.kernel_sampler import KernelSampler
-from specdec.sampling.reference_sampler import EditInputs, MaskedFirstLevel, ReferenceSampler, output_counts
-from specdec.sampling.sampling_table import SamplerUses, SamplingTable, bias_room, pack_bias, unpack_bias
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, RootMaskedSampler, output_counts
+from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable, bias_room, pack_bias, unpack_bias
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -62,9 +62,9 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     sampler = sampler_of(params, [7] * count, DEVICE, kind)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
     before = tree_there if with_tree else None
-    past = EditInputs(length.to(DEVICE), before, lambda: history.to(DEVICE), prompt_len.to(DEVICE))
+    inputs = EditInputs(length.to(DEVICE), before, lambda: history.to(DEVICE), prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
-    drawn = sampler.draw(logits.to(DEVICE), positions, past, softcap).cpu()
+    drawn = sampler.draw(logits.to(DEVICE), positions, inputs, softcap).cpu()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     for b, one in enumerate(params):
@@ -91,10 +91,10 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     params = SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")
     sampler = sampler_of([params], [3], DEVICE, kind)
     history = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
-    past = EditInputs(torch.tensor([2], device=DEVICE), None, lambda: history, None, allowed)
+    inputs = EditInputs(torch.tensor([2], device=DEVICE), None, lambda: history, None, allowed)
     positions = torch.arange(4, device=DEVICE)[None]
-    assert sampler.uses.edits
-    drawn = sampler.draw(logits.to(DEVICE), positions, past)[0].tolist()
+    assert sampler.features.edits
+    drawn = sampler.draw(logits.to(DEVICE), positions, inputs)[0].tolist()
     assert all(token in tokens for token, tokens in zip(drawn, may_follow, strict=True))
     free = sampler.sample(logits.to(DEVICE), positions)[0].tolist()
     assert drawn[3] == free[3]
@@ -105,7 +105,7 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
 
 def test_drafts_behind_the_root_are_masked_and_others_are_not():
     """The grammar allows token 0 at position 7; at 8 nobody knows yet, and token 2 is the best."""
-    draws = MaskedFirstLevel(
+    draws = RootMaskedSampler(
         sampler_of([SamplingParams(regex="a")], [0]),
         torch.tensor([7]),
         torch.tensor([[1]], dtype=torch.int32),
@@ -124,19 +124,19 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
     assert [bias_room(n) for n in (0, 1, 16, 17, 300, 4096)] == [0, 16, 16, 32, 512, 4096]
     table = SamplingTable(3, torch.device("cpu"))
     two = [SamplingParams(logit_bias={1: 1.0}), SamplingParams()]
-    uses = SamplerUses.from_params(two)
+    features = SamplerFeatures.from_params(two)
     for order in (two, two[::-1]):  # the rows are taken by the other one
-        table.load_biases(torch.tensor([0, 2]).numpy(), order, uses)
-        edited = ReferenceSampler(*table.row_params(torch.tensor([0, 2]), uses)).biased(torch.zeros(2, 1, 3))
+        table.load_biases(torch.tensor([0, 2]).numpy(), order, features)
+        edited = ReferenceSampler(*table.row_params(torch.tensor([0, 2]), features)).biased(torch.zeros(2, 1, 3))
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
 def test_nobody_else_pays():
     free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
-    assert not SamplerUses.from_params(free).edits
-    assert SamplerUses.from_params([SamplingParams(presence_penalty=0.1)]).counts
-    assert SamplerUses.from_params([*free, SamplingParams(logit_bias={1: 0.5})]).bias == 16
-    assert not SamplerUses.from_params([SamplingParams(logit_bias={})]).edits
+    assert not SamplerFeatures.from_params(free).edits
+    assert SamplerFeatures.from_params([SamplingParams(presence_penalty=0.1)]).counts
+    assert SamplerFeatures.from_params([*free, SamplingParams(logit_bias={1: 0.5})]).bias == 16
+    assert not SamplerFeatures.from_params([SamplingParams(logit_bias={})]).edits
 
 
 @pytest.mark.parametrize("setting", ["bias", "every edit", "wanted again"])

@@ -13,12 +13,12 @@ from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_alloca
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
-from specdec.runtime.round_figures import RoundFigures
-from specdec.sampling.sampling_table import SamplerUses, SamplingTable
+from specdec.runtime.row_totals import RowTotals
+from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (
     Detokenizer,
-    PromptRoom,
+    PromptBudget,
     Request,
     RequestState,
     RoundResult,
@@ -126,7 +126,7 @@ def test_rows_name_a_page_once_each() -> None:
 def request_of(number: int = 0, prompt: int = 3, **params: object) -> Request:
     asked = SamplingParams(**{"max_new_tokens": 9, "ignore_eos": True, **params})
     request = Request(list(range(10, 10 + prompt)), asked, 0, Detokenizer(Letters()), frozenset())
-    request.number = number
+    request.id = number
     return request
 
 
@@ -139,7 +139,7 @@ class Letters:
 
 def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     """So many tokens of each request are committed; those of odd length have more of their prompt to come."""
-    scheduler = Scheduler(table, max_model_len=22, prompt_room=PromptRoom(8, 8, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_budget=PromptBudget(8, 8, 8))
     for row, length in enumerate(prompts):
         request = request_of(row, length)
         request.seat(row)
@@ -154,14 +154,14 @@ def test_only_the_last_makes_room_and_only_when_slack_does_not():
     table = make(pages=60, window_pages=20, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
-    assert [r.number for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
+    assert [r.id for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
     assert table.evicted_len[SWA, :3].tolist() == [3, 3, 3]
     table.check()
     table = make(pages=22, window_pages=60, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
-    assert [r.number for r in scheduler.next_decode()] == [0, 1]
-    assert [r.number for r in scheduler.waiting] == [2] and scheduler.waiting[0].stats.preemptions == 1
+    assert [r.id for r in scheduler.next_decode()] == [0, 1]
+    assert [r.id for r in scheduler.waiting] == [2] and scheduler.waiting[0].stats.preemptions == 1
     assert table.capacity.tolist() == [8, 8, 0, 0]
     table.check()
 
@@ -191,15 +191,15 @@ def test_prompts_get_the_pages_that_are_left_and_then_those_of_the_last() -> Non
     """Three read 8 tokens each, where 10 pages are free: of 8, 2 and none. The fourth gives up its 3."""
     table = make(pages=13, window=None, rows=4)
     grow(table, [0, 0, 0, 3])
-    scheduler = Scheduler(table, max_model_len=22, prompt_room=PromptRoom(24, 24, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_budget=PromptBudget(24, 24, 8))
     for row in range(4):
         request = request_of(row, 9)
         request.seat(row)
         request.state = RequestState.PREFILL
         scheduler.running.append(request)
     requests, chunk_len = scheduler.next_prefill()
-    assert [request.number for request in requests] == [0, 1, 2] and chunk_len.tolist() == [8, 2, 3]
-    assert [request.number for request in scheduler.waiting] == [3] and table.capacity[:4].tolist() == [8, 2, 3, 0]
+    assert [request.id for request in requests] == [0, 1, 2] and chunk_len.tolist() == [8, 2, 3]
+    assert [request.id for request in scheduler.waiting] == [3] and table.capacity[:4].tolist() == [8, 2, 3, 0]
     table.check()
 
 
@@ -226,7 +226,7 @@ def test_a_round_is_settled_for_all():
     before = [request.stats for request in requests]
     round = SimpleNamespace(cache=SimpleNamespace(table=table), tokens=tokens)
     rows, result = ints(2, 0), result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0)
-    settle_round(round, requests, rows, result, RoundFigures(4).after_round(rows, result))
+    settle_round(round, requests, rows, result, RowTotals(4).after_round(rows, result))
     assert tokens.host[:3, :9].tolist() == [[0, 0, 0, 0, 2, 3, 4, 0, 0], [0] * 9, [0, 0, 0, 0, 0, 0, 5, 0, 0]]
     assert [request.output_ids for request in requests] == [[1, 5], [1, 2, 3]]
     assert [request.finish_reason for request in requests] == ["", "length"]
@@ -243,7 +243,7 @@ def test_an_interrupted_step_moves_no_reader(monkeypatch):
     settled, before = request.settled, contents(request.settled.reader)
     monkeypatch.setattr(Request, "settled", property(Request.settled.__get__, lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        request.settle([1], figures=RoundFigures(1))
+        request.settle([1], row_totals=RowTotals(1))
     assert request.settled is settled and contents(settled.reader) == before
     monkeypatch.undo()
     request.settle([2])
@@ -273,11 +273,11 @@ def test_what_a_batch_uses_is_that_of_this_batch():
     equal = SamplingParams(temperature=0.5)
     for batch in ([greedy], [sampled], [equal], [equal, biased], [greedy, biased], [greedy, greedy], [], [biased]):
         for _ in range(2):
-            assert table.uses(batch) == SamplerUses.from_params(batch)
+            assert table.features_of(batch) == SamplerFeatures.from_params(batch)
     mine = [greedy]
-    table.uses(mine)
+    table.features_of(mine)
     mine[0] = sampled
-    assert table.uses(mine).sampled
+    assert table.features_of(mine).sampled
 
 
 def test_rows_that_are_taken_together_sample_as_asked() -> None:

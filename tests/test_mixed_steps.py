@@ -36,7 +36,7 @@ def check(engine: Engine) -> None:
 
 def chunks_of(engine: Engine) -> dict[int, int]:
     """What K/V of each running request's prompt there are, by id."""
-    return {r.number: int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running}
+    return {r.id: int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running}
 
 
 @deep_cases("eager")
@@ -114,7 +114,7 @@ def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_pr
     for _ in range(6):
         engine.step()
         [left] = engine.steps.launches.unsettled
-        assert left.drawing == [] and [r.number for r in left.requests] == [1]
+        assert left.drawing == [] and [r.id for r in left.requests] == [1]
     stream.abort()
 
 

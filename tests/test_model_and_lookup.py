@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 def choosing(engine, choose):
     """The engine's choice is replaced: `choose` is given all shapes."""
-    choice = engine.steps.choice
+    choice = engine.steps.draft_policy
     choice.choose = lambda *_, **__: choose(choice.shapes)
 
 
@@ -60,7 +60,7 @@ def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target,
     drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama", seed=1)), target), SuffixDrafter())
     params = SamplingParams(max_new_tokens=120, ignore_eos=True, stop_token_ids=())
     with Engine(target, drafter, spec=CHAIN, config=EngineConfig(max_batch_size=1, max_model_len=256)) as engine:
-        choice, worker = engine.steps.choice, engine.state.worker.model
+        choice, worker = engine.steps.draft_policy, engine.state.worker.model
         propose, learn = worker.propose, choice.learn
         worker.propose = lambda batch: DraftTree.chain((propose(batch).tokens + 1) % target.vocab_size)
 

@@ -105,7 +105,7 @@ def test_a_narrow_draft_has_masks_edits_and_scores_of_its_own_nodes(
     drafter = drafter_of(kind, model, texts)
     engine = make_engine(model, drafter, spec=TREE, tokenizer=byte_tokenizer)
     if drafter.has_lookup:  # all of its drafts
-        engine.steps.choice = None
+        engine.steps.draft_policy = None
         shape_for = engine.steps.shape_for
         engine.steps.shape_for = lambda *asked: shape_for(*asked)._replace(by_lookup=True)
     for _ in range(2 if captured else 1):  # what was captured in the first is replayed in the second

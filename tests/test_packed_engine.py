@@ -303,7 +303,7 @@ def test_an_engine_notices_no_change_of_packed_modules(packed_pair, make_engine,
     weights = engine.target.weights
     with caplog.at_level(logging.INFO, logger="specdec"):
         before = weights.generation()
-        weights.look_closely()
+        weights.find_hidden_changes()
         assert weights.generation() == before and not caplog.messages
         model.model.layers[0].mlp.down_proj.scales.mul_(2)  # in place: seen, and nothing moved
         assert weights.generation() == before

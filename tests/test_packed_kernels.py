@@ -31,7 +31,7 @@ from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
 from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack_words
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
-from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
+from specdec.layers.product import Product, SplitK, Tiles, finish, reference_finish, split_k_of
 
 from marks import is_deep, usual_cases
 from packed_times import GATED, TIMES
@@ -112,13 +112,13 @@ def test_many_rows_over_packed_weights(form: str):
     many = torch.randn(90, k, device=DEVICE).half()
     x = many[:40]
     want = reference_finish(reference_linear(x, weight, bias))
-    whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
+    whole, split_k, with_tail = SplitK(1, k), SplitK(2, 256), tiles._replace(tail_m=32)
     wide = tiles._replace(block_m=64)  # more rows than x has
     for launch in (
         PackedLaunch(tiles, whole),
         PackedLaunch(wide, whole),
-        PackedLaunch(with_tail, cut),
-        PackedLaunch(tiles, cut, summed=True),
+        PackedLaunch(with_tail, split_k),
+        PackedLaunch(tiles, split_k, summed=True),
     ):
         product = packed_gemm(x, weight, bias, None, launch)
         assert len(product.parts) == launch.parts
@@ -128,10 +128,10 @@ def test_many_rows_over_packed_weights(form: str):
     for high in (
         (1, 2) if is_deep() else (1 + CODES.index(form) % 2,)
     ):  # of two tiles of the weight; the fine tiles have all rows of the second, or rows 64 to 90
-        launch = PackedLaunch(wide, cut, fine=tiles, high=high)
+        launch = PackedLaunch(wide, split_k, fine=tiles, high=high)
         product = packed_gemm(many, weight, bias, None, launch)
         close(finish(product), reference_finish(reference_linear(many, weight, bias)))
-        gated = packed_gemm(many, weight, None, "silu", launch._replace(cut=whole)).parts[0]
+        gated = packed_gemm(many, weight, None, "silu", launch._replace(split_k=whole)).parts[0]
         close(gated, reference_gated_linear(many, weight, "silu"))
 
 
@@ -165,7 +165,7 @@ def test_tiles_of_many_rows_over_packed_weights(
 ):
     weight = empty_weight(form, n, k)
     launch = choose_packed_rows(num_rows, weight, DEVICE)
-    assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
+    assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.split_k.splits))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,10 @@ def test_in_order_ranges_are_those_of_the_weight(hopper: None):
     """Programs of their own while parts are few, then added up by one; of 8 bits `linear` does that."""
     for form, num_rows, parts in (("int4", 64, 8), ("int4", 2048, 1), ("e4m3-row", 64, 8), ("e4m3-row", 2048, None)):
         weight = empty_weight(form, 2560, 10240)
-        launch = choose_packed_rows(num_rows, weight, DEVICE, cut=cut_of(weight))
-        assert launch is None if parts is None else launch is not None and launch[1:3] == (cut_of(weight), parts == 1)
+        launch = choose_packed_rows(num_rows, weight, DEVICE, split_k=split_k_of(weight))
+        assert (
+            launch is None if parts is None else launch is not None and launch[1:3] == (split_k_of(weight), parts == 1)
+        )
 
 
 def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
@@ -331,11 +333,13 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
     shapes |= {(5376, 21504): 7, (10240, 8192): 4, (70, 128): 1}
     for (n, k), splits in shapes.items():
         weight = PackedWeight("int4", torch.empty(n, k // 8, dtype=torch.int32), torch.empty(k // 32, n), None, 32)
-        cut = cut_of(weight)
-        assert cut.splits == splits and cut.split_len % 256 == 0, f"{n=} {k=} {cut=}"
-    assert cut == Cut(1, 256)
-    assert cut_of(empty_weight("e4m3-row", 256, 2560)) == Cut(5, 512)
-    assert cut_of(empty_weight("e4m3-block", 256, 2560)) == Cut(10, 256)  # tiles of more than a block have two scales
+        split_k = split_k_of(weight)
+        assert split_k.splits == splits and split_k.split_len % 256 == 0, f"{n=} {k=} {split_k=}"
+    assert split_k == SplitK(1, 256)
+    assert split_k_of(empty_weight("e4m3-row", 256, 2560)) == SplitK(5, 512)
+    assert split_k_of(empty_weight("e4m3-block", 256, 2560)) == SplitK(
+        10, 256
+    )  # tiles of more than a block have two scales
 
 
 @pytest.mark.parametrize("multiply", [linear, vendor_linear], ids=["in order", "any order"])

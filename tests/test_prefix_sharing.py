@@ -173,7 +173,7 @@ def test_who_waits_for_a_prefix_keeps_a_row_and_lets_others_by(build, random_pro
         [prefix, [*prefix, 5], random_prompt(20, seed=1), random_prompt(20, seed=2)], SamplingParams(max_new_tokens=NEW)
     )
     engine.step()
-    running = [request.number for request in engine.scheduler.running]
+    running = [request.id for request in engine.scheduler.running]
     assert running == [maker.id, other.id]  # the third row is the waiter's
     while not waiter.finished:
         engine.step()
@@ -188,7 +188,7 @@ def test_nobody_waits_for_one_that_is_served_behind_it(build, random_prompt):
     engine.step()
     urgent = engine.submit([*prefix, 3], SamplingParams(max_new_tokens=NEW), priority=0)
     engine.step()
-    assert [request.number for request in engine.scheduler.running] == [urgent.id, slow_one.id]
+    assert [request.id for request in engine.scheduler.running] == [urgent.id, slow_one.id]
     assert 0 < urgent.output().stats.cached_tokens < 100  # those of the first step
     while engine.step():
         pass

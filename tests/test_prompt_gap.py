@@ -9,12 +9,12 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.runtime.prompt_gap import GAP_SHARE, MIN_CAP, PROMISED_GAP, PromptCost, PromptGap, PromptLoad
-from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
+from specdec.runtime.prompt_shares import PromptBudget, UnreadPrompt, shares
 
 from marks import examples
 
-GPU = PromptRoom.from_settings(None, None, "cuda")
-CPU = PromptRoom.from_settings(None, None, "cpu")
+GPU = PromptBudget.from_settings(None, None, "cuda")
+CPU = PromptBudget.from_settings(None, None, "cpu")
 
 
 def load_of(tokens: int, prefix: int = 0) -> PromptLoad:
@@ -61,7 +61,7 @@ class Simulation:
     """An engine of whose steps only the time is computed. Requests are (arrival, prompt tokens, new tokens)."""
 
     gap: PromptGap
-    room: PromptRoom
+    room: PromptBudget
     seats: int
     on_cpu: bool = False
     now: float = 0.0
@@ -174,13 +174,13 @@ def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
         gap.learn_round(10 ** draw.uniform(-3, -1))
         waiting, prefix, room = draw.randint(1, 100), draw.choice([0, 100, 30_000]), draw.choice([GPU, CPU])
         tokens = gap.tokens(room, waiting, prefix)
-        assert room.least <= tokens <= room.busy
+        assert room.min_tokens <= tokens <= room.while_decoding
         budget = min(GAP_SHARE * waiting * gap.round, PROMISED_GAP - gap.round)
         one = min(tokens, room.chunk)  # the others are of other requests, and see fewer tokens
         spent = gap.cost.seconds(PromptLoad(tokens, tokens * (prefix + one / 2)))
-        assert tokens == room.least or spent <= budget * 1.001
+        assert tokens == room.min_tokens or spent <= budget * 1.001
         more = 2 * tokens + 256
-        assert tokens == room.busy or gap.cost.seconds(PromptLoad(more, more * (prefix + more / 2))) > budget
+        assert tokens == room.while_decoding or gap.cost.seconds(PromptLoad(more, more * (prefix + more / 2))) > budget
 
 
 def test_streams_wait_for_a_long_prompt_half_a_round_at_most() -> None:
@@ -213,10 +213,10 @@ def test_on_a_cpu_the_same_is_learned_from_nothing() -> None:
 def test_a_load_of_many_prompts_keeps_its_speed(seats: int) -> None:
     """256 requests of 512 + 128 tokens: reading them a little at a time would halve it."""
     seconds = {}
-    for room in (GPU, GPU._replace(fixed=True)):  # by the gap, and always as many as the cap
+    for room in (GPU, GPU._replace(user_set=True)):  # by the gap, and always as many as the cap
         gap = timed(gpu_round(seats))
         engine = Simulation(gap, gap.capped(room), seats)
-        seconds[room.fixed] = engine.run([(0.0, 512, 128)] * 256)
+        seconds[room.user_set] = engine.run([(0.0, 512, 128)] * 256)
         assert max(engine.gaps) <= PROMISED_GAP
     assert seconds[False] < 1.03 * seconds[True]
 
@@ -238,7 +238,7 @@ def test_prompts_that_arrive_now_and_then_do_not_pile_up() -> None:
 def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     """10 ms a forward and 40 us a token: 5,500 tokens and a round of 20 ms are a quarter of a second."""
 
-    def capped(room: PromptRoom, token: float = 4e-5) -> PromptRoom:
+    def capped(room: PromptBudget, token: float = 4e-5) -> PromptBudget:
         gap = PromptGap()
         gap.longest_round = 0.02
         for tokens in (512, 2048, 4096):
@@ -246,17 +246,17 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
         return gap.capped(room)
 
     room = capped(GPU)
-    assert (room.busy, room.idle, room.chunk) == (5120, 5120, 8192)  # a size that is captured
-    assert capped(GPU, 1.2e-4).busy == 1792  # 1,833
-    assert capped(GPU, 1e-6).busy == 8192  # a quick model
-    assert capped(GPU, 1.0).busy == MIN_CAP  # it must get on
-    assert capped(PromptRoom.from_settings(3000, None, "cuda")).busy == 3000  # somebody has said it
-    assert capped(CPU).busy == 96
+    assert (room.while_decoding, room.while_idle, room.chunk) == (5120, 5120, 8192)  # a size that is captured
+    assert capped(GPU, 1.2e-4).while_decoding == 1792  # 1,833
+    assert capped(GPU, 1e-6).while_decoding == 8192  # a quick model
+    assert capped(GPU, 1.0).while_decoding == MIN_CAP  # it must get on
+    assert capped(PromptBudget.from_settings(3000, None, "cuda")).while_decoding == 3000  # somebody has said it
+    assert capped(CPU).while_decoding == 96
 
 
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
     gap = timed(0.004)
-    fixed = PromptRoom.from_settings(3000, None, "cuda")
+    fixed = PromptBudget.from_settings(3000, None, "cuda")
     assert gap.tokens(fixed, 1, 30_000) == 3000
     said = gap.promised(fixed, 32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))

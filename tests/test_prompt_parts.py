@@ -9,18 +9,18 @@ import torch
 import specdec.runtime.warm_up
 from specdec import SamplingParams, SpecConfig
 from specdec.kvcache.sanitize import SETTING
-from specdec.models.paused_forward import walker_of
+from specdec.models.paused_forward import start_forward_of
 from specdec.runtime import startup_timing
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
 
 from inside import (
     REFERENCE,
     Division,
-    FinalStates,
     PartShare,
+    PromptBudget,
     PromptGap,
     PromptLoad,
-    PromptRoom,
+    StatesNeeded,
     TargetModel,
     assert_idle,
     capture_on_tape,
@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def parts_run(self) -> int | None:
-        return None if self.reading is None else self.reading.begun
+        return None if self.reading is None else self.reading.num_parts_run
 
     def finish(self) -> None:
         """Requests that were not aborted have the tokens of plain decoding. The stream is aborted after the others."""
@@ -94,7 +94,7 @@ def scene_of(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
         engine = make_engine(model, drafter, **sizes)
         assert engine.scheduler.prompt_gap.division is not None
         monkeypatch.setattr(PromptGap, "tokens", lambda gap, room, num_waiting, prefix: 8)
-        monkeypatch.setattr(PromptGap, "budget", lambda gap, room, num_waiting, load: 0.0)
+        monkeypatch.setattr(PromptGap, "seconds_allowed", lambda gap, room, num_waiting, load: 0.0)
         return Scene(engine, lambda prompt, new: greedy_oracle(model, prompt, new), random_prompt)
 
     return make
@@ -107,7 +107,7 @@ def test_a_step_runs_a_part_beside_its_round(scene_of):
     late, had, seen = scene.submit(20), scene.stream.num_output, []
     for _ in range(3 * num_layers):
         engine.step()
-        done = [int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running if r.number == late.id]
+        done = [int(engine.table.committed_len.host[r.row]) for r in engine.scheduler.running if r.id == late.id]
         seen.append((scene.parts_run, done[0]))
     chunk = [*range(1, num_layers), None]
     committed = [0] * (num_layers - 1) + [8] * num_layers + [16] * num_layers + [20]
@@ -149,7 +149,7 @@ def test_fused_layers_stop_too(captured, scene_of):
     while not all(handle.finished for handle in late):
         scene.engine.step()
     if captured:
-        kept = [one for one in scene.engine.steps.prefill.chunks._captured.values() if one]
+        kept = [one for one in scene.engine.steps.prefill.captured_prompts._captured.values() if one]
         assert max(len(one.replays) for one in kept) > 1
     scene.finish()
 
@@ -164,7 +164,7 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, scene_of):
     doomed.abort()
     late = scene.submit(40)
     scene.engine.step()
-    assert scene.reading is None or late.id in [request.number for request in scene.reading.batch.requests]
+    assert scene.reading is None or late.id in [request.id for request in scene.reading.batch.requests]
     scene.finish()
     assert doomed.finish_reason == "abort"
 
@@ -286,15 +286,15 @@ def test_a_decoder_with_another_loop_is_not_divided(make_target):
             self.layers[0](torch.zeros(1, 1, target.hidden_size), **kwargs)
             return super().forward(*args, **kwargs)
 
-    assert walker_of(target.decoder, proof) is not None
+    assert start_forward_of(target.decoder, proof) is not None
     target.decoder.__class__ = Twice
-    assert walker_of(target.decoder, proof) is None
+    assert start_forward_of(target.decoder, proof) is None
 
 
 def test_where_a_forward_is_divided(make_target):
     """Six layers, of which the second and the last see everything; the third stores the last K/V."""
     target = TargetModel(make_target("gemma4-e2b", **TWO_OWNERS), REFERENCE)
-    every, last, none = FinalStates.EVERY, FinalStates.LAST, FinalStates.NONE
+    every, last, none = StatesNeeded.EVERY, StatesNeeded.LAST, StatesNeeded.NONE
     assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
     third, half = pytest.approx(1 / 3), pytest.approx(1 / 2)
     assert divide(target, (), every, 2) == ([2, 4, 6], [(third, half, 0), (third, 0, 0), (third, half, 0)])
@@ -320,13 +320,13 @@ def gap_of(round_seconds: float) -> PromptGap:
 
 
 def test_parts_beside_a_round_fit_half_of_it() -> None:
-    room = PromptRoom.from_settings(None, None, "cuda")
+    room = PromptBudget.from_settings(None, None, "cuda")
     for round_seconds in (4.8e-3, 9e-3, 30e-3):
         gap = gap_of(round_seconds)
         for prefix in (0, 4096, 32768):
             tokens = gap.tokens(room, 1, prefix)
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
-            budget = gap.budget(room, 1, load)
+            budget = gap.seconds_allowed(room, 1, load)
             if budget is None:
                 assert gap.cost.seconds(load) <= round_seconds / 2 or tokens > 256
                 continue
@@ -337,23 +337,23 @@ def test_parts_beside_a_round_fit_half_of_it() -> None:
 
 def test_a_queue_of_prompts_is_not_divided() -> None:
     """Sixteen that wait have eight rounds of time, in which thousands of tokens are read as before."""
-    gap, room = gap_of(4.8e-3), PromptRoom.from_settings(None, None, "cuda")
+    gap, room = gap_of(4.8e-3), PromptBudget.from_settings(None, None, "cuda")
     assert gap.tokens(room, 16, 0) > 2048
-    assert gap.budget(room, 16, PromptLoad(2048, 2048**2 / 2)) is None
-    assert gap.budget(room._replace(fixed=True), 1, PromptLoad(200, 200**2 / 2)) is None
+    assert gap.seconds_allowed(room, 16, PromptLoad(2048, 2048**2 / 2)) is None
+    assert gap.seconds_allowed(room._replace(user_set=True), 1, PromptLoad(200, 200**2 / 2)) is None
     lone = PromptGap()
     lone.learn_round(4.8e-3)
-    assert lone.budget(room, 1, PromptLoad(200, 200**2 / 2)) is None
+    assert lone.seconds_allowed(room, 1, PromptLoad(200, 200**2 / 2)) is None
 
 
 def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
     """In three sizes, with states of last tokens and of none; nobody waits for a capture when a long prompt comes."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     scene = scene_of(True, fused=True, max_model_len=256)
-    kept = scene.engine.steps.prefill.chunks._captured
+    kept = scene.engine.steps.prefill.captured_prompts._captured
     divided = {shape: one for shape, one in kept.items() if shape.divided}
-    assert {(shape.tokens, shape.states) for shape in divided} == {
-        (tokens, states) for tokens in (64, 128, 256) for states in (FinalStates.LAST, FinalStates.NONE)
+    assert {(shape.tokens, shape.needed) for shape in divided} == {
+        (tokens, states) for tokens in (64, 128, 256) for states in (StatesNeeded.LAST, StatesNeeded.NONE)
     }
     assert all(divided.values())
     made = scene.engine.stats().captures.made

@@ -90,17 +90,17 @@ def test_where_tokens_of_a_pack_lie() -> None:
     """The example of `attention/pack.py`."""
     pack = pack_of([3, 0, 9], [5, 3, 1], 10, rows=[4, 2, 7])
     assert pack.cu_len.tolist() == [0, 5, 8, 9]
-    assert pack.row_of.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert pack.run_of.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
     assert pack.positions.tolist() == [3, 4, 5, 6, 7, 0, 1, 2, 9, 0]
     assert pack.exists.tolist() == [True] * 9 + [False]
     assert pack.last.tolist() == [4, 7, 8]
     last = pack.last_tokens()
-    assert (last.positions.tolist(), last.row_of.tolist(), last.exists.tolist()) == ([7, 2, 9], [0, 1, 2], [True] * 3)
+    assert (last.positions.tolist(), last.run_of.tolist(), last.exists.tolist()) == ([7, 2, 9], [0, 1, 2], [True] * 3)
 
 
 def test_empty_runs_take_no_place() -> None:
     pack = pack_of([3, 8, 0, 0], [2, 0, 1, 0], 4)
-    assert pack.row_of.tolist() == [0, 0, 2, 3]
+    assert pack.run_of.tolist() == [0, 0, 2, 3]
     assert pack.positions.tolist() == [3, 4, 0, 0]
     assert pack.last_tokens().exists.tolist() == [True, False, True, False]
 
@@ -190,7 +190,7 @@ def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
         start=case.pack.start[:1] + 4,
         length=case.pack.length[:1] - 4,
         cu_len=torch.tensor([0, 5], device=DEVICE),
-        row_of=torch.zeros(5, dtype=torch.int64, device=DEVICE),
+        run_of=torch.zeros(5, dtype=torch.int64, device=DEVICE),
     )
     lines = case.lines._replace(line=case.lines.line[:1])
     tail = ragged_attention(case.q[:, :, 4:9], case.k, case.v, alone, lines, **options, exact=True, tiles=in_order)

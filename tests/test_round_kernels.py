@@ -21,7 +21,7 @@ from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.sampling.sampling_table import REAL, WHOLE, SamplerUses, SamplingTable
+from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, SamplerFeatures, SamplingTable
 
 from marks import deep, slow
 
@@ -58,7 +58,7 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
         assert opened.chain_pos.tolist() == [[4, 5], [1, 2], [0, 1]]
         assert opened.drawn_pos.tolist() == [[5, 6], [2, 3], [1, 2]]
         params = opened.params
-        column = {name: params.column(name).tolist() for name in (*WHOLE, *REAL)}
+        column = {name: params.column(name).tolist() for name in (*INT_COLUMNS, *FLOAT_COLUMNS)}
         assert column["seed"] == [-2, 0, 0] and column["top_k"] == [0, 7, 0]
         assert column["temperature"] == [0, 0.5, 0] and column["top_p"] == [0.25, 1, 0]
         assert column["repetition_penalty"] == [1, 1, 0] and column["presence_penalty"] == [1, 0, 0]
@@ -68,8 +68,10 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
 @pytest.mark.parametrize(("seats", "depth"), [(1, 1), (3, 5), (33, 2), (70, 16)])
 def test_an_opening_is_that_of_torch(seats: int, depth: int, poison_empty: None) -> None:
     torch.manual_seed(seats)
-    cells = torch.randint(-(1 << 62), 1 << 62, (80, len(WHOLE) + len(REAL)), device=DEVICE)
-    cells[:, len(WHOLE) :] = torch.randn((80, len(REAL)), dtype=torch.float64, device=DEVICE).exp().view(torch.int64)
+    cells = torch.randint(-(1 << 62), 1 << 62, (80, len(INT_COLUMNS) + len(FLOAT_COLUMNS)), device=DEVICE)
+    cells[:, len(INT_COLUMNS) :] = (
+        torch.randn((80, len(FLOAT_COLUMNS)), dtype=torch.float64, device=DEVICE).exp().view(torch.int64)
+    )
     committed, most = (torch.randint(0, 40, (80,), device=DEVICE) for _ in range(2))
     given = (torch.randperm(80, device=DEVICE)[:seats], committed, torch.randint(0, 99, (80, 41), device=DEVICE), most)
     got, want = (function(*given, cells, depth) for function in (opening, reference_opening))
@@ -211,7 +213,7 @@ def distinct(tree: DraftTree) -> DraftTree:
 
 
 def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
-    shape = RoundShape(2, 9, 2, 1, 3, SamplerUses.from_params([]), None)
+    shape = RoundShape(2, 9, 2, 1, 3, SamplerFeatures.from_params([]), None)
     (packed, rows, stamps), clock = empty_result(shape, 3, DEVICE), StageClock(DEVICE)
     packed.fill_(-1)
     rows.copy_(torch.arange(14, device=DEVICE).view(2, 7))

@@ -11,7 +11,7 @@ from samplers import sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.collect_candidates import DEFAULT_CUT, VocabSplit
+from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit
 from specdec.sampling.grammars.mask_bits import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
@@ -65,11 +65,14 @@ SETTINGS = [
 ]
 
 
-def wrong_draws(settings, logits, cut=DEFAULT_CUT):
+def wrong_draws(settings, logits, vocab_split=DEFAULT_VOCAB_SPLIT):
     """Settings of the rows of which a token is not that of `ReferenceSampler`, and both."""
     positions = torch.randint(0, 5000, logits.shape[:2], device=DEVICE)
     fast, slow = batch_of([SamplingParams(**one) for one in settings])
-    got, expected = sample(logits, positions, fast, cut=cut).tolist(), slow.sample(logits, positions).tolist()
+    got, expected = (
+        sample(logits, positions, fast, vocab_split=vocab_split).tolist(),
+        slow.sample(logits, positions).tolist(),
+    )
     return {str(s): (g, e) for s, g, e in zip(settings, got, expected, strict=True) if g != e}
 
 
@@ -133,7 +136,7 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
     fast, slow = batch_of([SamplingParams(temperature=1.0, top_p=0.3)])
     kept = int((slow.log_weights(logits) > -INF).sum())
     cut = VocabSplit(tile=64, group=16, capacity=150, listed=64)
-    best = best_tokens(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast, 60, cut=cut)
+    best = best_tokens(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast, 60, vocab_split=cut)
     assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
 
 
@@ -148,7 +151,7 @@ def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     logits = logits_of(kind, len(params), 1, 130)
     positions = torch.arange(len(params), device=DEVICE)[:, None]
     fast, slow = batch_of(params)
-    best = best_tokens(logits, positions, fast, k, cut=CUTS["many tiles"])
+    best = best_tokens(logits, positions, fast, k, vocab_split=CUTS["many tiles"])
     expected = slow.log_scores(logits, positions)
     ordered = expected.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(best.tokens, ordered.indices[..., :k])  # removed tokens too, lowest id first
@@ -166,10 +169,10 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
     position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     fast, _ = batch_of([SamplingParams()])
     for cut in (
-        DEFAULT_CUT,
+        DEFAULT_VOCAB_SPLIT,
         VocabSplit(tile=8, group=4),
     ):  # the first of the largest lies tiles before the largest logit
-        assert sample(logits, position, fast, 30.0, cut=cut).tolist() == capped.argmax(-1).tolist()
+        assert sample(logits, position, fast, 30.0, vocab_split=cut).tolist() == capped.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -181,13 +184,13 @@ def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poiso
     fast, _ = batch_of([SamplingParams(repetition_penalty=1.1)])
     had, nothing = (torch.tensor([[word, 0]], dtype=torch.int32, device=DEVICE) for word in (1, 0))  # token 0, or none
     itself, blank = (torch.full((1, 1, 1), token, device=DEVICE) for token in (0, -1))
-    for cut in (DEFAULT_CUT, VocabSplit(tile=8, group=4)):
+    for cut in (DEFAULT_VOCAB_SPLIT, VocabSplit(tile=8, group=4)):
         for seen, want in (
             (SeenTokens(had, blank), 1),
             (SeenTokens(nothing, itself), 1),
             (SeenTokens(nothing, blank), 0),
         ):
-            assert sample(logits, position, fast, 30.0, seen, cut=cut).tolist() == [[want]]
+            assert sample(logits, position, fast, 30.0, seen, vocab_split=cut).tolist() == [[want]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -207,9 +210,9 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     logits = torch.randn(len(params), 2, 300, device=DEVICE)
     positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
     fast, _ = batch_of(params)
-    want = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
+    want = sample(logits, positions, fast, vocab_split=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
     monkeypatch.setattr("specdec.sampling.collect_candidates.COLLECTORS", 1)
-    got = sample(logits, positions, fast, cut=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
+    got = sample(logits, positions, fast, vocab_split=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 
 
@@ -240,7 +243,7 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     seen = SeenTokens(bits[row], path_tokens(tree.tokens, tree.ancestors))
     penalised = slow.penalised(logits, past_tokens(EditInputs(length, tree, lambda: history), vocab))
     expected = slow.sample(penalised, positions)
-    assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
+    assert sample(logits, positions, fast, None, seen, vocab_split=CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
 
 
@@ -251,10 +254,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
     logits = logits_of("ties", len(params), 1, 200)
     positions = torch.arange(len(params), device=DEVICE)[:, None]
     fast, _ = batch_of(params)
-    together = best_tokens(logits, positions, fast, 3, cut=CUTS["many tiles"])
+    together = best_tokens(logits, positions, fast, 3, vocab_split=CUTS["many tiles"])
     for i in range(len(params)):
         one = ParamVectors(*(p[:, i : i + 1].contiguous() for p in fast))
-        alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, cut=CUTS["many tiles"])
+        alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, vocab_split=CUTS["many tiles"])
         assert torch.equal(alone.tokens[0], together.tokens[i])
         assert torch.equal(alone.scores[0], together.scores[i])
 
@@ -287,13 +290,13 @@ def test_what_an_engine_samples_with(with_tree):
     generator = torch.Generator().manual_seed(3)
     history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
     tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
-    past = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, lambda: history)
+    inputs = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, lambda: history)
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []
     for kind in (ReferenceSampler, KernelSampler):
         batch = sampler_of(params, [41, 44, 40], DEVICE, kind).with_noise(positions[:, 0], 5, 70)
-        drawn.append(batch.draw(logits, positions, past))
+        drawn.append(batch.draw(logits, positions, inputs))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)
     left = children[0].scores > -INF  # by the filters; among the others any will do

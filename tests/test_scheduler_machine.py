@@ -7,7 +7,8 @@ aborted, preempted, and begun again; rounds accept paths of any length out of tr
     conservation   the table's books hold, and who runs has a row of its own; who waits has none
     content        committed slots hold the text of their request, in both spaces
     order          both lists are by rank; nobody is admitted past one who waits, nobody is preempted before one behind
-    patience       past one who waits goes nobody who came when it had been passed PATIENCE times for each level between
+    patience       past one who waits goes nobody who came when it had been passed OVERTAKEN_PER_LEVEL times for each
+                   level between
     progress       the first of those running gains something in every step
     the end        whatever is left ends, with its own tokens, and every slot is free
 """
@@ -34,7 +35,7 @@ from inside import (
     WORTH_WAITING,
     Detokenizer,
     Prefixes,
-    PromptRoom,
+    PromptBudget,
     Request,
     RequestState,
     Scheduler,
@@ -88,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_scheduler(self) -> Scheduler:
         prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
-        sizes = {"max_model_len": MAX_LEN, "prompt_room": PromptRoom(GROUP, GROUP, CHUNK)}
+        sizes = {"max_model_len": MAX_LEN, "prompt_budget": PromptBudget(GROUP, GROUP, CHUNK)}
         return Scheduler(self.table, prefixes=prefixes, **sizes)
 
     # events
@@ -101,15 +102,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = draw.choice(self.common)[:shared] + [draw.randrange(VOCAB) for _ in range(length - shared)]
         params = SamplingParams(max_new_tokens=draw.randint(1, 20), ignore_eos=True)
         request = Request(prompt, params, 0, Detokenizer(None), frozenset(draw.choice(((), (3,)))))
-        request.number, request.priority = self.submitted, draw.choice((0, 0, 0, -1, 1))
+        request.id, request.priority = self.submitted, draw.choice((0, 0, 0, -1, 1))
         try:
             self.scheduler.submit(request)
         except CapacityError:
             return
         self.submitted += 1
         self.live.append(request)
-        self.met[request.number] = dict(self.passes)
-        self.passes[request.number] = 0
+        self.met[request.id] = dict(self.passes)
+        self.passes[request.id] = 0
 
     @precondition(lambda self: self.live)
     @rule(seed=SEED)
@@ -117,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = random.Random(seed).choice(self.live)
         request.end("abort")
         self.scheduler.release_requests(request)
-        self.passes.pop(request.number, None)
+        self.passes.pop(request.id, None)
         self.end(request)
 
     @precondition(lambda self: self.live)
@@ -168,15 +169,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.running or not waiting, "rows and pages are free, and nobody is admitted"
 
     def count_passes(self, admitted: Sequence[Request]) -> None:
-        priority = {request.number: request.priority for request in [*self.live, *self.ended]}
+        priority = {request.id: request.priority for request in [*self.live, *self.ended]}
         for request in admitted:
-            self.passes.pop(request.number, None)
+            self.passes.pop(request.id, None)
             for number in self.passes:
-                if number < request.number:
+                if number < request.id:
                     self.passes[number] += 1
                     levels = priority[number] - request.priority
-                    met = self.met[request.number][number]
-                    assert self.cached or met < max(levels, 0) * scheduler.PATIENCE, "one who waits is passed for ever"
+                    met = self.met[request.id][number]
+                    assert self.cached or met < max(levels, 0) * scheduler.OVERTAKEN_PER_LEVEL, (
+                        "one who waits is passed for ever"
+                    )
 
     def prefill(self, requests: Sequence[Request], chunk_len: np.ndarray) -> None:
         if not requests:
@@ -261,7 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.table.check()
         self.scheduler.prefixes.check(self.scheduler.running)
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert sorted(r.number for r in [*running, *waiting]) == sorted(r.number for r in self.live)
+        assert sorted(r.id for r in [*running, *waiting]) == sorted(r.id for r in self.live)
         rows = [request.row for request in running]
         assert sorted(rows) == self.table.active_rows.tolist()
         assert all(request.row == -1 and request.state is RequestState.WAITING for request in waiting)
@@ -326,7 +329,7 @@ def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
 
 def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Priorities change all the time, and with them who is admitted, who has to go, and in what order."""
-    monkeypatch.setattr(scheduler, "PATIENCE", 2)
+    monkeypatch.setattr(scheduler, "OVERTAKEN_PER_LEVEL", 2)
     run(1, False, 8)
 
 
@@ -336,21 +339,21 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
     layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
-    made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))
+    made = Scheduler(table, max_model_len=MAX_LEN, prompt_budget=PromptBudget(GROUP, GROUP, CHUNK))
     numbers = itertools.count()
 
     def submit(priority: int) -> Request:
         request = Request([5], SamplingParams(max_new_tokens=1), 0, Detokenizer(None), frozenset())
-        request.number, request.priority = next(numbers), priority
+        request.id, request.priority = next(numbers), priority
         made.submit(request)
         return request
 
     patient, order = submit(level), list[int]()
-    while 0 not in order and len(order) < 10 * scheduler.PATIENCE:
+    while 0 not in order and len(order) < 10 * scheduler.OVERTAKEN_PER_LEVEL:
         for _ in range(ROWS + 1):
             submit(0)
-        order += [request.number for request in made.admit_requests()]
+        order += [request.id for request in made.admit_requests()]
         for request in list(made.running):
             made.release_requests(request)
-    assert order.index(patient.number) == level * scheduler.PATIENCE
+    assert order.index(patient.id) == level * scheduler.OVERTAKEN_PER_LEVEL
     assert [number for number in order if number] == list(range(1, len(order)))

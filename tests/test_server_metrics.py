@@ -9,7 +9,7 @@ from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SpecConfig
-from specdec.gpu.captures import CaptureUse
+from specdec.gpu.captures import CaptureStats
 from specdec.runtime.engine_stats import EngineStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.logs import traffic_line
@@ -20,10 +20,10 @@ from marks import deep_cases
 from tiny_models import build_target
 
 
-def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureUse]:
+def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureStats]:
     """What /metrics shows after these prompts, and what the engine itself says then."""
 
-    async def ask() -> tuple[bytes, CaptureUse]:
+    async def ask() -> tuple[bytes, CaptureStats]:
         async with AsyncEngine(engine) as running:
             metrics = MetricsCollector(running, "m")
             await running.generate(prompts, GREEDY)
@@ -48,7 +48,7 @@ def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_round
     assert "acceptance length 3.50, 62.5 % of drafts" in traffic_line(None, snapshot, 10.0)
 
 
-def captured(figures: dict[str, float]) -> CaptureUse:
+def captured(figures: dict[str, float]) -> CaptureStats:
     """The figures, in the form in which the engine has them."""
     names = {
         "captured": "captures",
@@ -60,7 +60,7 @@ def captured(figures: dict[str, float]) -> CaptureUse:
         "uncaptured_rounds": "uncaptured_rounds_total",
         "uncaptured_prompts": "uncaptured_prompts_total",
     }
-    return CaptureUse(**{field: figures.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
+    return CaptureStats(**{field: figures.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
 
 
 @deep_cases("230-evicted")
@@ -72,7 +72,7 @@ def test_metrics_say_what_is_captured_and_what_ran_without(
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: WeighedTape())
     sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
     engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
-    monkeypatch.setattr(type(engine.steps.prefill.chunks), "shared_bytes", property(lambda self: 0))
+    monkeypatch.setattr(type(engine.steps.prefill.captured_prompts), "shared_bytes", property(lambda self: 0))
     figures, use = figures_after(engine, [random_prompt(n) for n in (5, 9, 3)])
     assert captured(figures) == use
     assert use.budget_bytes == budget and getattr(use, grows) > 0

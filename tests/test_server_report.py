@@ -5,7 +5,7 @@ import pytest
 from server_process import running_server
 from starlette.testclient import TestClient
 
-from specdec.runtime.engine_stats import EngineStats, PoolUse
+from specdec.runtime.engine_stats import EngineStats, PoolStats
 from specdec.runtime.request import RequestStats
 from specdec.serving import tracing
 from specdec.serving.logs import traffic_line
@@ -19,7 +19,7 @@ def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_sa
     after = RequestStats(prompt_tokens=300, output_tokens=150, cached_tokens=50)
     after.drafted_rounds, after.drafted_round_tokens, after.draft_tokens = 40, 100, 160
     after.accepted_counts = [35, 30]
-    pool = PoolUse(held=50, peak=50, cached=0, capacity=200)
+    pool = PoolStats(held=50, peak=50, cached=0, capacity=200)
     line = traffic_line(before, Snapshot(EngineStats(running=3, waiting=2, full_slots=pool), after), 10.0)
     assert line == (
         "prompts 20.0 tokens/s, outputs 10.0 tokens/s, 3 requests running, 2 waiting, KV slots 25.0 % in use, "

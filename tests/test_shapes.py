@@ -11,7 +11,7 @@ from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
 from specdec.evaluation.phases import random_weights as weights
 from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, read_bandwidth, step_bytes
 from specdec.evaluation.phases.random_weights import (
-    COLUMNS,
+    COLUMN_MULTIPLE,
     FORMS,
     count_weights,
     find_form,
@@ -36,7 +36,7 @@ from marks import deep_cases, slow, usual_cases
 
 CPU = torch.device("cpu")
 SMALL = Shrink(layers=4, divisor=16)
-PACKED = Shrink(layers=2, divisor=16, multiple=COLUMNS)
+PACKED = Shrink(layers=2, divisor=16, multiple=COLUMN_MULTIPLE)
 ROUTERS = {
     "glm-4.7-flash": 46 * 64 * 2048,
     "glm-4.5-air": 45 * 128 * 4096,

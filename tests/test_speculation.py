@@ -110,7 +110,7 @@ def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
     engine = engine_for("mtp", captured=True, max_batch_size=2)
     for pair in itertools.combinations_with_replacement((None, False, SpecConfig(2, 2)), 2):
         engine.generate([random_prompt(9)] * 2, [asking(kind, max_new_tokens=6) for kind in pair])
-    shapes = engine.steps.graphs._captured
+    shapes = engine.steps.captured_rounds._captured
     assert {(s.num_steps, s.topk, s.num_nodes) for s in shapes} == {(3, 2, 6), (0, 1, 1)}
 
 
@@ -123,7 +123,7 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
         engine.step()
     shape = engine.steps.shape_for(engine.scheduler.running, [5])
     committed = int(engine.table.committed_len.host[0])
-    assert committed >= 9 and (shape.num_nodes, shape.longest) == (1, committed + 6)
+    assert committed >= 9 and (shape.num_nodes, shape.max_committed_len) == (1, committed + 6)
     handle.abort()
 
 

@@ -18,7 +18,7 @@ from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.latent import LatentParts, expand_latent
 from specdec.layers.norm import Norm
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight
-from specdec.layers.product import Product, choose_cut
+from specdec.layers.product import Product, choose_split_k
 from specdec.layers.rope_store import Heads
 from specdec.layers.split.layer_shares import layer_share
 
@@ -60,7 +60,7 @@ def test_kernels_of_a_share_make_the_bits_of_the_whole(monkeypatch: pytest.Monke
         interleaved=True,
     )
     for weight in (latent.q, latent.kv):
-        assert weight is not None and choose_cut(*weight.shape) != choose_cut(len(weight) // 2, width)
+        assert weight is not None and choose_split_k(*weight.shape) != choose_split_k(len(weight) // 2, width)
     product = Product.from_value(torch.randn(2, 2 * width + rotated))
     whole = expand_latent(product, latent, heads, KERNELS).parts[0].split(heads.sections, 1)
     layer = target_of("deepseek_v3").decoder.parts.layers[1]

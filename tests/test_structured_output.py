@@ -16,7 +16,7 @@ import pytest
 from specdec import Engine, SamplingParams
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
-from specdec.sampling.reference_sampler import MaskedFirstLevel
+from specdec.sampling.reference_sampler import RootMaskedSampler
 
 from inside import capture_on_tape, captured_rounds
 from marks import deep, deep_cases, each_value, examples, quick, slow, usual_cases
@@ -168,7 +168,7 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
     knowing = engine_of(kind, max_batch_size=4).generate(prompts[:4], params[:4])
     assert len(seen) > 15 and all(seen)
     seen.clear()
-    monkeypatch.setattr(MaskedFirstLevel, "_masked", lambda self, logits, positions: logits)
+    monkeypatch.setattr(RootMaskedSampler, "_masked", lambda self, logits, positions: logits)
     outs = engine_of(kind, max_batch_size=4).generate(prompts[:4], params[:4])
     assert sum(seen) < len(seen) / 2
     assert [out.token_ids for out in outs] == [out.token_ids for out in knowing] == [out.token_ids for out in alone[:4]]
@@ -332,7 +332,7 @@ def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, 
     for _ in range(examples(1, 2)):
         outs = engine.generate(prompts[NO_RULES], params[NO_RULES])
         assert [out.token_ids for out in outs] == [out.token_ids for out in alone[NO_RULES]]
-    replayed = {(shape.uses.masked, shape.forced > 0) for shape in captured_rounds(engine)}
+    replayed = {(shape.features.masked, shape.forced > 0) for shape in captured_rounds(engine)}
     assert replayed >= {(False, False), (True, False), (True, True)}
     assert sum(out.stats.forced_tokens for out in outs) > 0
     engine.table.check()
@@ -345,7 +345,7 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     engine.generate(prompts[:2], SamplingParams(max_new_tokens=12))
     captured = captured_rounds(engine)
     assert captured and all(len(one.replays) == 1 for one in captured.values())
-    assert not any(shape.uses.edits or shape.forced for shape in captured)
+    assert not any(shape.features.edits or shape.forced for shape in captured)
     assert engine.state.masks.num_bytes == 0
 
 

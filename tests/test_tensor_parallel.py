@@ -32,7 +32,7 @@ from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.linear import linear, linear_parts, reference_linear_parts
-from specdec.layers.product import cut_of
+from specdec.layers.product import split_k_of
 from specdec.layers.split.layer_shares import embedding_share
 from specdec.layers.split.split_decoder import side_by_side
 
@@ -142,14 +142,14 @@ def test_each_rank_stores_its_own_head_or_a_copy_and_its_memory_is_counted(name:
 def test_parts_of_ranks_are_those_of_the_whole_weight():
     torch.manual_seed(0)
     x, weight = torch.randn(3, 1024), torch.randn(32, 1024) / 32
-    cut = cut_of(weight)
-    assert cut == (4, 256)
-    whole = linear(x, weight, apart=True).parts
+    split_k = split_k_of(weight)
+    assert split_k == (4, 256)
+    whole = linear(x, weight, keep_parts=True).parts
     for count in (2, 4):
         shares = zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True)
-        parts = [linear_parts(some.contiguous(), columns, cut.share(count)) for some, columns in shares]
+        parts = [linear_parts(some.contiguous(), columns, split_k.share(count)) for some, columns in shares]
         assert torch.equal(torch.cat([product.parts for product in parts]), whole)
-    torch.testing.assert_close(reference_linear_parts(x, weight, cut).parts, whole)
+    torch.testing.assert_close(reference_linear_parts(x, weight, split_k).parts, whole)
 
 
 # what is refused

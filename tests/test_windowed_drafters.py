@@ -102,9 +102,9 @@ def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch
         kept, length = engine.cache.bytes_by_group(), engine.max_model_len
     assert list(kept) == ["full", "window 64"] and length == 16384
     token = 2 * 2 * 8 * 4  # K and V of one layer
-    room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
+    room = sizing.PromptBudget.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
     need = token * (
-        8 * (64 - 1 + MAX_UNREAD + spec.num_nodes) + max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
+        8 * (64 - 1 + MAX_UNREAD + spec.num_nodes) + max(room.while_idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
     )
     assert need <= kept["window 64"] <= 1.05 * need
     assert kept["full"] == (2 + 1) * token * (8 * (length + spec.num_nodes) + 1)
@@ -134,7 +134,7 @@ def test_a_match_ends_where_a_late_reader_has_read(make_target, random_prompt) -
     """Rounds without drafts leave tokens of an answer unread: another request begins with the pages before them."""
     model, spec = make_target("llama"), SpecConfig(3, adaptive=True)
     engine = engine_of(TargetModel(model), random_eagle3(model, windows=(5, None)), spec, max_batch_size=1)
-    engine.steps.choice.choose = lambda *_, **__: engine.steps.choice.shapes[0]
+    engine.steps.draft_policy.choose = lambda *_, **__: engine.steps.draft_policy.shapes[0]
     release_rows, read = engine.prefixes.release_rows, []
 
     def noting(requests: Any) -> None:

@@ -20,19 +20,19 @@ from specdec import errors
 from specdec.cli.app import COMMANDS, load_command
 from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
-from specdec.gpu.captures import CaptureUse
+from specdec.gpu.captures import CaptureStats
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.runtime.draft_policy.draft_use import DraftUse
-from specdec.runtime.engine_stats import DeviceUse, EngineStats, PoolUse
+from specdec.runtime.draft_policy.draft_stats import DraftStats
+from specdec.runtime.engine_stats import DeviceStats, EngineStats, PoolStats
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.settings.sampling_numbers import SamplingNumbers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
-RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)
+RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolStats, CaptureStats, DraftStats, DeviceStats)
 """Not exported, because users receive them from methods and never make one."""
 INTERNAL = {
-    *("RequestStats.copy", "RequestStats.add", "EngineStats.count", "PoolUse.from_pool"),
+    *("RequestStats.copy", "RequestStats.add", "EngineStats.count", "PoolStats.from_pool"),
     *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.report_to"),
 }
 """Members that the engine and the server call, and no user."""

@@ -30,7 +30,7 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.described_model import META, ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, PublishedPair
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, pool_slots
+from specdec.runtime.sizing import KV_SHARE, CacheNeeds, pool_slots
 
 FILE = Path(__file__).resolve().parent.parent / "specdec" / "bundled" / "recipes.json"
 REST_BYTES, HEAD_BYTES = 25 * 10**8, 20 * 10**8
@@ -75,7 +75,7 @@ def recipe(
 
 def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
     """weights: bytes of the pair; `gpus` GPUs share weights and pools evenly."""
-    budget = int((gpus * gigabytes * 1e9 - weights) * MEMORY_SHARE["cuda"])
+    budget = int((gpus * gigabytes * 1e9 - weights) * KV_SHARE["cuda"])
     slots = pool_slots(needs, config, max(budget, 0))
     requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
     tokens = min(slots[PRIMARY], REQUESTS * TOKENS)

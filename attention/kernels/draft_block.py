@@ -120,15 +120,15 @@ class CopiedDraftBlock:
         batch, device = len(length), length.device
         self.key_pos = draft.key_positions()
         self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
-        all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
+        all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.max_committed_len, 1)]
         # read a key of the same request instead: a NaN of another request cannot leak through a zero weight
         unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
         translate = draft.table.allocator.translate
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `prefix_slots`
         self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
-        self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
+        self.copies: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
         self._cells: dict[Sight, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
-        for layer, kept in store.layers.items():
+        for layer, layer_kv in store.layers.items():
             sight = window, _ = draft.sight(layer)
             slots, start = all_slots, torch.zeros_like(length)
             if window is not None:
@@ -137,12 +137,12 @@ class CopiedDraftBlock:
             committed = key_pos < length[:, None]
             self.prefix[sight] = (key_pos, committed)
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
-            own = translate(kept.group, PrimaryLoc(own))
+            own = translate(layer_kv.group, PrimaryLoc(own))
             self._slots[layer] = own[:, :-num_nodes], start
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
-            self.kept[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in kept.fields), PRIMARY)
+            self.copies[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in layer_kv.fields), PRIMARY)
         self._bias: dict[Sight, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
@@ -159,12 +159,12 @@ class CopiedDraftBlock:
 
     def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
         cells = self._cells[self.draft.sight(layer)][:, self._newest()]
-        return self.kept[layer], GroupLoc(cells.flatten())
+        return self.copies[layer], GroupLoc(cells.flatten())
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.sight(layer)]
-        kept = self.kept[layer]
-        both = all_rows(kept.k), all_rows(kept.v)
+        layer_kv = self.copies[layer]
+        both = all_rows(layer_kv.k), all_rows(layer_kv.v)
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
         return dense_attention(query, k, v, bias, **options)
 
@@ -210,8 +210,8 @@ class PagedDraftBlock:
         by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
         self.slots = by_level.flatten(1)  # [levels, B * K]
         self.scratch: dict[int, LayerKV] = {}
-        for layer, kept in store.layers.items():
-            k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (kept.k, kept.v))
+        for layer, layer_kv in store.layers.items():
+            k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (layer_kv.k, layer_kv.v))
             self.scratch[layer] = LayerKV((k, v), PRIMARY)
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
@@ -226,16 +226,16 @@ class PagedDraftBlock:
         return self.scratch[layer], GroupLoc(self.slots[self.level])
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
+        committed, scratch, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
         window, first_key = draft.sight(layer)
-        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
+        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        pages, start = self.tables.group_table(kept.group)
+        pages, start = self.tables.group_table(committed.group)
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
-            *(kept.k, kept.v, pages),
+            *(committed.k, committed.v, pages),
             start,
             *(draft.committed_len, draft.window_positions(self.level)),
             page_size=self.page_size,

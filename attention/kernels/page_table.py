@@ -63,9 +63,9 @@ class PageTables(NamedTuple):
 def group_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
     """Width in pages of each group's table if the longest prefix has `full_width` pages; a windowed group needs no more
     than its window. The kernel computes these widths from that of the primary group."""
-    kept = [1 + -(-keys // page_size) for keys in retain.tolist()]
-    most = min(full_width, kept[PRIMARY])
-    return [min(most, pages) for pages in kept]
+    retained = [1 + -(-keys // page_size) for keys in retain.tolist()]
+    max_pages = min(full_width, retained[PRIMARY])
+    return [min(max_pages, pages) for pages in retained]
 
 
 def locate_prefixes(
@@ -77,7 +77,7 @@ def locate_prefixes(
         *(table.slots.tensor, table.allocator.maps.tensor, table.retain_on_device, rows.index, committed_len),
         num_nodes=num_queries,
         page_size=page_size,
-        widths=group_widths(table.retain, -(-rows.longest // page_size), page_size),
+        widths=group_widths(table.retain, -(-rows.max_committed_len // page_size), page_size),
     )
 
 

@@ -96,7 +96,7 @@ def ragged_attention(
     """
     one, num_heads, num_tokens, head_dim = query.shape
     kv_heads, num_runs, device = pool_k.shape[1], len(pack.rows), query.device
-    assert one == 1 and pack.row_of.shape == (num_tokens,), f"{query.shape=} {pack.row_of.shape=}"
+    assert one == 1 and pack.run_of.shape == (num_tokens,), f"{query.shape=} {pack.run_of.shape=}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
     value_dim = pool_v.shape[2]
     assert pool_k.shape[:2] == pool_v.shape[:2] and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"

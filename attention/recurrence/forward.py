@@ -37,9 +37,9 @@ class RecurrentForward:
     def _rows(self) -> ForwardRows:
         """Rows of the forward. All recurrent layers have the slots of one group, and the same folded tokens when the
         first of them runs."""
-        kept = self._view.recurrent[0].layers[0]
-        assert kept.state is not None
-        return rows_of_plan(self._plan, kept.group, self._part, kept.state.folded_len)
+        layer_kv = self._view.recurrent[0].layers[0]
+        assert layer_kv.state is not None
+        return rows_of_plan(self._plan, layer_kv.group, self._part, layer_kv.state.folded_len)
 
     @cached_property
     def _waves(self) -> list[Wave]:
@@ -52,8 +52,8 @@ class RecurrentForward:
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Convolve inputs [T, C] with weight [C, K] -> [T, C], 0 on padding."""
-        kept, mine = self._view.writable_layer(layer), self._rows
-        state, pool, taps = kept.state, kept.fields[0], weight.shape[1]
+        layer_kv, mine = self._view.writable_layer(layer), self._rows
+        state, pool, taps = layer_kv.state, layer_kv.fields[0], weight.shape[1]
         assert state is not None
         state.clear(mine.begun)
         pool.index_copy_(0, mine.write, inputs[mine.numbers][:, None])
@@ -63,30 +63,30 @@ class RecurrentForward:
         before = state.inputs[newest.states, state.inputs.shape[1] - newest.back]
         path = torch.where(newest.recorded[:, :, None], rows_at(pool, newest.slots)[:, :, 0], before)  # [n, K, C]
         if not state.matrices.shape[1]:
-            self._fold_inputs(kept, state)
+            self._fold_inputs(layer_kv, state)
         return _spread(convolved(path, weight, bias), mine.numbers, len(inputs))
 
-    def _fold_inputs(self, kept: LayerKV, state: RecurrentState) -> None:
+    def _fold_inputs(self, layer_kv: LayerKV, state: RecurrentState) -> None:
         """Fold certain tokens into the states of a layer that is only a convolution."""
         for wave in self._waves:
             if len(wave.into):
                 matrices = state.matrices[wave.into]
-                state.fold(wave.into, matrices, last_inputs(kept, wave, state), wave.folded_len)
+                state.fold(wave.into, matrices, last_inputs(layer_kv, wave, state), wave.folded_len)
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """Run the recurrence -> [T, HV, DV] in float32, 0 on padding."""
-        kept, mine = self._view.writable_layer(layer), self._rows
-        state = kept.state
+        layer_kv, mine = self._view.writable_layer(layer), self._rows
+        state = layer_kv.state
         assert state is not None
         new = rows.map(lambda x: x[mine.numbers].float())
-        _, pool_k, pool_u, pool_g = kept.fields
+        _, pool_k, pool_u, pool_g = layer_kv.fields
         pool_k.index_copy_(0, mine.write, new.k)
         pool_g.index_copy_(0, mine.write, new.g[:, :, None])
         out = new.v.new_zeros(new.v.shape)
         before: torch.Tensor | None = None
         for wave in self._waves:
             base = state.matrices[wave.base] if before is None else before[wave.base]
-            block = _stored(kept, wave, base)
+            block = _stored(layer_kv, wave, base)
             if wave.rows.shape[1]:
                 beta = None if new.beta is None else new.beta[wave.rows]
                 places = NewPlaces(wave.place, wave.exists, new.q[wave.rows], new.v[wave.rows], beta)
@@ -99,20 +99,20 @@ class RecurrentForward:
             if len(wave.folds):
                 before = folded(RecordBlock(*(x[wave.folds] for x in block)))
                 if len(wave.into):
-                    inputs = last_inputs(kept, wave, state)
+                    inputs = last_inputs(layer_kv, wave, state)
                     state.fold(wave.into, before[wave.certain], inputs, wave.folded_len)
         return _spread(out, mine.numbers, len(rows.v))
 
 
 def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -> None:
     """See `KVOperations.fold`."""
-    for kept in (kept for each in store.by_rank for kept in each.layers.values()):
-        if (state := kept.state) is None:
+    for layer_kv in (layer_kv for each in store.by_rank for layer_kv in each.layers.values()):
+        if (state := layer_kv.state) is None:
             continue
         rows = torch.tensor([row])
         for begin in range(int(state.folded_len[row]), length, FOLD):
-            slots = table.allocator.peer_slots(kept.group, table.slots.host[row, begin : begin + FOLD])
-            inputs, *records = (rows_at(pool, torch.from_numpy(slots)[None]) for pool in kept.fields)
+            slots = table.allocator.peer_slots(layer_kv.group, table.slots.host[row, begin : begin + FOLD])
+            inputs, *records = (rows_at(pool, torch.from_numpy(slots)[None]) for pool in layer_kv.fields)
             matrices = state.matrices[rows]
             if records:
                 k, u, g = records
@@ -121,17 +121,17 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
             state.fold(rows, matrices, newest, torch.tensor([begin + FOLD]))
 
 
-def _stored(kept: LayerKV, wave: Wave, base: torch.Tensor) -> RecordBlock:
+def _stored(layer_kv: LayerKV, wave: Wave, base: torch.Tensor) -> RecordBlock:
     """The blocks of a wave, with their stored records."""
     absent = ~wave.present[:, :, None, None]
-    k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in kept.fields[1:])
+    k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in layer_kv.fields[1:])
     return RecordBlock(base, k, u, g[..., 0])
 
 
-def last_inputs(kept: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
+def last_inputs(layer_kv: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
     """Inputs [Z, taps, C] of the last places of those blocks whose folds are final (`Wave.certain`)."""
     slots = wave.slots[wave.folds][wave.certain][:, FOLD - state.inputs.shape[1] :]
-    return rows_at(kept.fields[0], slots)[:, :, 0]
+    return rows_at(layer_kv.fields[0], slots)[:, :, 0]
 
 
 def rows_at(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Spans(NamedTuple):
         first = pack.start // FOLD * FOLD
         counts = ((pack.start + pack.length - first + SPAN - 1) // SPAN).masked_fill(pack.length == 0, 0)
         cu_spans = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        most = len(pack.rows) + len(pack.row_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
+        most = len(pack.rows) + len(pack.run_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
         numbers = torch.arange(most, device=first.device)
         run_of = torch.searchsorted(cu_spans[1:], numbers, right=True).clamp(max=len(pack.rows) - 1)
         return cls(run_of, first[run_of] + (numbers - cu_spans[run_of]) * SPAN)
@@ -138,20 +138,20 @@ class RecurrentKernels:
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """inputs [T, C], weight [C, K] -> [T, C]."""
-        plan, kept = self._plan, self._view.writable_layer(layer)
-        slots, state = self._begun(kept), kept.state
+        plan, layer_kv = self._plan, self._view.writable_layer(layer)
+        slots, state = self._begun(layer_kv), layer_kv.state
         assert state is not None
         inputs = _by_row(inputs)
         out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         taps, channels = weight.shape[1] - 1, inputs.shape[1]
-        write = plan.write_slots(kept.group)
+        write = plan.write_slots(layer_kv.group)
         shape = {"TAPS": taps, "CHANNELS": channels, "FOLD": FOLD, "BLOCK": _block(channels, CHANNELS)}
         blocks = triton.cdiv(channels, shape["BLOCK"])
         bias_given = weight if bias is None else bias
         if plan.pack is None:
             tree = _tree_arguments(plan)
             tree_convolution_kernel[(len(inputs), blocks)](
-                *(inputs, weight, bias_given, out, state.inputs, kept.fields[0], plan.rows, plan.committed_len),
+                *(inputs, weight, bias_given, out, state.inputs, layer_kv.fields[0], plan.rows, plan.committed_len),
                 *(slots.table, slots.begin, write, *tree.tensors),
                 *(inputs.stride(0), slots.table.stride(0), *tree.strides, *weight.stride()),
                 tree.num_nodes,
@@ -166,15 +166,15 @@ class RecurrentKernels:
         tile = {"ROWS": RUN_ROWS, "BLOCK": _block(channels, RUN_CHANNELS)}
         tiles = triton.cdiv(len(inputs), RUN_ROWS), triton.cdiv(channels, tile["BLOCK"])
         run_convolution_kernel[tiles](
-            *(inputs, weight, bias_given, out, state.inputs, kept.fields[0], pack.rows, pack.start, pack.length),
-            *(pack.row_of, pack.cu_len, slots.table, slots.begin, write, pack.positions),
+            *(inputs, weight, bias_given, out, state.inputs, layer_kv.fields[0], pack.rows, pack.start, pack.length),
+            *(pack.run_of, pack.cu_len, slots.table, slots.begin, write, pack.positions),
             *(inputs.stride(0), slots.table.stride(0), *weight.stride(), len(inputs)),
             **{**shape, **tile},
             BIAS=bias is not None,
             num_warps=4,
         )
         run_inputs_kernel[(len(pack.rows), blocks)](
-            *(inputs, state.inputs, kept.fields[0], pack.rows, pack.start, pack.length, pack.cu_len),
+            *(inputs, state.inputs, layer_kv.fields[0], pack.rows, pack.start, pack.length, pack.cu_len),
             *(slots.table, slots.begin, inputs.stride(0), slots.table.stride(0)),
             **shape,
             num_warps=4,
@@ -183,15 +183,15 @@ class RecurrentKernels:
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """-> [T, HV, DV] in float32."""
-        plan, kept = self._plan, self._view.writable_layer(layer)
+        plan, layer_kv = self._plan, self._view.writable_layer(layer)
         convolved = self._slots is not None  # by a plain launch, which starts after all folds
-        slots, state = self._begun(kept), kept.state
+        slots, state = self._begun(layer_kv), layer_kv.state
         assert state is not None
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)
-        _, pool_k, pool_u, pool_g = kept.fields
+        _, pool_k, pool_u, pool_g = layer_kv.fields
         heads, v_dim = v.shape[1:]
-        write = plan.write_slots(kept.group)
+        write = plan.write_slots(layer_kv.group)
         block = _block(v_dim, FORM.columns)
         tiles = triton.cdiv(v_dim, block)
         shape: dict[str, Any] = {
@@ -268,11 +268,11 @@ class RecurrentKernels:
         )
         return out
 
-    def _begun(self, kept: LayerKV) -> PrefixSlots:
+    def _begun(self, layer_kv: LayerKV) -> PrefixSlots:
         """Slots of the tokens before this forward. The first call also folds the states of all layers."""
         if self._slots is None:
             plan = self._plan
-            self._slots = PrefixSlots.of_plan(plan, kept.group)
+            self._slots = PrefixSlots.of_plan(plan, layer_kv.group)
             length = None if plan.pack is None else plan.pack.length
             for layers in self._view.recurrent:
                 fold_states(layers, plan.rows, plan.committed_len, self._slots, length)

@@ -99,7 +99,7 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
     rows, start = _host(plan.rows), _host(plan.committed_len)
     if plan.pack is not None:
         assert isinstance(plan.prefix, PackTables)
-        lines, length, of_run = plan.prefix.group_table(group), _host(plan.pack.length), _host(plan.pack.row_of)
+        lines, length, of_run = plan.prefix.group_table(group), _host(plan.pack.length), _host(plan.pack.run_of)
         line = _host(lines.slots[lines.line])
         begin = np.zeros_like(rows) if lines.begin is None else _host(lines.begin)
         requests = [RequestPath(*known) for known in zip(rows, begin, line, start + length, strict=True)]

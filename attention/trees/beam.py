@@ -18,7 +18,7 @@ import torch
 from specdec.gpu.triton_shim import tl, triton
 
 LOWEST = torch.finfo(torch.float32).min
-MAX_TOPK = 32
+MAX_KERNEL_TOPK = 32
 """Widest beam of the kernel: it holds MAX_TOPK squared scores in registers."""
 
 
@@ -153,7 +153,7 @@ def expand(
     beam after the last level.
     """
     batch, levels, _, topk = tokens.shape
-    assert tokens.shape == log_probs.shape and topk <= MAX_TOPK, f"{tokens.shape=} {log_probs.shape=}"
+    assert tokens.shape == log_probs.shape and topk <= MAX_KERNEL_TOPK, f"{tokens.shape=} {log_probs.shape=}"
     tokens, log_probs = tokens.contiguous(), log_probs.contiguous()
     sums = (None, None) if above is None else (above.scores.contiguous(), above.candidates.contiguous())
     width = 1 if above is None else above.scores.shape[1]

@@ -35,7 +35,7 @@ from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 from specdec.runtime.draft_policy.round_times import RoundTimes
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
@@ -101,16 +101,16 @@ def mixed_seconds(engine: Engine, length: int, tokens: int, most: int) -> float:
 
 def forget(engine: Engine) -> None:
     """The choice is that of a new engine: it knows what was timed when the engine was made, no more."""
-    known = engine.steps.choice
+    known = engine.steps.draft_policy
     assert known is not None
-    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1)
+    engine.steps.draft_policy = DraftPolicy(known.shapes, engine.table.max_requests + 1)
     timed = {size: RoundTimes(times.timed.tolist()) for size, times in known.times.items()}
-    engine.steps.choice.times.update(timed)
+    engine.steps.draft_policy.times.update(timed)
 
 
 def choose_always(engine: Engine, choose: Callable[..., Any]) -> Callable[[], None]:
     """Every round has the draft that `choose` gives -> what takes that back."""
-    choice = engine.steps.choice
+    choice = engine.steps.draft_policy
     assert choice is not None
     before = choice.choose
     choice.choose = choose  # type: ignore[method-assign]
@@ -129,7 +129,7 @@ def compared_row(case: str, right: str, plain: Engine, engine: Engine, measure: 
         before = engine.stats().batch_seconds
         return measure(engine), engine.stats().batch_seconds - before
 
-    choice = engine.steps.choice
+    choice = engine.steps.draft_policy
     assert choice is not None
     for each in (engine, plain):  # warm: prompts are captured, clocks are up
         measure(each)
@@ -185,8 +185,8 @@ def speed_rows(
     with plant.in_samplers():
         plain = Engine(subject.target, config=sizes)
         engine = Engine(subject.target, change_drafts(drafter, plant.drafts), spec=spec, config=sizes)
-        assert engine.steps.choice is not None
-        for size, times in sorted(engine.steps.choice.times.items()):
+        assert engine.steps.draft_policy is not None
+        for size, times in sorted(engine.steps.draft_policy.times.items()):
             yield Row(
                 f"{size} requests, timed when made", "", ", ".join(f"{1e3 * each:.3f}" for each in times.timed) + " ms"
             )
@@ -253,7 +253,7 @@ def tokens_rows(drafters: Sequence[str]) -> Iterator[Row]:
                 yield row(f"{title}, fixed", engine)
             with engine_of(pair.target, drafter, spec, **sizes) as engine:
                 yield row(f"{title}, adaptive", engine)
-                assert engine.steps.choice is not None
-                shapes, turn = engine.steps.choice.shapes, count()
+                assert engine.steps.draft_policy is not None
+                shapes, turn = engine.steps.draft_policy.shapes, count()
                 choose_always(engine, lambda *_, shapes=shapes, turn=turn, **__: shapes[next(turn) % len(shapes)])
                 yield row(f"{title}, in turn", engine)

@@ -75,7 +75,7 @@ def functions_rows(requests: Sequence[int], steps: int, shape: str, shown: int) 
         return
     torch.set_num_threads(1)
     target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
-    recorded = {"capture_for": lambda *_: _record, "ChunkGraphs": lambda *_, **__: None}
+    recorded = {"capture_for": lambda *_: _record, "CapturedPrompts": lambda *_, **__: None}
     with (
         patch.object(captured_rounds, "decode_programs", stand_in_programs),
         patch.multiple(specdec.engine, **recorded),
@@ -181,7 +181,7 @@ class GapRig:
         [prompt] = prompts_of([self.longest], self.engine.target.vocab_size, prefix)
         long = self.engine.submit(prompt, SamplingParams(max_new_tokens=1))
         self._forwards(1)
-        [request] = [request for request in scheduler.running if request.number == long.id]
+        [request] = [request for request in scheduler.running if request.id == long.id]
         while table.committed_len.host[request.row] < prefix:
             requests, chunk_len = scheduler.next_prefill()
             commit_chunks_on_host(table, scheduler.prefixes, requests, chunk_len)

@@ -25,8 +25,8 @@ from bench.report import Row
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
-from specdec.evaluation.contest import take_turns, tokens_per_second
 from specdec.evaluation.gsm8k_report import is_correct, wilson_interval
+from specdec.evaluation.timed_comparison import run_interleaved, tokens_per_second
 from specdec.text.prompt_files import Problem, read_prompts
 
 RUNS: dict[str, tuple[str, SpecConfig]] = {
@@ -132,7 +132,7 @@ def speed_rows(
         ways = {name: partial(decode, engine, batch, params) for name, engine in engines.items()}
         each = -(-len(task.ids) // turns)
         parts = (task.ids[i : i + each] for i in range(0, len(task.ids), each))
-        runs = [run for part in parts for run in take_turns(ways, dict.fromkeys(ways, part))]
+        runs = [run for part in parts for run in run_interleaved(ways, dict.fromkeys(ways, part))]
         for name, engine in engines.items():
             stats = engine.stats()
             stats.add(before[name], sign=-1)

@@ -29,7 +29,7 @@ from specdec.layers.linear import (
 from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
-from specdec.layers.product import Tiles, choose_cut, cut_of, finish
+from specdec.layers.product import Tiles, choose_split_k, finish, split_k_of
 
 SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
     "E4B gate and up": (20480, 2560, "gelu_tanh"),
@@ -107,11 +107,11 @@ def bits_rows(formats: Sequence[str], shapes: Sequence[str], most: int) -> Itera
 def _parts_row(name: str, weight: PackedWeight, dtype: torch.dtype) -> Row:
     """The parts of a product next to those of the 16-bit kernel on the dequantised weight."""
     n, k = weight.shape
-    x, cut = torch.randn(5, k, device=DEVICE).to(dtype), cut_of(weight)
-    parts = torch.empty((cut.splits, 5, n), dtype=torch.float32, device=DEVICE)
+    x, split_k = torch.randn(5, k, device=DEVICE).to(dtype), split_k_of(weight)
+    parts = torch.empty((split_k.splits, 5, n), dtype=torch.float32, device=DEVICE)
     tiles = Tiles(64, 16, 32 if ON_CPU else 64, 4, 3, 64)
-    gemm_small(x, dequantised(weight, dtype), None, parts, None, cut, tiles, split=True)
-    ours = linear(x, weight, apart=True).parts
+    gemm_small(x, dequantised(weight, dtype), None, parts, None, split_k, tiles, split=True)
+    ours = linear(x, weight, keep_parts=True).parts
     same = torch.equal(parts.to(ours.dtype), ours)  # the interpreter multiplies by numpy, whose sums depend on the tile
     return Row(f"{name}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same or ON_CPU)
 
@@ -144,7 +144,7 @@ def times_rows(formats: Sequence[str], shapes: Sequence[str], rows: Sequence[int
             base = base or us
             figures: dict[str, object] = {
                 "format": form,
-                "cut": tuple(choose_cut(n, k)),
+                "cut": tuple(choose_split_k(n, k)),
                 "floor": f"{floor_us(num_bytes):.1f}",
             }
             figures |= {f"{count} rows": f"{one:.1f} ({base[count] / one:.2f}x)" for count, one in us.items()}

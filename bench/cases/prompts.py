@@ -29,7 +29,7 @@ from bench.subjects import OPERATIONS, answers, engine_of, first_token_ms, pair_
 from bench.verify import answers_row
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.models.target import FinalStates, TargetModel
+from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.device_state import DeviceState
 
 SHAPE = "gemma4-e4b"
@@ -42,12 +42,12 @@ Load = tuple[int, int]
 @contextmanager
 def every_state() -> Iterator[None]:
     """Inside, engines read every final state of a prompt, not the fewest."""
-    fewest = DeviceState.final_states
-    DeviceState.final_states = lambda self, *, scored, ends: FinalStates.EVERY  # type: ignore[method-assign]
+    fewest = DeviceState.states_needed
+    DeviceState.states_needed = lambda self, *, scored, ends_prompt: StatesNeeded.EVERY  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DeviceState.final_states = fewest  # type: ignore[method-assign]
+        DeviceState.states_needed = fewest  # type: ignore[method-assign]
 
 
 def prompt_engine(target: TargetModel, batch: int, longest: int, **config: Any) -> Engine:
@@ -108,7 +108,11 @@ def load_rows(requests: int, prompt: int, tokens: int, running: Sequence[int]) -
                 engine.generate(prompts, params, progress=False)
                 spent = time.perf_counter() - begin
             use = engine.stats().captures
-            shapes = len(engine.steps.prefill.chunks._captured) if engine.steps.prefill.chunks is not None else 0
+            shapes = (
+                len(engine.steps.prefill.captured_prompts._captured)
+                if engine.steps.prefill.captured_prompts is not None
+                else 0
+            )
         name, speed = f"{requests} of {prompt} + {tokens}, {at_once} running", requests * tokens / spent
         found = f"{shapes} shapes of prompts, all captures {use.bytes / 1e6:,.0f} MB"
         yield Row(name, found, f"{speed:,.0f} tokens/s", shapes <= 52)
@@ -185,13 +189,13 @@ def divided_row(engine: Engine, prompt: list[int]) -> Row:
     gap, found, paused = engine.scheduler.prompt_gap, [], 0
     gap.tokens = lambda *_: 8 if ON_CPU else 256  # type: ignore[method-assign]
     for budget in (0.0, None):
-        gap.budget = lambda *_, budget=budget: budget  # type: ignore[method-assign]
+        gap.seconds_allowed = lambda *_, budget=budget: budget  # type: ignore[method-assign]
         handle = engine.submit(prompt, SamplingParams(max_new_tokens=1, logprobs=5))
         while not handle.finished:
             engine.step()
             paused += engine.steps.prefill.reading is not None
         found.append([(handle.output().token_ids, handle.output().logprobs)])
-    del gap.tokens, gap.budget
+    del gap.tokens, gap.seconds_allowed
     name = f"first token of a prompt of {len(prompt)}, {paused} pauses in its forwards"
     return answers_row(name, *found, ok=paused > 0)
 

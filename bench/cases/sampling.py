@@ -15,7 +15,7 @@ from specdec import SamplingParams
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.reference_sampler import ReferenceSampler
-from specdec.sampling.sampling_table import ParamVectors, SamplerUses, SamplingTable
+from specdec.sampling.sampling_table import ParamVectors, SamplerFeatures, SamplingTable
 
 VOCAB = 1000 if ON_CPU else 262_144
 DTYPE = torch.float16 if ON_CPU else torch.bfloat16  # bfloat16 is not interpreted
@@ -50,7 +50,7 @@ def samplers_of(settings: Sequence[SamplingParams]) -> tuple[ParamVectors, Refer
     rows = np.arange(len(settings))
     table = SamplingTable(len(settings), DEVICE)
     table.load(rows, [(each, 100 + i) for i, each in enumerate(settings)])
-    slow = ReferenceSampler(*table.row_params(torch.from_numpy(rows).to(DEVICE), SamplerUses.from_params(settings)))
+    slow = ReferenceSampler(*table.row_params(torch.from_numpy(rows).to(DEVICE), SamplerFeatures.from_params(settings)))
     return slow.params, slow
 
 

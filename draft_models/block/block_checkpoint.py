@@ -95,12 +95,12 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
     if not files.num_layers:
         raise CheckpointError("there are no tensors layers.N.*")
     drafted = len(state["lm_head.weight"]) if "lm_head.weight" in state else None
-    said = {
+    stated = {
         ("num_target_layers", f"target {target.name}"): target.num_layers,
         ("hidden_size", f"target {target.name}"): target.hidden_size,
         ("draft_vocab_size", "the file, by its lm_head.weight,"): drafted or target.vocab_size,
     }
-    files.require_same(said, target)
+    files.require_same(stated, target)
     names = [files.config.get("speculators_model_type"), *(files.config.get("architectures") or ())]
     shifted = settings.get("sample_from_anchor", any("dspark" in str(name).lower() for name in names))
     causal = {key: settings[key] for key in CAUSAL_KEYS if key in settings}

@@ -120,14 +120,14 @@ class HeadFiles(NamedTuple):
             raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
         return fields
 
-    def require_same(self, said: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
-        """Raise CheckpointError if a key contradicts another source. said: (key, the other source) -> the value that a
-        set key must have; None: any value."""
+    def require_same(self, stated: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
+        """Raise CheckpointError if a key contradicts another source. stated: (key, the other source) -> the value that
+        a set key must have; None: any value."""
         everywhere: Mapping[tuple[str, str], Any] = {
             ("num_hidden_layers", "the file"): self.num_layers,
             ("target_hidden_size", f"target {target.name}"): target.hidden_size,
         }
-        for (key, where), expected in {**everywhere, **said}.items():
+        for (key, where), expected in {**everywhere, **stated}.items():
             if expected is not None and self.settings.get(key, expected) != expected:
                 raise CheckpointError(
                     f"{key}={self.settings[key]}, but {where} says {expected}; give a config.json, weights and a "

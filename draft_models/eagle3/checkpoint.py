@@ -184,7 +184,7 @@ def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] 
     lm_head_normed, fed_back = read_norm_output(files.config, state.get("norm.weight"))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
     biases = frozenset(key.removesuffix(".bias") for key in state if key.endswith(".bias"))
-    said = {
+    stated = {
         ("vocab_size", "embed_tokens"): table,
         ("vocab_size", "t2d"): t2d,
         ("draft_vocab_size", "lm_head"): head,
@@ -193,7 +193,7 @@ def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] 
         ("attention_bias", "the file, by its self_attn.q_proj.bias,"): "layers.0.self_attn.q_proj" in biases,
         ("mlp_bias", "the file, by its mlp.gate_proj.bias,"): "layers.0.mlp.gate_proj" in biases,
     }
-    files.require_same(said, target)
+    files.require_same(stated, target)
     vocab, drafted = settings.get("vocab_size", table), settings.get("draft_vocab_size")
     if vocab is not None and vocab < target.vocab_size:
         raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")

@@ -104,7 +104,7 @@ class DraftContext:
         kept, slots = self.block.destination(layer)
         return Destination(kept.k, kept.v, slots)
 
-    def attend_rows(
+    def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """Attend: q [B * K, Hq, D] -> [B * K, Hq, DV]; k and v are already in the block."""

@@ -33,7 +33,7 @@ class EchoContext:
     def destination(self, layer: int) -> None:
         return None
 
-    def attend_rows(
+    def attend_tokens(
         self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
         return q if v is None else q[..., : v.shape[-1]]

@@ -54,7 +54,7 @@ class FusedLayers:
         """Merge the weights and note their addresses, which may have changed."""
         # in inference mode a parameter's data cannot be replaced
         with MERGING, torch.inference_mode(False), torch.no_grad():
-            parts = [LLAMA.layer(layer, self.head, WeightGroups(apart=False)) for layer in self.head.layers]
+            parts = [LLAMA.layer(layer, self.head, WeightGroups(unmerged=False)) for layer in self.head.layers]
             self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
         norms = [*(part.input_norm for part in parts[1:]), self.final]
         self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts, norms, strict=True))]

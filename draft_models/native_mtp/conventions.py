@@ -24,17 +24,17 @@ from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import CheckpointError
 
-STEPS = 5
+MEASURED_STEPS = 5
 """Number of drafts per token that are measured."""
 ALPHA = 0.01
 """Probability of naming another convention if all are equally good."""
 NEARER = 2.0
 """A convention further from the drafter's own must be better than a nearer one by this many standard errors."""
-MIN_TOKENS = 32
+MIN_OBSERVATIONS = 32
 """Minimum number of observations at which means are treated as normally distributed."""
 ROUNDING = 1e-4
 """Upper bound on the standard deviation of probabilities that differ only by rounding."""
-ROWS = 64
+PLACES_AT_ONCE = 64
 """Number of places whose logits are computed at one time."""
 STATES = {True: "the target's state after its final norm", False: "the target's state before its final norm"}
 CARRIES = {
@@ -89,17 +89,17 @@ def accepted(drafter: NativeMtpDrafter, tokens: torch.Tensor, states: torch.Tens
 
     states [T, H]: the target's states that the drafter reads.
     """
-    steps = min(STEPS, drafter.max_steps or STEPS)
+    steps = min(MEASURED_STEPS, drafter.max_steps or MEASURED_STEPS)
     pos = torch.arange(len(tokens), device=tokens.device)
     places = pos[max(0, first - 1 - steps) : -2]
     rows_of = chained_rows(drafter, tokens[None], states[None], pos[None], steps, places)
     found = []
     for step, rows in enumerate(rows_of):
         drafted = tokens.roll(-2 - step)[places]
-        for begin in range(0, len(places), ROWS):
-            part = type(rows)(*(of_all[:, begin : begin + ROWS] for of_all in rows))
+        for begin in range(0, len(places), PLACES_AT_ONCE):
+            part = type(rows)(*(of_all[:, begin : begin + PLACES_AT_ONCE] for of_all in rows))
             logits = drafter.logits(min(step, len(drafter.modules) - 1), part)[0]
-            found.append(logits.float().softmax(-1).gather(1, drafted[begin : begin + ROWS, None])[:, 0])
+            found.append(logits.float().softmax(-1).gather(1, drafted[begin : begin + PLACES_AT_ONCE, None])[:, 0])
     return by_token(torch.cat(found).view(steps, -1).T)
 
 
@@ -114,7 +114,7 @@ def by_token(p: torch.Tensor) -> torch.Tensor:
 def standard_errors(now: torch.Tensor, than: torch.Tensor) -> float:
     """The mean of now - than, in standard errors; both [N], for the same tokens. 0 if there are too few."""
     gains = now - than
-    if len(gains) < MIN_TOKENS:
+    if len(gains) < MIN_OBSERVATIONS:
         return 0.0
     return float(gains.mean()) * math.sqrt(len(gains)) / max(float(gains.std()), ROUNDING)
 

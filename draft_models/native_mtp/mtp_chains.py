@@ -30,7 +30,7 @@ class ChainContext:
     def destination(self, layer: int) -> None:
         """None: nothing is stored."""
 
-    def attend_rows(
+    def attend_tokens(
         self,
         layer: int,
         q: torch.Tensor,

@@ -170,8 +170,8 @@ class NativeMtpWorker(StoreWorker):
     def observe_prompts(self, seen: PromptObservation) -> None:
         source, pack = seen.hidden if seen.aux_states is None else seen.aux_states, seen.pack
         assert source is not None, "modules read every state of the target"
-        before = pack.rows[pack.row_of][None]
-        first = (pack.positions == pack.start[pack.row_of])[None]
+        before = pack.rows[pack.run_of][None]
+        first = (pack.positions == pack.start[pack.run_of])[None]
         self._commit(seen, seen.following[None], source[None], first, before, pack.rows, (0, pack.last))
 
     def _commit(

@@ -126,7 +126,7 @@ class MtpModule(nn.Module):
         x = self.proj(torch.cat(halves[::-1] if first else halves, -1)).flatten(0, 1)[None]
         places = positions.reshape(1, -1)
         if isinstance(self.block, FusedDecoder):
-            walk = self.block.walk(None, places, context, None, x)
+            walk = self.block.begin_forward(None, places, context, None, x)
             walk.advance(1)
             normed = walk.finish()
             assert normed is not None

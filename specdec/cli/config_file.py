@@ -55,8 +55,8 @@ def _table(path: Path) -> Mapping[str, Any]:
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except (ValueError, RecursionError) as error:
-        said = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise ConfigError(f"{str(path)!r} cannot be read: {said}") from None
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{str(path)!r} cannot be read: {reason}") from None
     if not (isinstance(table, dict) and all(isinstance(key, str) for key in table)):
         raise ConfigError(f"{str(path)!r} holds no table; lines such as 'max-waiting: 16' are expected")
     return table

@@ -15,16 +15,16 @@ import torch
 
 from specdec.doctor import changes as change
 from specdec.doctor.acceptance import MIN_GAIN
-from specdec.doctor.pair_in_question import PairInQuestion
+from specdec.doctor.examined_pair import ExaminedPair
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, CheckedPair, Sign, module_of
+from specdec.load_check import ASSISTANTS, HEADS, LOAD_SYMPTOMS, CheckedPair, Symptom, module_of
 from specdec.models.published import last_part
 
-FindSign = Callable[[Any, CheckedPair], Sign | None]
-Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
+FindSymptom = Callable[[Any, CheckedPair], Symptom | None]
+Changes = Callable[[Any, ExaminedPair], Iterator[change.Change]]
 """Each is called with a drafter of a kind that its cause applies to."""
 
 
@@ -38,7 +38,7 @@ class Cause:
 
     name: str
     kinds: tuple[type, ...]
-    seen: FindSign | None = None
+    seen: FindSymptom | None = None
     changes: Changes | None = None
     least: float = MIN_GAIN
     by_token: bool = False
@@ -47,7 +47,7 @@ class Cause:
         return isinstance(drafter, self.kinds)
 
 
-def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Sign | None:
+def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
     """A norm that was never loaded still has its initial gains."""
     gains = {
         name: bool(torch.all(parameter == 1))
@@ -57,19 +57,19 @@ def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Sign | None:
     untrained = [name for name, ones in gains.items() if ones]
     if not untrained or len(untrained) > len(gains) / 2:
         return None  # a drafter whose norms have no gains at all
-    return Sign(
+    return Symptom(
         what=f"all gains of its {', '.join(untrained)} are 1, those of its other norms are not: it was not exported",
         do=f"export the drafter again with {untrained[0]}",
     )
 
 
-def no_template(drafter: Drafter, subject: CheckedPair) -> Sign | None:
+def no_template(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
     """A chat model whose tokenizer has no chat template."""
     target, _, tokenizer = subject
     chats = isinstance(drafter, Gemma4MTPDrafter) or re.search(r"(?i)[-_](it|instruct|chat)\b", last_part(target.name))
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is not None or not chats:
         return None
-    return Sign(
+    return Symptom(
         what=f"the tokenizer of {last_part(target.name)} has no chat template; drafters of chat models learn from "
         "chats",
         do="put chat_template.jinja (or chat_template in tokenizer_config.json) of the published target next to it",
@@ -79,7 +79,7 @@ def no_template(drafter: Drafter, subject: CheckedPair) -> Sign | None:
 BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
 CAUSES = (
-    *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SIGNS),
+    *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SYMPTOMS),
     Cause(name="taps", kinds=HEADS, changes=change.taps_of_heads),
     Cause(name="taps", kinds=BLOCKS, changes=change.taps_of_blocks),
     Cause(name="MASK id", kinds=BLOCKS, changes=change.mask_ids),
@@ -97,10 +97,10 @@ CAUSES = (
 )
 
 
-def visible_signs(subject: CheckedPair, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Sign]]:
+def visible_symptoms(subject: CheckedPair, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Symptom]]:
     """Every cause that shows a sign, found without generating."""
     for cause in causes:
         if cause.seen is not None and cause.applies_to(subject.drafter):
-            sign = cause.seen(subject.drafter, subject)
-            if sign is not None:
-                yield cause, sign
+            symptom = cause.seen(subject.drafter, subject)
+            if symptom is not None:
+                yield cause, symptom

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specdec.doctor.pair_in_question import PairInQuestion
+from specdec.doctor.examined_pair import ExaminedPair
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS
@@ -76,11 +76,11 @@ class Change:
 
     what: str
     do: str
-    pair: PairInQuestion
+    pair: ExaminedPair
     prompts: bool = False
 
 
-def taps_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def taps_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """All states one layer later or earlier, and the field's default."""
     spec, layers = drafter.spec, len(pair.target.layout.layers)
     if not spec.aux_layers:
@@ -98,7 +98,7 @@ def taps_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Chan
             yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
 
 
-def norms(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """Norms before the residual, before the next step and before lm_head, on or off."""
     spec = drafter.spec
     flags = {
@@ -113,7 +113,7 @@ def norms(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
         yield _changed(pair, "a norm before lm_head", do, final_norm=True)
 
 
-def rope_bases(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def rope_bases(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """The target's bases, and the usual ones."""
     spec = drafter.spec
     rope = getattr(pair.target.config, "rope_parameters", None) or {}
@@ -126,7 +126,7 @@ def rope_bases(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]
             yield _changed(pair, what, do, rope={**spec.rope, "rope_theta": base})
 
 
-def embeddings(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def embeddings(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """The target's table instead of the head's own."""
     spec = drafter.spec
     if spec.owns_embed and spec.hidden_size == spec.target_hidden_size:
@@ -134,7 +134,7 @@ def embeddings(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]
         yield _changed(pair, "the target's embedding table", do, owns_embed=False)
 
 
-def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def windows_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """For a sliding window: one key more, one key less, and no window."""
     spec = drafter.spec
     if set(spec.windows) == {None}:
@@ -148,7 +148,7 @@ def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[C
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
 
 
-def mtp_conventions(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator[Change]:
+def mtp_conventions(drafter: NativeMtpDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """All choices that no tensor shows, tried together: one wrong choice can hide another."""
     for other in all_conventions(drafter)[1:]:
         stated = json.dumps(asdict(other.family))
@@ -156,7 +156,7 @@ def mtp_conventions(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator
         yield Change(what=difference(drafter, other), do=do, pair=replace(pair, drafter=other))
 
 
-def mask_ids(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:
+def mask_ids(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """The ids that may be MASK according to tokenizer and config."""
     spec = drafter.spec
     for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
@@ -165,7 +165,7 @@ def mask_ids(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:
             yield _changed(pair, f"MASK {spec.mask_token} -> {token}", do, mask_token=token)
 
 
-def taps_of_blocks(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:
+def taps_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """All states one layer later or earlier."""
     spec, layers = drafter.spec, len(pair.target.layout.layers)
     for step in (1, -1):
@@ -190,7 +190,7 @@ def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[
     return [token for token in dict.fromkeys(ids) if 0 <= token < vocab_size]
 
 
-def positions(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> Iterator[Change]:
+def positions(drafter: Gemma4MTPDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """Queries at the last committed position, like SGLang or vLLM, or at the bonus token's own position; the keys are
     the same."""
     offset = -1 if drafter.query_offset == 0 else 0
@@ -200,7 +200,7 @@ def positions(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> Iterator[Chang
     yield _changed(pair, f"queries at position {names[offset]}", do, query_offset=offset, window_shift=shift)
 
 
-def windows_of_assistants(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> Iterator[Change]:
+def windows_of_assistants(drafter: Gemma4MTPDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """One key more or less on sliding layers."""
     if set(drafter.windows) == {None}:
         return
@@ -210,18 +210,18 @@ def windows_of_assistants(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> It
         yield _changed(pair, f"one key {key} on sliding layers", do, window_shift=shift)
 
 
-def templates(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def templates(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """Raw texts become turns of a chat. Never the reverse: raw text that repeats itself has high acceptance and says
     nothing about the pair."""
-    if not pair.chat and pair.has_template and any(isinstance(question, str) for question in pair.questions):
+    if not pair.chat and pair.has_template and any(isinstance(prompt, str) for prompt in pair.prompts):
         do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
         yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
 
 
-def thinking(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
+def thinking(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """The other value of `enable_thinking`, if the template reads it."""
     template = getattr(pair.tokenizer, "chat_template", None)
-    texts = any(isinstance(question, str) for question in pair.questions)
+    texts = any(isinstance(prompt, str) for prompt in pair.prompts)
     if not (pair.chat and texts and re.search(THINKING, str(template))):
         return
     for value in (True, False):
@@ -234,7 +234,7 @@ def thinking(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
             )
 
 
-def _changed(pair: PairInQuestion, what: str, do: str, **settings: Any) -> Change:
+def _changed(pair: ExaminedPair, what: str, do: str, **settings: Any) -> Change:
     """The pair with its drafter built again with these settings of its kind."""
     drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
     return Change(what=what, do=do, pair=replace(pair, drafter=drafter))

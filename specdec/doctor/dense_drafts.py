@@ -148,7 +148,7 @@ class FrozenText:
     def destination(self, layer: int) -> None:
         """Nothing is stored."""
 
-    def attend_rows(
+    def attend_tokens(
         self, layer: int, q: torch.Tensor, k: object, v: object, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """q [R, Hq, D] -> [R, Hq, D]."""

@@ -13,18 +13,18 @@ from typing import Any
 
 from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
-from specdec.doctor.causes import CAUSES, Cause, visible_signs
+from specdec.doctor.causes import CAUSES, Cause, visible_symptoms
 from specdec.doctor.changes import Change
 from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
-from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
+from specdec.doctor.examined_pair import ExaminedPair, pair_facts
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
-from specdec.draft_models.native_mtp.conventions import STEPS, is_clearly_better, is_worth_more
+from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, is_clearly_better, is_worth_more
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.load_check import CheckedPair, Sign, drafter_path
+from specdec.load_check import CheckedPair, Symptom, drafter_path
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
@@ -65,9 +65,9 @@ def diagnose(
     started = time.perf_counter()
     if engine.drafter is None:
         raise ConfigError("this engine has no drafter, so there is nothing to diagnose; make one with drafter=...")
-    questions = list(prompts) if prompts is not None else default_questions(engine)
-    if len(questions) < 4:
-        raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
+    prompts = list(prompts) if prompts is not None else default_questions(engine)
+    if len(prompts) < 4:
+        raise ConfigError(f"{len(prompts)} prompts; 4 or more are needed to tell a gain from chance")
     drafter = model_of(engine.drafter)
     if max_new_tokens is None:
         max_new_tokens = MODULE_TOKENS if isinstance(drafter, NativeMtpDrafter) else NEW_TOKENS
@@ -78,12 +78,12 @@ def diagnose(
             f"max_new_tokens={max_new_tokens}: drafts of num_steps={num_steps} are looked at in answers of "
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
-    pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
-    seen = visible_signs(CheckedPair(engine.target, drafter, engine.tokenizer), causes)
+    pair = ExaminedPair(engine=engine, drafter=drafter, prompts=prompts, chat=chat)
+    seen = visible_symptoms(CheckedPair(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
-        findings = [examination.mend(cause, sign) for cause, sign in seen]
+        findings = [examination.repair(cause, symptom) for cause, symptom in seen]
         reference = examination.reference()
         if reference is not None and not reference.holds:
             findings.append(_broken_worker(reference))
@@ -93,7 +93,7 @@ def diagnose(
         named = [_untrained(examination.as_loaded.length)]
     return Diagnosis(
         read=pair_facts(pair),
-        prompts=len(questions),
+        prompts=len(prompts),
         acceptance=examination.as_loaded,
         published=published_acceptance(engine.target.name, drafter_path(drafter) or drafter.name),
         reference=reference,
@@ -109,26 +109,28 @@ def diagnose(
 class Examination:
     """One pair under examination: the texts of its answers, and how far the drafter in `pair` is accepted on them."""
 
-    def __init__(self, pair: PairInQuestion, max_new_tokens: int) -> None:
+    def __init__(self, pair: ExaminedPair, max_new_tokens: int) -> None:
         self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         self.pair = pair
         self.num_steps = pair.engine.spec.num_steps
         if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
-            self.num_steps = max(self.num_steps, min(STEPS, max_new_tokens - 1))  # deep enough to show a wrong carry
-        self.outputs = pair.generate(pair.prompts(), self.params)
+            self.num_steps = max(
+                self.num_steps, min(MEASURED_STEPS, max_new_tokens - 1)
+            )  # deep enough to show a wrong carry
+        self.outputs = pair.generate(pair.prompt_ids(), self.params)
         self.as_loaded = Acceptance.from_outputs(self.outputs)
         self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
         self.measured = self._measure(pair)
 
-    def mend(self, cause: Cause, sign: Sign) -> Finding:
+    def repair(self, cause: Cause, symptom: Symptom) -> Finding:
         """The finding for a sign, with the gain of its repair; the repaired drafter is used from now on."""
         before = after = None
-        if sign.mended is not None and self.texts:
+        if symptom.repaired is not None and self.texts:
             before = self.measured.length
-            self.pair = replace(self.pair, drafter=sign.mended())
+            self.pair = replace(self.pair, drafter=symptom.repaired())
             self.measured = self._measure(self.pair)
             after = self.measured.length
-        return Finding(cause=cause.name, what=sign.what, do=sign.do, certain=True, before=before, after=after)
+        return Finding(cause=cause.name, what=symptom.what, do=symptom.do, certain=True, before=before, after=after)
 
     def reference(self) -> ReferenceCheck | None:
         """Compares the loaded drafter's logits after the first prompt; None if it has no dense form, or a kernel draws
@@ -169,7 +171,7 @@ class Examination:
             )
             self.pair, self.measured = change.pair, measured
             if change.prompts:
-                self.outputs = self.pair.generate(self.pair.prompts(), self.params)
+                self.outputs = self.pair.generate(self.pair.prompt_ids(), self.params)
                 self.texts = self._record(self.outputs) if self.texts else []
         return trials, named
 
@@ -202,10 +204,10 @@ class Examination:
                     best = cause, change, measured
         return best
 
-    def _measure(self, pair: PairInQuestion, new_prompts: bool = False) -> Measured:
+    def _measure(self, pair: ExaminedPair, new_prompts: bool = False) -> Measured:
         texts = self.texts
         if new_prompts or not texts:
-            outputs = self.outputs if pair is self.pair else pair.generate(pair.prompts(), self.params)
+            outputs = self.outputs if pair is self.pair else pair.generate(pair.prompt_ids(), self.params)
             if not texts:
                 return measured_by_engine(outputs)
             texts = self._record(outputs)

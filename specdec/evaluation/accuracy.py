@@ -23,10 +23,10 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
-from specdec.evaluation.contest import first_difference, take_turns
 from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, batches_of, choose, dialogue_ids, question_text
+from specdec.evaluation.timed_comparison import first_difference, run_interleaved
 from specdec.evaluation.transcripts import Record, append_record, open_transcripts, read_transcripts
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.context_length import context_length
@@ -195,7 +195,7 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
         seeded = [replace(params, seed=problem_seed(params.seed or 0, index)) for index in asked]
         ways = {name: partial(engine.generate, params=seeded, progress=False) for name, engine in engines.items()}
         prompts = {name: [ask.prompt(index, known[index]) for index in asked] for name, known in answers.items()}
-        for place, (index, runs) in enumerate(zip(asked, take_turns(ways, prompts), strict=True)):
+        for place, (index, runs) in enumerate(zip(asked, run_interleaved(ways, prompts), strict=True)):
             parting = None
             if len(engines) == 2:
                 first, second = (own[place] for own in prompts.values())

@@ -13,7 +13,6 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
-from specdec.evaluation.contest import Way, first_difference, take_turns
 from specdec.evaluation.gsm8k_report import (
     UNNAMED,
     final_number,
@@ -25,6 +24,7 @@ from specdec.evaluation.gsm8k_report import (
 )
 from specdec.evaluation.request_figures import acceptance_figures, time_figures
 from specdec.evaluation.tasks import batches_of
+from specdec.evaluation.timed_comparison import Way, first_difference, run_interleaved
 from specdec.evaluation.transcripts import Record
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.progress import Interrupted, progress_bar, working
@@ -161,7 +161,7 @@ def run_bench(
         with progress_bar("measuring", len(batches)) as update:
             for done, batch in enumerate(batches, start=1):
                 group = [ids[i] for i in batch]
-                runs = take_turns(ways, dict.fromkeys(ways, group))
+                runs = run_interleaved(ways, dict.fromkeys(ways, group))
                 records += [{"index": i, "turn": 0, "runs": run} for i, run in zip(batch, runs, strict=True)]
                 update(done)
     except KeyboardInterrupt as stop:

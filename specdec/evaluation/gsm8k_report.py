@@ -334,9 +334,9 @@ def accuracy_title(report: Report) -> str:
     return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
 
 
-def _short(name: str, most: int = 48) -> str:
+def _short(name: str, max_chars: int = 48) -> str:
     """Keeps the end of a long path, which tells most."""
-    return name if len(name) <= most else f"...{name[-most:]}"
+    return name if len(name) <= max_chars else f"...{name[-max_chars:]}"
 
 
 def _first_run(report: Report) -> dict[str, Any]:

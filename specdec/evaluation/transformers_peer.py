@@ -22,7 +22,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.evaluation.contest import TokenPrompts, Way
+from specdec.evaluation.timed_comparison import TokenPrompts, Way
 from specdec.runtime.request import GenerationOutput, RequestStats
 
 
@@ -87,7 +87,7 @@ def _generate(
     return outputs
 
 
-WARM_UP = 4
+WARM_UP_STEPS = 4
 
 TimedGenerate = Callable[[Sequence[Sequence[int]], int], list[float]]
 """(prompts, steps) -> seconds of each step."""
@@ -138,7 +138,7 @@ def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], cou
     """Seconds of `count` steps after the prefill and a few for warming up."""
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     assistant = options.get("assistant_model")
-    stamps = Stamps(model.device, WARM_UP + count + 1, on_look=assistant is None)
+    stamps = Stamps(model.device, WARM_UP_STEPS + count + 1, on_look=assistant is None)
     config = copy.deepcopy(model.generation_config)
     assert config is not None
     config.eos_token_id, config.pad_token_id = None, 0
@@ -157,5 +157,5 @@ def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], cou
     finally:
         if hook is not None:
             hook.remove()
-    at = stamps.at[WARM_UP : stamps.count]
+    at = stamps.at[WARM_UP_STEPS : stamps.count]
     return [end - start for start, end in pairwise(at)]

@@ -29,17 +29,17 @@ replay)."""
 SPARE_POOL = "long prompts"
 """Pool of forwards that take the device long, so that running them uncaptured costs least."""
 
-POOLS = ("rounds", "large rounds", "prompts", SPARE_POOL)
+POOLS = ("rounds", "rare rounds", "prompts", SPARE_POOL)
 """Names of pools: rounds that edit or report logits need several times the memory, and are temporary."""
 
-MEMORY_SHARE = 0.1
+CAPTURE_SHARE = 0.1
 """Upper bound on the default budget, as a share of all memory of the device."""
 
 FREE_SHARE = 0.5
 """Upper bound on the default budget, as a share of the memory that is free after the K/V pools are allocated."""
 
 
-class CaptureUse(NamedTuple):
+class CaptureStats(NamedTuple):
     """Captures of an engine, and runs without a capture.
 
     captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, evicted
@@ -80,7 +80,7 @@ def default_budget(*devices: torch.device) -> int | None:
     captured on these devices."""
     if devices[0].type != "cuda":
         return None
-    shares = [min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)) for device in devices]
+    shares = [min(CAPTURE_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)) for device in devices]
     return int(min(shares))
 
 
@@ -144,9 +144,9 @@ class CaptureStore:
         self._owners.append(owner)
         return len(self._owners) - 1
 
-    def use(self) -> CaptureUse:
+    def stats(self) -> CaptureStats:
         counts = len(self._kept), self._made, self._evicted, self.refused
-        return CaptureUse(*counts, self._bytes, self._budget, *self.uncaptured.values())
+        return CaptureStats(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
     def touch(self, owner: int, shape: Hashable) -> None:
         """Mark this capture as the most recently used."""

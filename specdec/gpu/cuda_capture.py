@@ -31,12 +31,13 @@ class GraphPool(NamedTuple):
 
 
 class DeviceGraphs:
-    """Memory that captures hold on one device. pools: by name. beside: bytes of graphs outside torch's allocator."""
+    """Memory that captures hold on one device. pools: by name. outside_allocator: bytes of graphs outside torch's
+    allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pools: dict[str, GraphPool] = {}
-        self.beside: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
+        self.outside_allocator: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
         idle = _idle_streams[device]
         self.stream = idle.pop() if idle else torch.cuda.Stream(device)
         weakref.finalize(self, idle.append, self.stream).atexit = False
@@ -57,7 +58,7 @@ class DeviceGraphs:
         """Finish a recorded graph."""
         with torch.cuda.device(self.device):
             graph.instantiate()
-            self.beside[graph] = max(taken_beside_torch() - before, 0)
+            self.outside_allocator[graph] = max(taken_beside_torch() - before, 0)
 
     def _warm(self) -> None:
         """Make cuBLAS allocate its workspace for this thread and stream before a recording. Otherwise it would allocate
@@ -128,7 +129,7 @@ class CudaCapture:
 
     def held_bytes(self) -> int:
         """Bytes on the device that holds most."""
-        held = [sum(each.beside.values()) for each in self._each]
+        held = [sum(each.outside_allocator.values()) for each in self._each]
         number_of = {tuple(pool.handle): i for i, each in enumerate(self._each) for pool in each.pools.values()}
         for segment in torch.cuda.memory_snapshot():
             number = number_of.get(tuple(segment["segment_pool_id"]))

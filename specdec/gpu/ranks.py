@@ -375,10 +375,10 @@ def make_ranks(device: torch.device, count: int) -> Ranks:
     index: int | None = device.index  # torch's stubs know no device without an index
     first = torch.cuda.current_device() if index is None else index
     devices = [torch.device("cuda", first + rank) for rank in range(count)]
-    there = torch.cuda.device_count()
-    if first + count > there:
+    visible = torch.cuda.device_count()
+    if first + count > visible:
         raise ConfigError(
-            f"tensor_parallel={count} from {devices[0]} on needs {count} GPUs, and this process sees {there} in all; "
+            f"tensor_parallel={count} from {devices[0]} on needs {count} GPUs, and this process sees {visible} in all; "
             "lower it, or give another device"
         )
     access: Callable[[torch.device, torch.device], bool] = torch.cuda.can_device_access_peer

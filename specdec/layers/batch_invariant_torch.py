@@ -26,7 +26,7 @@ from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_e
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing, reference_route
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.product import Cut, Product, cut_of
+from specdec.layers.product import Product, SplitK, split_k_of
 
 VECTOR = 64
 """A multiple of torch's vector length for every dtype."""
@@ -121,13 +121,13 @@ def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -
 
 
 def rowwise_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
 ) -> Product:
     """`reference_linear`, but sums over ranges of K like the kernels, so that ranks can share them."""
-    cut = cut or cut_of(weight)
-    if cut.splits == 1 or isinstance(weight, PackedWeight):
+    split_k = split_k or split_k_of(weight)
+    if split_k.splits == 1 or isinstance(weight, PackedWeight):
         return reference_linear(x, weight, bias)
-    return reference_linear_parts(x, weight, cut)._replace(bias=bias)
+    return reference_linear_parts(x, weight, split_k)._replace(bias=bias)
 
 
 def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:

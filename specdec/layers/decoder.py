@@ -74,7 +74,7 @@ def embed_inputs(
 
 
 Exchanged = Product | OwnedParts | RankColumns
-Walk = Generator[Exchanged, Product, tuple[torch.Tensor, torch.Tensor]]
+LayerRun = Generator[Exchanged, Product, tuple[torch.Tensor, torch.Tensor]]
 """A layer in progress, as a generator. It yields each product of which other ranks may have parts, is sent the complete
 product, and returns the residual stream and its normed form for the next layer."""
 
@@ -97,27 +97,28 @@ class FusedLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with. If the
         forward ends here, returns its arguments."""
-        walk = self.walk(hidden, normed, shared, specdec_ctx, narrowing)
+        run = self.begin(hidden, normed, shared, specdec_ctx, narrowing)
         try:
-            product = next(walk)
+            product = next(run)
             while True:
                 assert isinstance(product, Product), "there are no other ranks"
-                product = walk.send(product)
+                product = run.send(product)
         except StopIteration as end:
             states: tuple[torch.Tensor, torch.Tensor] = end.value
             return states
 
-    def walk(
+    def begin(
         self,
         hidden: torch.Tensor,
         normed: torch.Tensor,
         shared: SharedInputs,
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None = None,
-    ) -> Walk:
-        """Runs `forward` as a generator (`Walk`), so that several ranks can run it with a share of the layer each."""
+    ) -> LayerRun:
+        """Runs `forward` as a generator (`LayerRun`), so that several ranks can run it with a share of the layer
+        each."""
         parts, ops = self.parts, self.ops
-        qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
+        qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.split_ks is None else parts.split_ks.qkv)
         if parts.mixer is None:
             mixed = yield from self._attend(qkv, normed, shared, context, narrowing)
         else:
@@ -128,7 +129,7 @@ class FusedLayer(nn.Module):
         if isinstance(narrowing, Narrowing):
             hidden, normed = hidden[narrowing.rows], normed[narrowing.rows]
             layer_inputs = None if layer_inputs is None else layer_inputs[narrowing.rows]
-        out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
+        out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.split_ks and parts.split_ks.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or layer_inputs is None:
             return (yield from self._feed_forward(out, hidden, normed, **end))
@@ -159,7 +160,7 @@ class FusedLayer(nn.Module):
             chosen, context = narrowing.rows, narrowing.context
             rows, normed = RotatedQKV(rows.q[chosen], None, None), normed[chosen]
             qkv = qkv._replace(parts=qkv.parts[:, chosen]) if parts.heads.gated else qkv
-        attended = context.attend_rows(
+        attended = context.attend_tokens(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
         if parts.head_gates is not None:
@@ -208,12 +209,12 @@ class FusedLayer(nn.Module):
             return (yield self.ops(linear)(x, weight, bias))
         if share.by_rows:
             whole = yield RankColumns(x)
-            own = self.ops(linear)(whole.parts[0], weight, bias, share.cut)
+            own = self.ops(linear)(whole.parts[0], weight, bias, share.split_k)
             return (yield RankColumns(self.ops(finish)(own)))
         assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
-        return (yield self.ops(linear_parts)(x, weight, share.cut)._replace(bias=bias))
+        return (yield self.ops(linear_parts)(x, weight, share.split_k)._replace(bias=bias))
 
-    def _feed_forward(self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any) -> Walk:
+    def _feed_forward(self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any) -> LayerRun:
         """Add attention's output to the residual, then the output of the MLP or experts. These read the sum, or x
         (attention's input) if they run in parallel.
 
@@ -229,13 +230,13 @@ class FusedLayer(nn.Module):
             normed = x
         if moe is not None and parts.mlp is not None:
             shared, added = yield from self._mlp_and_experts(Fork(hidden, normed, normed, normed), parts.mlp, moe)
-            end["beside"] = shared
+            end["addend"] = shared
         elif moe is not None:
             added = yield from self._chosen(normed, normed, moe)
         else:
             assert parts.mlp is not None
             gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation, parts.mlp.limit)
-            added = yield from self._last_sum(gated, parts.mlp.down, None, parts.cuts and parts.cuts.down)
+            added = yield from self._last_sum(gated, parts.mlp.down, None, parts.split_ks and parts.split_ks.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
     def _chosen(
@@ -245,7 +246,7 @@ class FusedLayer(nn.Module):
         product = self.ops(apply_experts)(x, routing, moe.experts)
         return (yield OwnedParts(product, routing.experts)) if moe.experts.shared else product
 
-    def _branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> Walk:
+    def _branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> LayerRun:
         parts, ops = self.parts, self.ops
         assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
@@ -257,12 +258,12 @@ class FusedLayer(nn.Module):
     def _mlp_and_experts(
         self, fork: Fork, mlp: Mlp, moe: MoeParts
     ) -> Generator[Exchanged, Product, tuple[Product, Product]]:
-        ops, cuts = self.ops, self.parts.cuts
-        if cuts is None:
+        ops, split_ks = self.ops, self.parts.split_ks
+        if split_ks is None:
             dense, chosen = ops(mlp_and_experts)(fork, mlp, moe.router, moe.experts)
         else:
             gated = ops(gated_linear)(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit)
-            dense = yield from self._last_sum(gated, mlp.down, None, cuts.down)
+            dense = yield from self._last_sum(gated, mlp.down, None, split_ks.down)
             dense = Product.from_value(ops(finish)(dense))  # copied before a later exchange may overwrite it
             chosen = yield from self._chosen(fork.experts, fork.router, moe)
         if moe.shared_gate is not None:
@@ -308,29 +309,29 @@ class FusedDecoder(nn.Module):
     ) -> BaseModelOutputWithPast:
         """input_ids or inputs_embeds, and position_ids, of any leading shape with T rows -> states of that shape. If
         only R rows continue: [1, R, H]; if none does: None."""
-        walk = self.walk(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
-        walk.advance(walk.num_layers)
-        return BaseModelOutputWithPast(last_hidden_state=walk.finish())  # type: ignore[arg-type]
+        paused = self.begin_forward(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
+        paused.advance(paused.num_layers)
+        return BaseModelOutputWithPast(last_hidden_state=paused.finish())  # type: ignore[arg-type]
 
-    def walk(
+    def begin_forward(
         self,
         input_ids: torch.Tensor | None,
         position_ids: torch.Tensor,
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> "DecoderWalk":
+    ) -> "PausedDecoder":
         """Begin the forward of `forward`, stopped before the first layer."""
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         layer_inputs = per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
         states = embed_inputs(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
-        return DecoderWalk(self, context, narrowing, inputs_embeds.shape, *states)
+        return PausedDecoder(self, context, narrowing, inputs_embeds.shape, *states)
 
 
 @dataclass(slots=True)
-class DecoderWalk:
+class PausedDecoder:
     """A paused forward of a `FusedDecoder` over rows of shape `shape`: its first `done` layers have run, and `hidden`,
     `normed` enter the next layer."""
 

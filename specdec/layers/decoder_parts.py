@@ -16,7 +16,7 @@ from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut
+from specdec.layers.product import SplitK
 from specdec.layers.rope_store import Heads
 
 NO_HEADS = Heads(0, 0, 0)
@@ -49,9 +49,9 @@ class MoeParts:
 
 class SumShare(NamedTuple):
     """A rank's share of a weight whose product sums over divided columns (`layers/split`). Either whole ranges of K
-    (`cut`), and ranks exchange their parts; or some rows, cut like the whole weight, and ranks exchange x and y."""
+    (`split_k`), and ranks exchange their parts; or some rows, cut like the whole weight, and ranks exchange x and y."""
 
-    cut: Cut
+    split_k: SplitK
     by_rows: bool
 
 
@@ -67,11 +67,11 @@ class WideNorms(NamedTuple):
     kv_shares: int = 1
 
 
-class Cuts(NamedTuple):
+class SplitKs(NamedTuple):
     """Cuts of the weights in a rank's share of a layer, equal to those of the whole layer. down: None without an
     MLP."""
 
-    qkv: Cut
+    qkv: SplitK
     out: SumShare
     down: SumShare | None
 
@@ -104,7 +104,7 @@ class LayerParts:
     moe: MoeParts | None = None
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
-    cuts: Cuts | None = None
+    split_ks: SplitKs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,10 +92,10 @@ class LlamaLike:
     softcaps: bool = False
     float_rotary: bool = False
 
-    def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
-        """Describe a text model. apart: see `WeightGroups`. Raises Unfusable."""
+    def __call__(self, model: Any, *, unmerged: bool = False) -> DecoderParts:
+        """Describe a text model. unmerged: see `WeightGroups`. Raises Unfusable."""
         check_tree(model)
-        merged = WeightGroups(apart=apart)
+        merged = WeightGroups(unmerged=unmerged)
         layers = tuple(self.layer(layer, model, merged, index) for index, layer in enumerate(model.layers))
         if not merged.are_merged():
             raise Unfusable("some of its weights are tied to one another")
@@ -185,8 +185,8 @@ class LlamaLike:
 
     def _moe(self, layer: Any) -> MoeParts | None:
         """Experts instead of the MLP or next to it."""
-        beside = getattr(layer, "enable_moe_block", False)
-        mixture = layer if beside else layer.mlp
+        has_dense_mlp = getattr(layer, "enable_moe_block", False)
+        mixture = layer if has_dense_mlp else layer.mlp
         if not hasattr(mixture, "experts"):
             return None
         router = router_of(mixture.router if hasattr(mixture, "router") else mixture.gate, mixture)
@@ -194,7 +194,7 @@ class LlamaLike:
         if router is None or experts is None:
             kind = type(mixture.experts).__name__
             raise Unfusable(f"its experts ({kind}) compute something else than their class says")
-        if not beside:
+        if not has_dense_mlp:
             gate = getattr(mixture, "shared_expert_gate", None)
             return MoeParts(router=router, experts=experts, shared_gate=None if gate is None else weight_of(gate))
         return MoeParts(

@@ -124,7 +124,7 @@ class Weights:
         self.name = name
         self._original, self._copy_again = original, copy_again
         self._stale = False  # the private copy differs from the user's modules
-        self._in_step = True
+        self._in_sync = True
         self._generation = 0
         self._lock = threading.Lock()
         self._modules = modules
@@ -141,16 +141,16 @@ class Weights:
         with self._lock:
             if self._original is not None and self._original.changed():
                 self._stale = True
-            return self._bring_in_step()
+            return self._sync()
 
     @holds_weights_lock()
-    def look_closely(self) -> None:
+    def find_hidden_changes(self) -> None:
         """Find changes that `generation` has no time to look for: see `ModuleWatch.differs`. Modules that may have
         changed without a trace are copied again. Raises like `generation`."""
         with self._lock:
             if self._original is not None and (self._original.untraceable or self._original.differs()):
                 self._stale = True
-            self._bring_in_step()
+            self._sync()
 
     def updates(self) -> object:
         """A value that changes whenever the weights that `generation` last found are changed in place: see
@@ -161,13 +161,13 @@ class Weights:
         """Are in-place updates visible? Not for tensors made under `torch.inference_mode()`."""
         return self._watch.counts_updates()
 
-    def _bring_in_step(self) -> int:
+    def _sync(self) -> int:
         if self._watch.moved():
-            self._in_step = False
+            self._in_sync = False
             self._stale |= self._sizes != self._shapes()
         if self._split_at is not None:
             updated = self.counts_updates() and self.updates() != self._split_at
-            if updated or self._stale or not self._in_step:
+            if updated or self._stale or not self._in_sync:
                 raise UnsupportedModelError(
                     f"the weights of {self.name} changed after they were split over several devices, which have "
                     "copies; make a new engine"
@@ -176,11 +176,11 @@ class Weights:
             new = self._copy_again()
             self._original, self._modules, self._decoders = new._original, new._modules, new._decoders
             self._watch, self._placement, self._sizes = new._watch, new._placement, new._sizes
-            self._stale, self._in_step = False, True
+            self._stale, self._in_sync = False, True
             self._generation += 1
-        if not self._in_step:
+        if not self._in_sync:
             self._adopt()
-            self._in_step = True
+            self._in_sync = True
             self._generation += 1
         return self._generation
 
@@ -213,16 +213,16 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
 
 
 @holds_weights_lock()
-def describe_decoder(source: nn.Module, *, apart: bool = False) -> DecoderParts:
-    """Describe a text model for its fused form. apart: merge nothing, for ranks, which take slices. Raises Unfusable,
-    with the reason as a clause."""
+def describe_decoder(source: nn.Module, *, unmerged: bool = False) -> DecoderParts:
+    """Describe a text model for its fused form. unmerged: merge nothing, for ranks, which take slices. Raises
+    Unfusable, with the reason as a clause."""
     describe = FAMILIES.get(family_name(source))
     if describe is None:
         known = ", ".join(sorted(name.partition(".")[2] for name in FAMILIES))
         raise Unfusable(f"{type(source).__name__} has no fused form; {known} have one")
     # in inference mode a parameter's data cannot be replaced
     with MERGING, torch.inference_mode(False), torch.no_grad():
-        return describe(source, apart=apart)
+        return describe(source, unmerged=unmerged)
 
 
 def watched_weights(target: Any, drafter: Any) -> list[Weights]:

@@ -17,7 +17,7 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.activation import activate
-from specdec.layers.product import Cut
+from specdec.layers.product import SplitK
 
 GROUP = 8
 """Row tiles that consecutive programs take for the same weight tile."""
@@ -98,10 +98,10 @@ def gemm_large_kernel(
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-def choose_large_tiles(num_rows: int, n: int, cut: Cut, device: torch.device, *, gated: bool) -> LargeTiles:
+def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> LargeTiles:
     """The fastest tiles that were timed on an H100, for 2-byte numbers."""
     multiprocessors, shared = device_limits(device)
-    if gated or cut.splits == 1:
+    if gated or split_k.splits == 1:
         tiles = LargeTiles(128, 256, 8, 3)
     elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
         tiles = LargeTiles(128, 256, 16, 4)  # each range has an accumulator, which takes registers
@@ -112,7 +112,7 @@ def choose_large_tiles(num_rows: int, n: int, cut: Cut, device: torch.device, *,
 
 
 def gemm_large(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, cut: Cut
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
 ) -> torch.Tensor:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
@@ -121,16 +121,16 @@ def gemm_large(
     assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
     assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    assert cut.splits == 1 or cut.split_len % BLOCK_K == 0, f"{cut=}"  # each tile is within one range
+    assert split_k.splits == 1 or split_k.split_len % BLOCK_K == 0, f"{split_k=}"  # each tile is within one range
     width = n // 2 if gated else n
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    tiles = choose_large_tiles(num_rows, n, cut, x.device, gated=gated)
+    tiles = choose_large_tiles(num_rows, n, split_k, x.device, gated=gated)
     columns = tiles.block_n // 2 if gated else tiles.block_n
     gemm_large_kernel[(triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(width, columns),)](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, BLOCK_K]),
         TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [columns, BLOCK_K]),
-        *(bias, out, num_rows, n, k, cut.split_len),
-        WHOLE=cut.splits == 1,
+        *(bias, out, num_rows, n, k, split_k.split_len),
+        WHOLE=split_k.splits == 1,
         ACTIVATION=activation,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,

@@ -133,8 +133,8 @@ def can_describe(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
 
 def is_described(matrix: torch.Tensor) -> bool:
     """Can a descriptor describe this matrix (2-byte numbers) on its device?"""
-    there = INTERPRETED if matrix.device.type == "cpu" else has_pdl(matrix.device)  # both came with Hopper
-    return there and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
+    supported = INTERPRETED if matrix.device.type == "cpu" else has_pdl(matrix.device)  # both came with Hopper
+    return supported and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 
 def choose_medium_tiles(

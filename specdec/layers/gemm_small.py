@@ -24,7 +24,7 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
-from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Tiles
+from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles
 
 HELD_ROWS = 512
 """Up to this many rows of x a program holds its tile of a low weight."""
@@ -243,7 +243,7 @@ def gemm_small(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     activation: str | None,
-    cut: Cut,
+    split_k: SplitK,
     tiles: Tiles,
     split: bool,
     *,
@@ -259,22 +259,26 @@ def gemm_small(
     if not isinstance(weight, PackedWeight):
         assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # each tile is within one range
-    assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # a tail has no accumulator per range
+    assert split_k.splits == 1 or split_k.split_len % tiles.block_k == 0, (
+        f"{split_k=} {tiles=}"
+    )  # each tile is within one range
+    assert tiles.tail_m == 0 or split or split_k.splits == 1, (
+        f"{split_k=} {tiles=}"
+    )  # a tail has no accumulator per range
     if num_rows == 0:
         return
     # for a gated weight, a program has as many gate rows as up rows
     tile_rows, num_columns = (tiles.rows, n) if activation is None else (tiles.rows // 2, n // 2)
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
-    grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
+    grid = (row_tiles, triton.cdiv(num_columns, tile_rows), split_k.splits if split else 1)
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
     gemm_small_kernel[grid](
         *(None, None, None, x, words, scales, zeros, bias, out),
-        *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), s_w, s_scales),
+        *(num_rows, tile_rows, n, k, split_k.split_len, x.stride(0), s_w, s_scales),
         **weight_constants(weight, x.dtype),
         SPLIT=split,
-        HELD=split and cut.split_len == tiles.block_k,
-        WHOLE=cut.splits == 1,
+        HELD=split and split_k.split_len == tiles.block_k,
+        WHOLE=split_k.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,
         BLOCK_N=tiles.block_n,
@@ -289,22 +293,22 @@ def gemm_small(
     )
 
 
-def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+def choose_small_tiles(num_rows: int, n: int, split_k: SplitK, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # float32 products do not use tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)
     multiprocessors, shared_memory = device_limits(x.device)
-    rows, programs = balanced_rows(n, cut.splits, multiprocessors)
+    rows, programs = balanced_rows(n, split_k.splits, multiprocessors)
     block_m = max(16, triton.next_power_of_2(num_rows))
-    if _can_hold(n, cut, num_rows, x.dtype):
-        return Tiles(64, min(block_m, MAX_SMALL_ROWS), cut.split_len, 4, 1, rows if num_rows <= 64 else 64)
+    if _can_hold(n, split_k, num_rows, x.dtype):
+        return Tiles(64, min(block_m, MAX_SMALL_ROWS), split_k.split_len, 4, 1, rows if num_rows <= 64 else 64)
     if num_rows > MAX_MEDIUM_ROWS and n > LOW_HEIGHT:
         block_m = 256 if gated else 128  # accumulators per range, and addresses, take registers
         return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
     if num_rows > TWO_TILES:
         return Tiles(128, 64, 64, 8, 4, 128)
     if num_rows > 64:
-        tiles = tiles_for_some_rows(num_rows, n, cut.splits, 2 * multiprocessors, gated=gated)
+        tiles = tiles_for_some_rows(num_rows, n, split_k.splits, 2 * multiprocessors, gated=gated)
         stage = (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * x.element_size()
         return tiles._replace(num_stages=min(tiles.num_stages, shared_memory // stage))
     block_k, stages = (DEPTH if num_rows <= MAX_SMALL_ROWS else DEPTH_ABOVE_SMALL)[programs]
@@ -330,17 +334,17 @@ def two_tiles(num_rows: int) -> tuple[int, int]:
     return block_m, max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
 
 
-def can_hold(weight: Weight, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
+def can_hold(weight: Weight, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:
     """Is a range of the weight one tile of a program, for `num_rows` rows of x? Of packed weights only FP8 ones, at the
     numbers of rows that were timed, and if they are unpacked fast: otherwise a tile takes too many registers."""
     if isinstance(weight, PackedWeight):
         some = MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS and (INTERPRETED or is_fast(weight, dtype))
-        return some and weight.has_row_scales and _can_hold(len(weight), cut, num_rows, dtype)
-    return _can_hold(len(weight), cut, num_rows, dtype)
+        return some and weight.has_row_scales and _can_hold(len(weight), split_k, num_rows, dtype)
+    return _can_hold(len(weight), split_k, num_rows, dtype)
 
 
-def _can_hold(n: int, cut: Cut, num_rows: int, dtype: torch.dtype) -> bool:
-    small = n <= LOW_HEIGHT and cut.splits > 1 and cut.split_len in (256, 512)
+def _can_hold(n: int, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:
+    small = n <= LOW_HEIGHT and split_k.splits > 1 and split_k.split_len in (256, 512)
     return small and num_rows <= HELD_ROWS and dtype != torch.float32
 
 

@@ -17,7 +17,7 @@ from specdec.gpu.operations import Operations
 from specdec.layers.linear import linear
 from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import Cut, Product, finish
+from specdec.layers.product import Product, SplitK, finish
 from specdec.layers.rope_store import Heads
 
 
@@ -26,7 +26,7 @@ class LatentParts:
     """q [Hq D, C_q] and its norm, None if queries have no latent; kv [Hq (pass + DV), C] and its norm.
 
     rotated: channels of r, and rotating channels of a query. interleaved: neighbouring pairs rotate. q_cut,
-    kv_cut: cuts of the whole weights, if a rank has some of their rows (`layers/split`); None: each weight's own.
+    kv_split_k: cuts of the whole weights, if a rank has some of their rows (`layers/split`); None: each weight's own.
     """
 
     q: Weight | None
@@ -35,8 +35,8 @@ class LatentParts:
     kv_norm: Norm
     rotated: int
     interleaved: bool
-    q_cut: Cut | None = None
-    kv_cut: Cut | None = None
+    q_split_k: SplitK | None = None
+    kv_split_k: SplitK | None = None
 
 
 def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Operations) -> Product:
@@ -46,8 +46,8 @@ def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Opera
     q, kv, rotary = value.split([value.shape[1] - kv_width - parts.rotated, kv_width, parts.rotated], dim=-1)
     if parts.q is not None:
         assert parts.q_norm is not None
-        q = _normed_product(q, parts.q_norm, parts.q, parts.q_cut, ops)
-    kv = _normed_product(kv, parts.kv_norm, parts.kv, parts.kv_cut, ops)
+        q = _normed_product(q, parts.q_norm, parts.q, parts.q_split_k, ops)
+    kv = _normed_product(kv, parts.kv_norm, parts.kv, parts.kv_split_k, ops)
     kept = heads.head_dim - parts.rotated
     q_pass, q_rotary = q.unflatten(-1, (heads.num_q, -1)).split([kept, parts.rotated], -1)  # [T, heads, ..]
     k_pass, v = kv.unflatten(-1, (heads.num_kv, -1)).split([kept, heads.v_dim], -1)
@@ -58,6 +58,8 @@ def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Opera
     return Product.from_value(torch.cat([torch.cat(row, -1).flatten(1) for row in rows], -1))
 
 
-def _normed_product(x: torch.Tensor, gain: Norm, weight: Weight, cut: Cut | None, ops: Operations) -> torch.Tensor:
+def _normed_product(
+    x: torch.Tensor, gain: Norm, weight: Weight, split_k: SplitK | None, ops: Operations
+) -> torch.Tensor:
     normed = ops(norm)(Product.from_value(x.contiguous()), pre=gain)[1]
-    return ops(finish)(ops(linear)(normed, weight, cut=cut))
+    return ops(finish)(ops(linear)(normed, weight, split_k=split_k))

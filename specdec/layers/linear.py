@@ -4,8 +4,8 @@ r"""The products of a layer, and the choice of their kernel.
     gated:  y[m, n] = act(g) u    with g and u the products of rows n and N / 2 + n of a merged gate / up weight;
                                   with a limit: min(act(g), limit) clamp(u, -limit, limit), in a separate launch
 
-In order (`deterministic=True`), the cut of the sum over K depends on the weight only (`cut_of`), so a row has the same
-bits next to any number of other rows. In any order, the cut and the kernel also depend on the number of rows.
+In order (`deterministic=True`), the cut of the sum over K depends on the weight only (`split_k_of`), so a row has the
+same bits next to any number of other rows. In any order, the cut and the kernel also depend on the number of rows.
 
     rows of x    weight in 2 bytes: in order   in any order                    packed
     up to 32     `gemm_small`                  `gemm_small`                    `gemm_small`
@@ -36,9 +36,18 @@ from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Product, Tiles, cut_of, finish
+from specdec.layers.product import (
+    LOW_HEIGHT,
+    MAX_MEDIUM_ROWS,
+    MAX_SMALL_ROWS,
+    Product,
+    SplitK,
+    Tiles,
+    finish,
+    split_k_of,
+)
 
-FEW_PROGRAMS = 256
+ENOUGH_PROGRAMS = 256
 """From this many programs on, one program adds all ranges of K: separate parts would cost more bytes than they gain."""
 
 VENDOR_ROWS = 64
@@ -55,13 +64,13 @@ class Mlp(NamedTuple):
 
 
 def reference_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
 ) -> Product:
     return Product.from_value(multiply(x, weight, bias))
 
 
-def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
-    ranges = zip(x.float().split(cut.split_len, 1), weight.float().split(cut.split_len, 1), strict=True)
+def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Product:
+    ranges = zip(x.float().split(split_k.split_len, 1), weight.float().split(split_k.split_len, 1), strict=True)
     return Product(torch.stack([F.linear(some, columns) for some, columns in ranges]), None, x.dtype)
 
 
@@ -96,13 +105,19 @@ def _gate_kernel(
 
 
 def _by_descriptors(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, cut: Cut, *, in_order: bool
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    split_k: SplitK,
+    *,
+    in_order: bool,
 ) -> Product | None:
-    """The product by a kernel for more rows than `gemm_small`; None if that does not work or others are as fast. cut:
-    the ranges of K in order."""
+    """The product by a kernel for more rows than `gemm_small`; None if that does not work or others are as fast.
+    split_k: the ranges of K in order."""
     gated = activation is not None
-    if takes_packed_rows(weight, x) and not can_hold(weight, cut, len(x), x.dtype):
-        launch = choose_packed_rows(len(x), weight, x.device, gated=gated, cut=cut if in_order else None)
+    if takes_packed_rows(weight, x) and not can_hold(weight, split_k, len(x), x.dtype):
+        launch = choose_packed_rows(len(x), weight, x.device, gated=gated, split_k=split_k if in_order else None)
         return packed_gemm(x, weight, bias, activation, launch) if launch else None
     if not can_describe(weight, x):
         return None
@@ -110,18 +125,20 @@ def _by_descriptors(
         tiles = choose_medium_tiles(len(x), weight.shape, x.device, gated=gated)
         return gemm_medium(x, weight, bias, activation, tiles) if tiles else None
     if len(x) > MAX_MEDIUM_ROWS and len(weight) > LOW_HEIGHT:
-        return Product.from_value(gemm_large(x, weight, bias, activation, cut))
+        return Product.from_value(gemm_large(x, weight, bias, activation, split_k))
     return None
 
 
-def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
+def vendor_linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
+) -> Product:
     """`linear` in any order: faster, but bits depend on the number of rows."""
-    cut = cut or cut_of(weight)
-    product = _by_descriptors(x, weight, bias, None, cut, in_order=False)
+    split_k = split_k or split_k_of(weight)
+    product = _by_descriptors(x, weight, bias, None, split_k, in_order=False)
     if product is not None:
         return product
-    if len(x) <= VENDOR_ROWS or can_hold(weight, cut, len(x), x.dtype):
-        return linear(x, weight, bias, cut)
+    if len(x) <= VENDOR_ROWS or can_hold(weight, split_k, len(x), x.dtype):
+        return linear(x, weight, bias, split_k)
     return Product.from_value(F.linear(x, _whole(weight, x.dtype), bias))
 
 
@@ -144,7 +161,7 @@ def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit:
     """`gated_linear` in any order."""
     if limit < inf:
         return _gate(finish(vendor_linear(x, weight)), activation, limit, behind_library=False)
-    product = _by_descriptors(x, weight, None, activation, Cut(1, weight.shape[1]), in_order=False)
+    product = _by_descriptors(x, weight, None, activation, SplitK(1, weight.shape[1]), in_order=False)
     if product is not None:
         return product.parts[0]
     if len(x) <= VENDOR_ROWS:
@@ -156,11 +173,11 @@ def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     return dequantise(weight, dtype) if isinstance(weight, PackedWeight) else weight
 
 
-def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+def tiles_of(num_rows: int, weight: Weight, split_k: SplitK, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles of `gemm_small`."""
     if isinstance(weight, PackedWeight):
-        return choose_packed_tiles(num_rows, weight, cut, x.dtype)
-    return choose_small_tiles(num_rows, len(weight), cut, x, gated=gated)
+        return choose_packed_tiles(num_rows, weight, split_k, x.dtype)
+    return choose_small_tiles(num_rows, len(weight), split_k, x, gated=gated)
 
 
 @op(reference=reference_linear, vendor=vendor_linear)
@@ -168,42 +185,44 @@ def linear(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None = None,
-    cut: Cut | None = None,
+    split_k: SplitK | None = None,
     *,
     tiles: Tiles | None = None,
-    apart: bool = False,
+    keep_parts: bool = False,
     holds: bool = False,
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
-    cut: that of a larger weight to which these rows belong; None: the weight's own. apart: ranges of K always stay
-    separate float32 parts. holds: no later kernel starts before x is written.
+    split_k: that of a larger weight to which these rows belong; None: the weight's own. keep_parts: ranges of K always
+    stay separate float32 parts. holds: no later kernel starts before x is written.
     """
-    cut = cut or cut_of(weight)
-    if tiles is None and not apart and not holds:
-        product = _by_descriptors(x, weight, bias, None, cut, in_order=True)
+    split_k = split_k or split_k_of(weight)
+    if tiles is None and not keep_parts and not holds:
+        product = _by_descriptors(x, weight, bias, None, split_k, in_order=True)
         if product is not None:
             return product
-    tiles = tiles or tiles_of(len(x), weight, cut, x)
+    tiles = tiles or tiles_of(len(x), weight, split_k, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
-    few = count < FEW_PROGRAMS and len(x) <= HELD_ROWS
+    few = count < ENOUGH_PROGRAMS and len(x) <= HELD_ROWS
     if isinstance(weight, PackedWeight):  # its ranges exist to have more programs
         few |= len(x) <= MAX_SMALL_ROWS
-    split = cut.splits > 1 and (apart or few)
-    shape = (cut.splits if split else 1, len(x), len(weight))
-    parts = torch.empty(shape, dtype=torch.float32 if split or apart else x.dtype, device=x.device)
-    gemm_small(x, weight, None if split else bias, parts, None, cut, tiles, split, holds=holds)
+    split = split_k.splits > 1 and (keep_parts or few)
+    shape = (split_k.splits if split else 1, len(x), len(weight))
+    parts = torch.empty(shape, dtype=torch.float32 if split or keep_parts else x.dtype, device=x.device)
+    gemm_small(x, weight, None if split else bias, parts, None, split_k, tiles, split, holds=holds)
     return Product(parts, bias if split else None, x.dtype)
 
 
 @op(reference=reference_linear_parts)
-def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Product:
     """x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of
     K."""
-    assert cut.splits * cut.split_len >= weight.shape[1] > (cut.splits - 1) * cut.split_len, f"{cut=} {weight.shape=}"
-    tiles = tiles_of(len(x), weight, cut, x)
-    parts = torch.empty((cut.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    gemm_small(x, weight, None, parts, None, cut, tiles, split=cut.splits > 1)
+    assert split_k.splits * split_k.split_len >= weight.shape[1] > (split_k.splits - 1) * split_k.split_len, (
+        f"{split_k=} {weight.shape=}"
+    )
+    tiles = tiles_of(len(x), weight, split_k, x)
+    parts = torch.empty((split_k.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    gemm_small(x, weight, None, parts, None, split_k, tiles, split=split_k.splits > 1)
     return Product(parts, None, x.dtype)
 
 
@@ -216,12 +235,12 @@ def gated_linear(
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     if limit < inf:
         return _gate(finish(linear(x, weight)), activation, limit, behind_library=False)
-    cut = Cut(1, weight.shape[1])
+    split_k = SplitK(1, weight.shape[1])
     if tiles is None:
-        product = _by_descriptors(x, weight, None, activation, cut, in_order=True)
+        product = _by_descriptors(x, weight, None, activation, split_k, in_order=True)
         if product is not None:
             return product.parts[0]
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    tiles = tiles or tiles_of(len(x), weight, cut, x, gated=True)
-    gemm_small(x, weight, None, out, activation, cut, tiles, split=False)
+    tiles = tiles or tiles_of(len(x), weight, split_k, x, gated=True)
+    gemm_small(x, weight, None, out, activation, split_k, tiles, split=False)
     return out

@@ -13,15 +13,15 @@ from specdec.layers.packed.weight_slices import StackedWeights
 
 
 class WeightGroups:
-    """Collects groups of parameters that are read together. apart: they are not moved and become `StackedWeights`
+    """Collects groups of parameters that are read together. unmerged: they are not moved and become `StackedWeights`
     weights, for ranks; otherwise they are merged in place."""
 
-    def __init__(self, *, apart: bool) -> None:
-        self.apart = apart
+    def __init__(self, *, unmerged: bool) -> None:
+        self.unmerged = unmerged
         self._merged: list[Sequence[torch.Tensor]] = []
 
     def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.apart:
+        if self.unmerged:
             return cast(torch.Tensor, StackedWeights(params))
         self._merged.append(params)
         return merge(params)
@@ -34,7 +34,7 @@ class WeightGroups:
             return self.rows([linear.weight for linear in linears])
         if len(packed) < len(weights) or not are_alike(linears):
             raise Unfusable("products that run as one are packed in different forms, or only some of them are")
-        if self.apart:
+        if self.unmerged:
             return cast(PackedWeight, StackedWeights(packed))
         words = self.rows([linear.words for linear in linears])
         scales = merge([linear.scales for linear in linears], dim=-1)

@@ -69,12 +69,12 @@ def reference_norm(
     factor: float = 1.0,
     scale: torch.Tensor | None = None,
     pre: Norm | None = None,
-    beside: Product | None = None,
+    addend: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
     hidden = reference_finish(product)
-    if beside is not None:
-        hidden = hidden + reference_finish(beside)
+    if addend is not None:
+        hidden = hidden + reference_finish(addend)
     if post is not None:
         hidden = reference_rms_norm(hidden, post)
     if factor != 1.0:
@@ -133,7 +133,7 @@ def _centred(b_x: tl.tensor, m_h: tl.tensor, num_columns: tl.tensor, CENTRED: tl
 def _norm_kernel(
     p_parts: tl.tensor,  # [S, M, H]
     p_bias: tl.tensor,  # [H] or None
-    p_beside: tl.tensor,  # [S', M, H] or None
+    p_addend: tl.tensor,  # [S', M, H] or None
     p_post: tl.tensor,  # [H] or None
     p_residual: tl.tensor,  # [M, H] or None
     p_scale: tl.tensor,  # [1] or None
@@ -152,7 +152,7 @@ def _norm_kernel(
     PLUS_ONE: tl.constexpr,  # for both norms, like the next
     CENTRED: tl.constexpr,
     FACTOR: tl.constexpr,
-    BESIDE: tl.constexpr,
+    ADDEND: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -171,9 +171,9 @@ def _norm_kernel(
         b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
     part_len = num_rows.to(tl.int64) * H  # has H's divisibility, so every part gets wide loads
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
-    if p_beside is not None:
-        b_beside = sum_parts(p_beside, None, i_row * H + o_h, o_h, m_h, part_len, BESIDE, DTYPE)
-        b_h = (b_h + b_beside).to(DTYPE).to(tl.float32)
+    if p_addend is not None:
+        b_addend = sum_parts(p_addend, None, i_row * H + o_h, o_h, m_h, part_len, ADDEND, DTYPE)
+        b_h = (b_h + b_addend).to(DTYPE).to(tl.float32)
     if POST:
         b_h = rms_norm(_centred(b_h, m_h, H, CENTRED), b_post, H, eps_post, POST_ROUNDS, DTYPE)
     if FACTOR != 1.0:
@@ -249,7 +249,7 @@ def norm(
     factor: float = 1.0,
     scale: torch.Tensor | None = None,
     pre: Norm | None = None,
-    beside: Product | None = None,
+    addend: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; beside: y',
     without a bias.
@@ -266,10 +266,10 @@ def norm(
     if residual is not None:
         assert residual.shape == (num_rows, width) and residual.stride(1) == 1, f"{residual.shape=} {parts.shape=}"
         assert residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
-    if beside is not None:
-        assert beside.parts.is_contiguous() and beside.bias is None, f"{beside.parts.stride()=} {beside.bias=}"
-        assert beside.parts.shape[1:] == parts.shape[1:] and beside.dtype == dtype, f"{beside.parts.shape=}"
-    others = (post, residual, scale, beside)
+    if addend is not None:
+        assert addend.parts.is_contiguous() and addend.bias is None, f"{addend.parts.stride()=} {addend.bias=}"
+        assert addend.parts.shape[1:] == parts.shape[1:] and addend.dtype == dtype, f"{addend.parts.shape=}"
+    others = (post, residual, scale, addend)
     changed = not product.is_value or factor != 1.0 or any(x is not None for x in others)
     hidden = parts.new_empty((num_rows, width), dtype=dtype) if changed else parts[0]
     normed = hidden if pre is None else torch.empty_like(hidden)
@@ -277,7 +277,7 @@ def norm(
         return hidden, normed
     first, last = post or ABSENT, pre or ABSENT
     _norm_kernel[(num_rows,)](
-        *(parts, bias, None if beside is None else beside.parts, first.weight, residual, scale, last.weight),
+        *(parts, bias, None if addend is None else addend.parts, first.weight, residual, scale, last.weight),
         *(hidden if changed else None, None if pre is None else normed),
         *(num_rows, width, first.eps, last.eps, 0 if residual is None else residual.stride(0)),
         POST=post is not None,
@@ -287,7 +287,7 @@ def norm(
         PLUS_ONE=any(gain.plus_one for gain in gains),
         CENTRED=any(gain.centred for gain in gains),
         FACTOR=factor,
-        BESIDE=0 if beside is None else len(beside.parts),
+        ADDEND=0 if addend is None else len(addend.parts),
         enable_fp_fusion=False,  # fusion would round a product and a sum only once
         **row_options(product, width),
     )

@@ -40,7 +40,7 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import MAX_MEDIUM_ROWS, Cut, Product, Tiles, cut_of, reference_finish, sum_parts
+from specdec.layers.product import MAX_MEDIUM_ROWS, Product, SplitK, Tiles, reference_finish, split_k_of, sum_parts
 
 FEW_ROWS = 64
 """Rows up to which the activation goes into the loads of the second product."""
@@ -250,7 +250,7 @@ def gated_projection(
     blocks = tile_columns(weight) > 0  # several scales per row, applied to sums
     fp8 = weight if takes_packed_rows(weight, inputs) and weight.has_row_scales else None
     many = num_rows > (FEW_ROWS if fp8 is None else FEW_FP8_ROWS)
-    if blocks or (many and cut_of(weight).splits == 1):  # the sum is in one piece there too
+    if blocks or (many and split_k_of(weight).splits == 1):  # the sum is in one piece there too
         gated = torch.empty((num_rows, width), dtype=inputs.dtype, device=inputs.device)
         _gate_inputs_kernel[(num_rows,)](
             *(gate.parts, inputs, gated, gated.numel(), width, inputs.stride(0)),
@@ -265,7 +265,7 @@ def gated_projection(
             return gemm_medium(gated, weight, None, None, some)
         if fp8 is not None and num_rows <= MAX_MEDIUM_ROWS:
             tiles = next(tiles for most, tiles in FP8_TILES.items() if num_rows <= most)
-            return packed_gemm(gated, fp8, None, None, PackedLaunch(tiles, Cut(1, width)))
+            return packed_gemm(gated, fp8, None, None, PackedLaunch(tiles, SplitK(1, width)))
         few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and not packed
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)

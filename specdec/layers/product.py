@@ -73,15 +73,15 @@ class Product(NamedTuple):
         return len(self.parts) == 1 and self.bias is None and self.parts.dtype == self.dtype
 
 
-class Cut(NamedTuple):
+class SplitK(NamedTuple):
     """`splits` ranges of `split_len` columns of K; the last has the remaining columns."""
 
     splits: int
     split_len: int
 
-    def share(self, count: int) -> "Cut":
+    def share(self, count: int) -> "SplitK":
         """Cut of the columns of one of `count` ranks. Ranges are the same as in the whole weight."""
-        return Cut(self.splits // count, self.split_len)
+        return SplitK(self.splits // count, self.split_len)
 
 
 class OwnedParts(NamedTuple):
@@ -177,24 +177,24 @@ def finish(product: Product) -> torch.Tensor:
     return out
 
 
-def choose_cut(n: int, k: int) -> Cut:
+def choose_split_k(n: int, k: int) -> SplitK:
     """The ranges of K for a weight [n, k]."""
     steps = triton.cdiv(k, RANGE)
     split_steps = max(2, triton.cdiv(steps, SPLITS)) if n <= SPLIT_HEIGHT else steps
     if n <= LOW_HEIGHT:
         split_steps = min(split_steps, LOW_RANGE // RANGE)
-    return Cut(triton.cdiv(steps, split_steps), split_steps * RANGE)
+    return SplitK(triton.cdiv(steps, split_steps), split_steps * RANGE)
 
 
-def cut_of(weight: Weight, shape: Sequence[int] | None = None) -> Cut:
+def split_k_of(weight: Weight, shape: Sequence[int] | None = None) -> SplitK:
     """The ranges of K for this weight, or for one of its form of another shape."""
     n, k = shape or weight.shape
     if not isinstance(weight, PackedWeight):
-        return choose_cut(n, k)
+        return choose_split_k(n, k)
     return choose_packed_cut(n, k, LOW_RANGE if weight.has_row_scales else PACKED_RANGE)
 
 
-def choose_packed_cut(n: int, k: int, low_range: int) -> Cut:
+def choose_packed_cut(n: int, k: int, low_range: int) -> SplitK:
     """The ranges of K for a packed weight [n, k]; of a low one they have `low_range` columns."""
     steps, tiles = triton.cdiv(k, PACKED_RANGE), triton.cdiv(n, 64)
     splits = PACKED_WAVE // tiles
@@ -204,4 +204,4 @@ def choose_packed_cut(n: int, k: int, low_range: int) -> Cut:
     if n <= LOW_HEIGHT:  # each range is one tile, which a program can hold
         splits = triton.cdiv(k, low_range)
     split_steps = triton.cdiv(steps, splits)
-    return Cut(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)
+    return SplitK(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)

@@ -18,15 +18,15 @@ from torch import nn
 
 from specdec.attention.bridge import ForwardContext
 from specdec.kvcache.layer_context import EarlyExit, Narrowing
-from specdec.layers.decoder import DecoderWalk, FusedDecoder
+from specdec.layers.decoder import FusedDecoder, PausedDecoder
 from specdec.models.probe import ProbeResult
 
 T = TypeVar("T")
 
 
 class PausedForward(NamedTuple, Generic[T]):
-    """A forward in progress. advance: see `OutlineWalk`. finish: after the last layer, returns its result. Both run in
-    the inference mode of the caller."""
+    """A forward in progress. advance: see `PausedOutline`. finish: after the last layer, returns its result. Both run
+    in the inference mode of the caller."""
 
     advance: Callable[[int], None]
     finish: Callable[[], T]
@@ -55,7 +55,7 @@ class LayerStandIn(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        walk: OutlineWalk = kwargs["specdec_ctx"]
+        walk: PausedOutline = kwargs["specdec_ctx"]
         return walk.enter(self.layer, args, kwargs)
 
 
@@ -67,7 +67,7 @@ def outline_of(decoder: nn.Module) -> nn.Module:
     return outline
 
 
-class OutlineWalk:
+class PausedOutline:
     """A forward of a transformers decoder that is paused between two layers. Stand-ins get it in place of the
     context."""
 
@@ -109,32 +109,32 @@ class OutlineWalk:
         return out
 
 
-LayerWalk = DecoderWalk | OutlineWalk
+PausedLayers = PausedDecoder | PausedOutline
 """A forward that is paused between two layers."""
-Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | EarlyExit | None], LayerWalk]
+StartForward = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | EarlyExit | None], PausedLayers]
 """(packed ids and positions [1, T], attention context, narrowing) -> a paused forward."""
 
 
-def walker_of(decoder: nn.Module, proof: ProbeResult) -> Walker | None:
+def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | None:
     """A function that starts pausable forwards of this decoder; None: it cannot pause, or the result would differ."""
     if isinstance(decoder, FusedDecoder):
-        return decoder.walk
+        return decoder.begin_forward
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return None
     outline = outline_of(decoder)
 
-    def walk(ids: torch.Tensor, positions: torch.Tensor, context: Any, narrowing: object) -> LayerWalk:
+    def start(ids: torch.Tensor, positions: torch.Tensor, context: Any, narrowing: object) -> PausedLayers:
         assert narrowing is None, "layers of transformers run for every row"
-        return OutlineWalk(outline, ids, positions, context)
+        return PausedOutline(outline, ids, positions, context)
 
     def run(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        whole = walk(tokens, positions, context, None)
+        whole = start(tokens, positions, context, None)
         for layer in range(whole.num_layers):
             whole.advance(layer + 1)
         return cast(torch.Tensor, whole.finish())
 
     try:
         with torch.inference_mode(), torch.autocast(proof.texts.device.type, enabled=False):
-            return walk if proof.difference(run) is None else None
+            return start if proof.difference(run) is None else None
     except Exception:  # any error: its loop over layers is not supported
         return None

@@ -103,7 +103,7 @@ def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
 class ProbeContext:
     """Records each layer's attention call, and computes dense causal attention within each text.
 
-    text, positions: [T] of the packed rows. past: an earlier forward whose K/V, and earlier ones, these rows see too.
+    text, positions: [T] of the packed tokens. past: an earlier forward whose K/V, and earlier ones, these rows see too.
     by_row: compute each row alone, so that its bits do not depend on other rows.
     """
 
@@ -153,7 +153,7 @@ class ProbeContext:
     def destination(self, layer: int) -> None:
         """None: fused layers store nothing here; their calls are recorded."""
 
-    def attend_rows(
+    def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, DV], or None: the owner's -> [T, Hq, DV]."""

@@ -35,7 +35,7 @@ def share_among(
     if ops is None:
         raise unfused_error(name, "it was made without operations for fused layers", len(ranks))
     try:
-        parts = describe_decoder(decoder, apart=True)
+        parts = describe_decoder(decoder, unmerged=True)
     except Unfusable as error:
         raise unfused_error(name, str(error), len(ranks)) from error
     require_shares(name, parts, len(ranks))
@@ -53,8 +53,8 @@ def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce"
     if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
         return fuse_linear(place_module(head, put), ops)
     weight = weight_of(head)
-    there = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # may be tied
-    return SplitHead([there, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
+    placed = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # may be tied
+    return SplitHead([placed, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
 
 
 def unfused_error(name: str, reason: str, count: int) -> ConfigError:

@@ -29,7 +29,7 @@ from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
 from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.described_model import DescribedModel
-from specdec.models.paused_forward import PausedForward, collected, walker_of
+from specdec.models.paused_forward import PausedForward, collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
@@ -39,7 +39,7 @@ from specdec.sampling.softcap import softcap
 logger = logging.getLogger("specdec")
 
 
-class FinalStates(Enum):
+class StatesNeeded(Enum):
     """The tokens of a prompt forward whose states after the final norm are computed."""
 
     EVERY = "of every token"
@@ -85,7 +85,7 @@ class TargetModel(DescribedModel):
         elif ops is not None:
             self.unfused = self._fuse(ops, proof)
         # a state into which a part has folded its tokens cannot be read again
-        self.walk = None if self.recurrent else walker_of(self.decoder, proof)
+        self.start_forward = None if self.recurrent else start_forward_of(self.decoder, proof)
         self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
         if deterministic:
             self._prove_bits()
@@ -177,30 +177,30 @@ class TargetModel(DescribedModel):
         plan: KVPlan,
         view: KVView,
         aux_layers: Sequence[int] = (),
-        last: KVPlan | None = None,
+        last_plan: KVPlan | None = None,
         *,
-        ends: bool = False,
+        kv_only: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run tokens [B, N] under `plan` and write their K/V.
 
         Returns states after the final norm [B, N, H], and the concatenated states that enter `aux_layers` (num_layers:
-        the last layer's output) [B, N, A * H], or None. last: the plan of `plan_last` for the pack of `plan`, with R
-        runs. After layer `narrows_at` only the last token of each run continues, and the final states are theirs, [1,
-        R, H]. ends: no token continues after that layer; the final states are zeros [B, 1, H].
+        the last layer's output) [B, N, A * H], or None. last_plan: the plan of `plan_last` for the pack of `plan`, with
+        R runs. After layer `narrows_at` only the last token of each run continues, and the final states are theirs, [1,
+        R, H]. kv_only: no token continues after that layer; the final states are zeros [B, 1, H].
         """
         self.weights.generation()
         context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
         if self.in_tiles:
-            assert last is None and not ends, "tiles are not narrowed"
+            assert last_plan is None and not kv_only, "tiles are not narrowed"
             return forward_in_tiles(self.run, tokens, context, aux_layers)
-        narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
+        narrowing = self._narrowing(last_plan, plan, view, aux_layers) if kv_only or last_plan is not None else None
         hidden = self.run(tokens, plan.positions, context, narrowing)
         return hidden, collected(context, aux_layers, tokens.shape)
 
     @property
     def can_pause(self) -> bool:
         """Can a forward pause between two layers? Not in tiles, nor on several devices."""
-        return self.walk is not None and not self.in_tiles and self.ranks is None
+        return self.start_forward is not None and not self.in_tiles and self.ranks is None
 
     def begin(
         self,
@@ -208,21 +208,21 @@ class TargetModel(DescribedModel):
         plan: KVPlan,
         view: KVView,
         aux_layers: Sequence[int] = (),
-        last: KVPlan | None = None,
+        last_plan: KVPlan | None = None,
         *,
-        ends: bool = False,
+        kv_only: bool = False,
     ) -> PausedForward[tuple[torch.Tensor, torch.Tensor | None]]:
         """Begin the forward of `forward`, paused before the first layer. Requires `can_pause`."""
-        assert self.can_pause and self.walk is not None
+        assert self.can_pause and self.start_forward is not None
         self.weights.generation()
         context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
-        narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
-        walk = self.walk(*self._decoder_inputs(tokens, plan.positions), context, narrowing)
+        narrowing = self._narrowing(last_plan, plan, view, aux_layers) if kv_only or last_plan is not None else None
+        paused = self.start_forward(*self._decoder_inputs(tokens, plan.positions), context, narrowing)
 
         def finish() -> tuple[torch.Tensor, torch.Tensor | None]:
-            return self._leaving(walk.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
+            return self._leaving(paused.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
 
-        return PausedForward(walk.advance, finish)
+        return PausedForward(paused.advance, finish)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped like the model's."""
@@ -238,14 +238,14 @@ class TargetModel(DescribedModel):
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
     def _narrowing(
-        self, last: KVPlan | None, plan: KVPlan, view: KVView, aux_layers: Sequence[int]
+        self, last_plan: KVPlan | None, plan: KVPlan, view: KVView, aux_layers: Sequence[int]
     ) -> Narrowing | EarlyExit:
         layer = self.narrows_at(aux_layers)
         assert layer is not None, f"no layer can be skipped: {aux_layers=}"
-        if last is None:
+        if last_plan is None:
             return EarlyExit(layer)
         assert plan.pack is not None, "only the last token of a run goes on alone"
-        return Narrowing(layer, plan.pack.last, ForwardContext.from_plan(last, view, self.windows))
+        return Narrowing(layer, plan.pack.last, ForwardContext.from_plan(last_plan, view, self.windows))
 
     def run(
         self,

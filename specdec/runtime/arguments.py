@@ -30,7 +30,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def draft_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | None:
+def spec_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | None:
     """The draft settings of one request in an engine with settings `spec`; None: it does not speculate."""
     asked = params.speculation
     if not isinstance(asked, SpecConfig):
@@ -41,9 +41,9 @@ def draft_for(params: SamplingParams, spec: SpecConfig | None) -> SpecConfig | N
         )
     for name in ("num_steps", "topk", "num_nodes"):
         if getattr(asked, name) > getattr(spec, name):
-            said = "num_draft_tokens" if name == "num_nodes" else name
+            field_name = "num_draft_tokens" if name == "num_nodes" else name
             raise ConfigError(
-                f"speculation={asked} has {said}={getattr(asked, name)}, and this engine was made for at most "
+                f"speculation={asked} has {field_name}={getattr(asked, name)}, and this engine was made for at most "
                 f"{getattr(spec, name)}; ask for less, or make it with a larger spec="
             )
     return asked
@@ -79,11 +79,11 @@ def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
     """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
     most the drafter's maximum in that case or if `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
-    most = getattr(drafter, "max_steps", None) or spec.num_steps
+    max_steps = getattr(drafter, "max_steps", None) or spec.num_steps
     if isinstance(spec, OpenDepth):
-        steps = getattr(drafter, "default_steps", None) or min(spec.num_steps, most)
+        steps = getattr(drafter, "default_steps", None) or min(spec.num_steps, max_steps)
     elif isinstance(spec, BoundedDepth):
-        steps = min(spec.num_steps, most)
+        steps = min(spec.num_steps, max_steps)
     else:
         return spec
     return SpecConfig(steps, spec.topk, spec.num_draft_tokens, spec.adaptive)
@@ -91,11 +91,11 @@ def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
 
 def require_depth(spec: SpecConfig, drafter: Any) -> None:
     """Raise ConfigError if `spec` asks for more levels than the drafter has."""
-    most = getattr(drafter, "max_steps", None)
-    if most is not None and spec.num_steps > most:
+    max_steps = getattr(drafter, "max_steps", None)
+    if max_steps is not None and spec.num_steps > max_steps:
         raise ConfigError(
-            f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {most} tokens a round; give "
-            f"spec=SpecConfig(num_steps={most}), or fewer"
+            f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {max_steps} tokens a round; give "
+            f"spec=SpecConfig(num_steps={max_steps}), or fewer"
         )
 
 
@@ -121,7 +121,7 @@ def require_reads_finished(finished_tokens: int, drafter: Any) -> None:
         )
 
 
-def require_choice(spec: SpecConfig, drafter: Any) -> None:
+def require_adaptive_lookup(spec: SpecConfig, drafter: Any) -> None:
     """Raise ConfigError if a model and a lookup are given but drafts are fixed: the lookup would never draft."""
     if not spec.adaptive and getattr(drafter, "has_lookup", False):
         raise ConfigError(

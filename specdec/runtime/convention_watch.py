@@ -37,7 +37,7 @@ WATCHED = 512
 """Committed tokens of answers, over all requests. Prompts do not count: modules were trained on answers."""
 PAUSE = 8
 """Steps between two of these forwards, since a forward can double the time of its step."""
-MIN_ANSWER = 8
+MIN_WATCHED_ANSWER = 8
 """Minimum length of an answer: shorter ones are not worth reading their prompt."""
 MAX_CONTEXT = 256
 """How many of a prompt's last tokens are read."""
@@ -104,7 +104,7 @@ def rest(ended: Sequence[Request], running: Sequence[Request]) -> None:
 
 def is_long_enough(request: Request) -> bool:
     """Is the request's answer worth reading its prompt?"""
-    return request.num_output >= MIN_ANSWER
+    return request.num_output >= MIN_WATCHED_ANSWER
 
 
 @torch.inference_mode()
@@ -152,10 +152,10 @@ def target_states(target: TargetModel, tokens: torch.Tensor) -> dict[bool, torch
 class StateContext(ProbeContext):
     """A dense forward that keeps K/V only for layers that share them."""
 
-    def attend_rows(
+    def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        out = super().attend_rows(layer, q, k, v, **options)
+        out = super().attend_tokens(layer, q, k, v, **options)
         if not any(spec.owner == layer for spec in self.layout.layers[layer + 1 :]):
             del self.rows[layer]
         return out

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.gpu.captures import CaptureUse
+from specdec.gpu.captures import CaptureStats
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.page_pool import PagePool
 from specdec.models.target import TargetModel
-from specdec.runtime.draft_policy.draft_use import DraftUse
+from specdec.runtime.draft_policy.draft_stats import DraftStats
 from specdec.runtime.request import Request, RequestStats
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler
@@ -28,7 +28,7 @@ LOOK_AFTER = 1000
 ENOUGH_DRAFTS = 16
 """Drafts (one per request and round) that a check needs."""
 
-PATIENCE = 8000
+MAX_ROUNDS_WITHOUT_CHECK = 8000
 """Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts
 (request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
 
@@ -37,7 +37,7 @@ FEW_ACCEPTED = 0.02
 the vocabulary. Prompt lookup in a text without repetitions is below this bound too."""
 
 
-class PoolUse(NamedTuple):
+class PoolStats(NamedTuple):
     """KV slots of pools: held by requests now, the most held so far, kept by the prefix cache alone, and all."""
 
     held: int
@@ -46,13 +46,13 @@ class PoolUse(NamedTuple):
     capacity: int
 
     @classmethod
-    def from_pools(cls, pools: Sequence[PagePool], page_size: int) -> "PoolUse":
+    def from_pools(cls, pools: Sequence[PagePool], page_size: int) -> "PoolStats":
         """Sums over these pools."""
         each = [(pool.held_pages, pool.peak_pages, pool.evictable_pages, pool.capacity) for pool in pools]
         return cls(*(page_size * sum(pages) for pages in zip((0, 0, 0, 0), *each, strict=True)))
 
 
-class DeviceUse(NamedTuple):
+class DeviceStats(NamedTuple):
     """Memory of one device.
 
     kv_bytes: bytes of the engine's pools and states. free, total: memory of the device; for a CPU, of the machine.
@@ -64,20 +64,20 @@ class DeviceUse(NamedTuple):
     total_bytes: int
 
 
-def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
+def device_stats(target: TargetModel, cache: KVCache) -> tuple[DeviceStats, ...]:
     """Memory of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
     held = [0] * len(target.devices)
     for store in cache.stores:
         held[store.rank] += sum(layer.nbytes for layer in store.layers.values())
     return tuple(
-        DeviceUse(str(device), kv_bytes, free_bytes(device), all_bytes(device))
+        DeviceStats(str(device), kv_bytes, free_bytes(device), all_bytes(device))
         for device, kv_bytes in zip(target.devices, held, strict=True)
     )
 
 
-NOTHING = PoolUse(0, 0, 0, 0)
-NO_CAPTURES = CaptureUse()
-NO_CHOICE = DraftUse()
+NOTHING = PoolStats(0, 0, 0, 0)
+NO_CAPTURES = CaptureStats()
+NO_DRAFT_STATS = DraftStats()
 
 
 @dataclass(slots=True)
@@ -98,12 +98,12 @@ class EngineStats(RequestStats):
     running: int = 0
     batches: int = 0
     batch_seconds: float = 0.0
-    full_slots: PoolUse = NOTHING
-    swa_slots: PoolUse = NOTHING
-    captures: CaptureUse = NO_CAPTURES
-    drafts: DraftUse = NO_CHOICE
+    full_slots: PoolStats = NOTHING
+    swa_slots: PoolStats = NOTHING
+    captures: CaptureStats = NO_CAPTURES
+    drafts: DraftStats = NO_DRAFT_STATS
     prompt_gap_ms: float = 0.0
-    devices: tuple[DeviceUse, ...] = ()
+    devices: tuple[DeviceStats, ...] = ()
 
     @property
     def batch_milliseconds(self) -> float:
@@ -140,7 +140,7 @@ class EngineStats(RequestStats):
 
 
 def stats_now(
-    totals: EngineStats, scheduler: Scheduler, state: DeviceState, captures: CaptureUse, drafts: DraftUse
+    totals: EngineStats, scheduler: Scheduler, state: DeviceState, captures: CaptureStats, drafts: DraftStats
 ) -> EngineStats:
     """A copy of these totals, with the engine's present state."""
     allocator = scheduler.table.allocator
@@ -150,16 +150,16 @@ def stats_now(
         drafted_counts=list(totals.drafted_counts),
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
-        full_slots=PoolUse.from_pools([allocator.primary], allocator.page_size),
-        swa_slots=PoolUse.from_pools(allocator.pools.values[1:], allocator.page_size),
+        full_slots=PoolStats.from_pools([allocator.primary], allocator.page_size),
+        swa_slots=PoolStats.from_pools(allocator.pools.values[1:], allocator.page_size),
         captures=captures,
         drafts=drafts,
-        prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),
-        devices=device_use(state.target, state.cache),
+        prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_budget, scheduler.max_model_len),
+        devices=device_stats(state.target, state.cache),
     )
 
 
-BROKEN = (
+BROKEN_ADVICE = (
     "see that it was made for this target and this chat template, in this dtype (docs/troubleshooting.md, 'Acceptance "
     "near zero')"
 )
@@ -176,17 +176,17 @@ class DraftWatch:
         self._sums = np.zeros(4, dtype=np.int64)  # since the last check: engine rounds, and what `count` is given
         self._warned = False
 
-    def count(self, rounds: int, drafted: int, begun: int) -> None:
+    def count(self, rounds: int, drafted: int, first_accepted: int) -> None:
         """Count a round of the engine: requests that speculate, those with a draft, and those whose first draft was
         accepted."""
-        self._sums += rounds > 0, rounds, drafted, begun
-        batches, rounds, drafted, begun = self._sums.tolist()
+        self._sums += rounds > 0, rounds, drafted, first_accepted
+        batches, rounds, drafted, first_accepted = self._sums.tolist()
         seldom = drafted < ENOUGH_DRAFTS
-        if self._warned or (batches < PATIENCE if seldom else rounds < LOOK_AFTER):
+        if self._warned or (batches < MAX_ROUNDS_WITHOUT_CHECK if seldom else rounds < LOOK_AFTER):
             return
-        if begun < max(1, FEW_ACCEPTED * drafted):
+        if first_accepted < max(1, FEW_ACCEPTED * drafted):
             self._warned = True
             said = "of the last %d drafts, in %d rounds, %d began with a token that was accepted: the output is right, "
             said += "but the drafter costs time and saves none; %s, or use drafter=None"
-            logger.warning(said, drafted, rounds, begun, TOO_SELDOM if seldom else BROKEN)
+            logger.warning(said, drafted, rounds, first_accepted, TOO_SELDOM if seldom else BROKEN_ADVICE)
         self._sums[:] = 0  # judge the next drafts separately: a good start hides nothing

@@ -39,7 +39,7 @@ class Handle:
     @property
     def id(self) -> int:
         """Number of the request, for `Engine.abort`. Ids of an engine rise in order of arrival."""
-        return self._request.number
+        return self._request.id
 
     @property
     def finished(self) -> bool:
@@ -102,7 +102,7 @@ class Handle:
 
     def report_to(self, news: "deque[int]") -> None:
         """Append the request's id to `news` now, and whenever it gains tokens or ends."""
-        self._request.news = news
+        self._request.updated_ids = news
         news.append(self.id)
 
     def __iter__(self) -> Iterator[StreamDelta]:

@@ -49,7 +49,7 @@ class Inbox:
     def submit(self, requests: Sequence[Request], priority: int = 0) -> None:
         self.require_open()
         for request in requests:
-            request.number, request.priority, request.handed_in = next(self._numbers), priority, time.perf_counter()
+            request.id, request.priority, request.submit_time = next(self._numbers), priority, time.perf_counter()
         self._arrived.extend(requests)
         self.drain()
 
@@ -63,7 +63,7 @@ class Inbox:
 
     def abort_unended(self, requests: Sequence[Request]) -> None:
         """Abort the requests that have not ended, or that a fault kept from being released."""
-        self._aborted.extend(r.number for r in requests if not r.finished or r.number in self.live)
+        self._aborted.extend(r.id for r in requests if not r.finished or r.id in self.live)
         self.drain()
 
     def drain(self) -> None:
@@ -82,8 +82,8 @@ class Inbox:
             request = self._arrived[0]
             if self.closed:
                 request.end("abort", SpecDecError(CLOSED))
-            elif request.number not in self.live:  # false if a turn was interrupted right here
-                self.live[request.number] = request
+            elif request.id not in self.live:  # false if a turn was interrupted right here
+                self.live[request.id] = request
                 self._steps.scheduler.submit(request)
             self._arrived.popleft()
         while self._aborted:
@@ -92,7 +92,7 @@ class Inbox:
                 aborted.end("abort")
                 self._steps.scheduler.release_requests(aborted)
                 self._steps.drop_lost()
-                self.remove_ended(aborted.number)
+                self.remove_ended(aborted.id)
             self._aborted.popleft()
 
     def remove_ended(self, number: int) -> None:

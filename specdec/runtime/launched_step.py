@@ -19,7 +19,7 @@ class LaunchedStep:
 
     batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
     requests whose prompt ends here and that draw their first token; None for a round. packed: the result, being copied
-    to the host; `shape` and `stages` say how to read it. drafts [B]: deepest draft that each request could accept.
+    to the host; `shape` and `stages` say how to read it. draft_depth [B]: deepest draft that each request could accept.
     forced [B]: number of tokens that each request's grammar forced. scores: requested log-probabilities of prompt
     tokens. done: the CUDA event of the copy; None: there is nothing to wait for.
     """
@@ -29,7 +29,7 @@ class LaunchedStep:
     shape: RoundShape
     stages: tuple[str, ...]
     packed: torch.Tensor
-    drafts: IntArray
+    draft_depth: IntArray
     forced: IntArray
     scores: tuple[ChunkScoring, torch.Tensor] | None
     done: torch.cuda.Event | None
@@ -51,7 +51,9 @@ class LaunchedStep:
         asked = self.batch.logprobs
         if self.drawing is not None:
             asked = [asked[i] for i in self.drawing]
-        return unpack_round_result(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
+        return unpack_round_result(
+            self._on_host(self.packed), self.shape, self.stages, asked, self.draft_depth, self.forced
+        )
 
     def prompt_scores(self) -> list[tuple[ScoredSpan, TokenScores]]:
         return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))

@@ -17,9 +17,9 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request
-from specdec.runtime.round_figures import RoundFigures
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult, RoundShape
+from specdec.runtime.row_totals import RowTotals
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
@@ -39,7 +39,7 @@ class Launches:
 
     def __init__(self, scheduler: Scheduler, state: DeviceState, learn: Learn, *, captured: bool) -> None:
         self.unsettled: deque[LaunchedStep] = deque()
-        self.figures = RoundFigures(scheduler.table.max_requests)
+        self.row_totals = RowTotals(scheduler.table.max_requests)
         self.totals = EngineStats()
         self._scheduler = scheduler
         self._state = state
@@ -115,8 +115,8 @@ class Launches:
         if len(present) < len(launched.requests):
             result = result.select_requests(present)
         before = sum(request.num_output for request in requests) if shape.num_steps else 0
-        self.figures = self.figures.after_round(rows, result)
-        settle_round(self._state, requests, rows, result, self.figures)
+        self.row_totals = self.row_totals.after_round(rows, result)
+        settle_round(self._state, requests, rows, result, self.row_totals)
         gained = sum(request.num_output for request in requests) - before if shape.num_steps else 0
         last, self._ended = self._ended, result.ended
         seconds = sum(result.seconds.values())
@@ -132,8 +132,8 @@ class Launches:
         if self._captured:  # then the host's time is hidden
             self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if not by_lookup:
-            drafted = (result.drafts > 0) & (result.forced == 0)
-            rounds = 0 if self._state.worker is None else sum(request.draft is not None for request in requests)
+            drafted = (result.draft_depth > 0) & (result.forced == 0)
+            rounds = 0 if self._state.worker is None else sum(request.spec is not None for request in requests)
             self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))
 
 

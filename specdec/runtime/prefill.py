@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.models.target import FinalStates
+from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
@@ -22,7 +22,7 @@ from specdec.runtime.prompt_reading import PromptReading
 from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request
 from specdec.runtime.request_batch import RequestBatch
-from specdec.runtime.rounds.captured_prompts import ChunkGraphs
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.device_state import PREFILL_STAGES, Chunk, DeviceState
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import score_chunk
@@ -30,19 +30,19 @@ from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
-from specdec.sampling.sampling_table import SamplerUses
+from specdec.sampling.sampling_table import SamplerFeatures
 
 
 class Prefill:
     """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none.
 
-    chunks: captured forwards; None if nothing is captured.
+    captured_prompts: captured forwards; None if nothing is captured.
     """
 
     def __init__(
-        self, scheduler: Scheduler, state: DeviceState, chunks: ChunkGraphs | None, threads: CpuThreads
+        self, scheduler: Scheduler, state: DeviceState, captured_prompts: CapturedPrompts | None, threads: CpuThreads
     ) -> None:
-        self.chunks = chunks
+        self.captured_prompts = captured_prompts
         self.reading: PromptReading | None = None
         self._scheduler = scheduler
         self._state = state
@@ -57,26 +57,26 @@ class Prefill:
         if not has_rows or reading.parts.generation != self._state.weights.generation():
             self.reading = None
 
-    def advance(self, *, streams: bool) -> PromptReading | None:
+    def advance(self, *, others_decode: bool) -> PromptReading | None:
         """Run as much of the forward over prompt chunks as this step has time for; all of it if no request decodes.
 
-        streams: other requests decode. Returns the chunks in progress, for `launch` if all parts have run; None: there
-        are none.
+        others_decode: other requests decode. Returns the chunks in progress, for `launch` if all parts have run; None:
+        there are none.
         """
         if self.reading is None:
             requests, chunk_len = self._scheduler.next_prefill()
             if not requests:
                 return None
             self._state.flush()
-            self.reading = self._begin_reading(requests, chunk_len, streams=streams)
+            self.reading = self._begin_reading(requests, chunk_len, others_decode=others_decode)
         reading = self.reading
         self._threads.fit(int(reading.chunk_len.sum()))
-        gap, budget = self._scheduler.prompt_gap, None
-        if streams:
-            budget = gap.budget(self._scheduler.prompt_room, self._scheduler.num_waiting, reading.load)
+        gap, seconds = self._scheduler.prompt_gap, None
+        if others_decode:
+            seconds = gap.seconds_allowed(self._scheduler.prompt_budget, self._scheduler.num_waiting, reading.load)
         self._state.clock.start(*PREFILL_STAGES)
-        reading.advance(gap, budget, waits=self._state.device.type == "cpu")
-        if reading.is_through:
+        reading.advance(gap, seconds, waits=self._state.device.type == "cpu")
+        if reading.is_complete:
             self.reading = None
         else:
             begin, end = self._state.clock.stop()
@@ -91,48 +91,53 @@ class Prefill:
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
-        shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerUses.from_params(params), max_logprobs(params))
+        shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerFeatures.from_params(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
-        state.sampling.load_biases(rows[chosen], params, shape.uses)
+        state.sampling.load_biases(rows[chosen], params, shape.features)
         state.flush()
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         chunk, scores = reading.parts.read(), None
         if scoring is not None:
             cells = upload(scoring.cells(), state.device)
             scores = scoring, copy_to_host(score_chunk(state, chunk, cells, scoring.alternatives))
-        longest = int(read_len[chosen].max(initial=0))
+        max_prompt_len = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.grammar_state for request in drawn])
-        packed = state.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
+        packed = state.prefill(
+            chunk, chosen, max_prompt_len, shape, masks, reading.earlier, first_position=int(done.min())
+        )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
         result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
         launched = LaunchedStep(batch, drawing, shape, PREFILL_STAGES, result, none, none, scores, event)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 
-    def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
-        """Run the target over prompt chunks; short ones are captured. states: see `Chunk`."""
-        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
+    def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk:
+        """Run the target over prompt chunks; short ones are captured. needed: see `Chunk`."""
+        chunk = None if self.captured_prompts is None else self.captured_prompts.read(rows, chunk_len, needed)
         if chunk is None:
             runs = upload(np.stack([rows, chunk_len]), self._state.device)
-            chunk = self._state.read(runs[0], runs[1], int(chunk_len.sum()), states)
+            chunk = self._state.read(runs[0], runs[1], int(chunk_len.sum()), needed)
         return chunk
 
-    def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
+    def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
         long."""
         batch = RequestBatch(requests)
         rows = batch.rows
         done = self._scheduler.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
-        ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
-        states = self._state.final_states(scored=scoring is not None, ends=ends)
-        room, load = self._scheduler.prompt_room, PromptLoad.from_runs(done, chunk_len)
-        divided = streams and self._scheduler.prompt_gap.budget(room, self._scheduler.num_waiting, load) is not None
+        ends_prompt = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
+        needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
+        budget, load = self._scheduler.prompt_budget, PromptLoad.from_runs(done, chunk_len)
+        divided = (
+            others_decode
+            and self._scheduler.prompt_gap.seconds_allowed(budget, self._scheduler.num_waiting, load) is not None
+        )
         found = None
-        if divided and self.chunks is not None:
-            found = self.chunks.begin_forward(rows, chunk_len, states, divided=True)
+        if divided and self.captured_prompts is not None:
+            found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)
         elif divided:
-            found = single_layers(self._state, rows, chunk_len, states)
+            found = single_layers(self._state, rows, chunk_len, needed)
         if found is None:
-            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._state.weights.generation())
+            found = whole_chunk(lambda: self.read(rows, chunk_len, needed), self._state.weights.generation())
         return PromptReading(batch, chunk_len, done, found)

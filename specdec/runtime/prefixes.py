@@ -61,8 +61,8 @@ class Prefixes:
         if self._cache is None:
             return False
         self._clear_if_weights_changed()
-        reader = self._in_progress.get(request.awaited)
-        if reader is not None and reader.rank < rank and self._is_computing(reader.request, request.awaited_len):
+        reader = self._in_progress.get(request.awaited_request)
+        if reader is not None and reader.rank < rank and self._is_computing(reader.request, request.awaited_prefix_len):
             return True
         key, salt = self._key(request)[: request.prefill_target - 1], salt_of(request)
         if len(key) < WORTH_WAITING:
@@ -76,7 +76,7 @@ class Prefixes:
                 found.append((common, reader))
         if found:
             longest, first = min(found, key=lambda each: (-each[0], each[1].rank))
-            request.awaited, request.awaited_len = first.request.number, longest
+            request.awaited_request, request.awaited_prefix_len = first.request.id, longest
         return len(found) > 0
 
     def cached_pages(self, request: Request) -> IntArray:
@@ -146,7 +146,7 @@ class Prefixes:
     def check(self, running: Sequence[Request]) -> None:
         """Assert that prompts in progress are those of running requests."""
         if self._cache is not None:
-            self._in_progress.check({request.number for request in running})
+            self._in_progress.check({request.id for request in running})
 
     def _is_computing(self, request: Request, length: int) -> bool:
         """Does a running request still have to commit some of the first `length` tokens of its prompt?"""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.prompt_shares import PromptBudget
 from specdec.runtime.rounds.captured_prompts import LONG
 from specdec.runtime.rounds.prompt_parts import PartShare
 
@@ -165,76 +165,78 @@ class PromptGap:
         """Update the average with the seconds of a round."""
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
-    def capped(self, room: PromptRoom) -> PromptRoom:
+    def capped(self, budget: PromptBudget) -> PromptBudget:
         """Cap this room to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at least
         MIN_CAP, and rounded to few sizes."""
-        if room.fixed:
-            return room
-        fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk)
-        most = max(MIN_CAP, min(fitting, LONG) // 256 * 256, _captured_size(fitting))
-        return room._replace(busy=min(most, room.busy), idle=min(most, room.idle))
+        if budget.user_set:
+            return budget
+        fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, budget.chunk)
+        cap = max(MIN_CAP, min(fitting, LONG) // 256 * 256, _captured_size(fitting))
+        return budget._replace(while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle))
 
-    def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
+    def tokens(self, budget: PromptBudget, num_waiting: int, prefix: int) -> int:
         """How many prompt tokens a step may read while other requests decode.
 
         num_waiting: requests that wait for their first token, with or without a row. prefix: the most tokens already
         read of any prompt in the step.
         """
-        if room.fixed or self.round == 0.0 or not self.cost.is_known:
-            return room.busy
-        fitting = self.cost.tokens_within(self._budget(GAP_SHARE, num_waiting), prefix, room.chunk)
-        if fitting >= room.busy:
-            return room.busy
+        if budget.user_set or self.round == 0.0 or not self.cost.is_known:
+            return budget.while_decoding
+        fitting = self.cost.tokens_within(self._seconds_allowed(GAP_SHARE, num_waiting), prefix, budget.chunk)
+        if fitting >= budget.while_decoding:
+            return budget.while_decoding
         if self.division is not None and fitting < self.division.max_tokens:
-            return min(self._tokens_in_parts(self.division, num_waiting, prefix), room.busy)
-        return min(max(room.least, _captured_size(fitting)), room.busy)
+            return min(self._tokens_in_parts(self.division, num_waiting, prefix), budget.while_decoding)
+        return min(max(budget.min_tokens, _captured_size(fitting)), budget.while_decoding)
 
-    def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
+    def seconds_allowed(self, budget: PromptBudget, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds of a step that a divided forward over this load may take while other requests decode; None: the
         forward is not divided."""
-        if room.fixed or self.round == 0.0 or not self.cost.is_known or self.division is None:
+        if budget.user_set or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
-        if load.tokens > self.division.max_tokens or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):
+        if load.tokens > self.division.max_tokens or self.cost.seconds(load) <= self._seconds_allowed(
+            GAP_SHARE, num_waiting
+        ):
             return None
-        return self._budget(PART_SHARE, num_waiting)
+        return self._seconds_allowed(PART_SHARE, num_waiting)
 
     def part_seconds(self, load: PromptLoad, share: PartShare) -> float:
         """Expected seconds of a part of a forward over this load."""
         forward, pairs = self.cost.parts_of(load)
         return forward * share.forward + pairs * share.pairs + self.ending * share.ending
 
-    def _budget(self, share: float, num_waiting: int) -> float:
+    def _seconds_allowed(self, share: float, num_waiting: int) -> float:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
 
     def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
         """Most tokens of a divided forward whose parts each fit a step and together fit MAX_STEPS."""
-        budget = self._budget(PART_SHARE, num_waiting)
+        seconds = self._seconds_allowed(PART_SHARE, num_waiting)
         tokens = division.max_tokens
         while tokens > division.min_tokens:
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
             parts = [self.part_seconds(load, share) for share in division.shares]
-            if max(parts) <= budget and sum(parts) <= MAX_STEPS * budget:
+            if max(parts) <= seconds and sum(parts) <= MAX_STEPS * seconds:
                 break
             tokens //= 2
         return tokens
 
-    def promised(self, room: PromptRoom, longest: int) -> float:
+    def promised(self, budget: PromptBudget, longest: int) -> float:
         """The longest time between two tokens of a decoding request, in seconds, while one prompt of up to `longest`
         tokens is read. 0.0 until rounds and prompts have been timed."""
         if self.round == 0.0 or not self.cost.is_known:
             return 0.0
         spent = 0.0
         for prefix in (0, longest):
-            tokens = min(self.tokens(room, 1, prefix), longest)
-            if not room.fixed:
-                tokens = min(tokens, room.chunk)
+            tokens = min(self.tokens(budget, 1, prefix), longest)
+            if not budget.user_set:
+                tokens = min(tokens, budget.chunk)
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
-            budget = self.budget(room, 1, load)
-            if budget is None or self.division is None:
+            seconds = self.seconds_allowed(budget, 1, load)
+            if seconds is None or self.division is None:
                 spent = max(spent, self.cost.seconds(load) + self.ending)
             else:
                 parts = [self.part_seconds(load, share) for share in self.division.shares]
-                spent = max(spent, budget, self.ending, *parts)
+                spent = max(spent, seconds, self.ending, *parts)
         return max(self.round, self.longest_round) + spent
 
 

@@ -31,7 +31,7 @@ class PromptReading:
     chunk_len: IntArray
     done: IntArray
     parts: PromptParts
-    begun: int = 0  # parts that have run
+    num_parts_run: int = 0  # parts that have run
     earlier: torch.Tensor | None = None
     seconds: float = 0.0
 
@@ -40,8 +40,8 @@ class PromptReading:
         return PromptLoad.from_runs(self.done, self.chunk_len)
 
     @property
-    def is_through(self) -> bool:
-        return self.begun == len(self.parts.programs)
+    def is_complete(self) -> bool:
+        return self.num_parts_run == len(self.parts.programs)
 
     @torch.inference_mode()
     def advance(self, gap: PromptGap, budget: float | None, *, waits: bool) -> None:
@@ -50,13 +50,13 @@ class PromptReading:
         waits: each call returns when its part has run, so the host's clock measures it.
         """
         begin, spent = time.perf_counter(), 0.0
-        while not self.is_through:
-            share = self.parts.shares[self.begun]
+        while not self.is_complete:
+            share = self.parts.shares[self.num_parts_run]
             expected = 0.0 if budget is None else gap.part_seconds(self.load, share)
             if budget is not None and spent > 0.0 and spent + expected > budget:
                 break
-            self.parts.programs[self.begun]()
-            self.begun += 1
+            self.parts.programs[self.num_parts_run]()
+            self.num_parts_run += 1
             spent = time.perf_counter() - begin if waits else spent + expected
         self.seconds += time.perf_counter() - begin
 
@@ -68,6 +68,6 @@ def division_of(state: DeviceState, *, captured: bool) -> Division | None:
     """
     if not state.target.can_pause or not (captured or state.device.type == "cpu"):
         return None
-    states = state.final_states(scored=False, ends=False)
+    states = state.states_needed(scored=False, ends_prompt=False)
     _, shares = divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)
     return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

@@ -14,44 +14,48 @@ from typing import NamedTuple
 IDLE_STEPS = 4
 """While no request decodes, prompts that would take at most this many steps are read in one."""
 
-MAX_ROOM = 8192
+MAX_BUDGET = 8192
 """Upper bound on the prompt tokens of a step. More tokens take memory for activations and do not raise throughput."""
 
 STATE_CHUNK = 2048
 """Upper bound on the default chunk of a target with recurrent layers: prefixes are shared up to the end of a chunk."""
 
 
-class PromptRoom(NamedTuple):
-    """Upper bounds on the prompt tokens of a step: `busy` while other requests decode, `idle` while none does, and
-    `chunk` for one request.
+class PromptBudget(NamedTuple):
+    """Upper bounds on the prompt tokens of a step: `while_decoding` while other requests decode, `while_idle` while
+    none does, and `chunk` for one request.
 
-    fixed: the user set `max_prefill_tokens`. least: lower bound while other requests decode.
+    user_set: the user set `max_prefill_tokens`. min_tokens: lower bound while other requests decode.
     """
 
-    busy: int
-    idle: int
+    while_decoding: int
+    while_idle: int
     chunk: int = 512
-    fixed: bool = False
-    least: int = 16
+    user_set: bool = False
+    min_tokens: int = 16
 
     @classmethod
     def from_settings(
         cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str, *, recurrent: bool = False
-    ) -> "PromptRoom":
+    ) -> "PromptBudget":
         """Bounds from the user's settings; None: the default of the device. recurrent: the target has such layers.
 
         A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward.
         On a CPU every token takes time, so a step reads about as many tokens as a round of twenty requests verifies.
         """
-        chunk = STATE_CHUNK if recurrent else MAX_ROOM
-        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, chunk, least=64)
+        chunk = STATE_CHUNK if recurrent else MAX_BUDGET
+        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_BUDGET, MAX_BUDGET, chunk, min_tokens=64)
         if max_prefill_tokens is not None:
-            usual = usual._replace(busy=max_prefill_tokens, idle=max_prefill_tokens, fixed=True)
+            usual = usual._replace(while_decoding=max_prefill_tokens, while_idle=max_prefill_tokens, user_set=True)
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
         """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""
-        return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
+        return (
+            to_come
+            if to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
+            else self.while_idle
+        )
 
 
 class UnreadPrompt(NamedTuple):
@@ -65,18 +69,18 @@ class UnreadPrompt(NamedTuple):
     remaining: int
 
 
-def shares(prompts: Sequence[UnreadPrompt], room: int, chunk: int) -> list[int]:
-    """Tokens of each prompt in this step: at most `chunk` per prompt and `room` in all. prompts: by rank."""
+def shares(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> list[int]:
+    """Tokens of each prompt in this step: at most `chunk` per prompt and `budget` in all. prompts: by rank."""
     given = [0] * len(prompts)
     if not prompts:
         return given
     first = prompts[0]
-    kept = min(chunk, first.remaining, -(-room // 2))
+    kept = min(chunk, first.remaining, -(-budget // 2))
     passing = [
         i for i, each in enumerate(prompts) if each.level == first.level and 2 * each.remaining <= first.remaining
     ]
     passing.sort(key=lambda i: prompts[i].remaining)  # equal ones stay in rank order
-    left = room
+    left = budget
     for order, others in ((passing, kept), (range(len(prompts)), 0)):
         for i in order:
             more = min(chunk - given[i], prompts[i].remaining - given[i], left - others)

@@ -27,7 +27,7 @@ class PromptReader(NamedTuple):
 
     @property
     def entry(self) -> tuple[bytes, bytes, int]:
-        return self.salt, self.key.tobytes(), self.request.number
+        return self.salt, self.key.tobytes(), self.request.id
 
 
 class PromptsInProgress:
@@ -48,24 +48,24 @@ class PromptsInProgress:
     def add(self, reader: PromptReader) -> None:
         """Add a request that begins to compute its prompt."""
         self.discard(reader.request)
-        self._readers[reader.request.number] = reader
+        self._readers[reader.request.id] = reader
         insort(self._entries, reader.entry)
 
     def discard(self, request: Request) -> None:
         """Remove a request whose prompt is complete or that lost its row. An unknown request is no error."""
-        reader = self._readers.pop(request.number, None)
+        reader = self._readers.pop(request.id, None)
         if reader is not None:
             del self._entries[bisect_left(self._entries, reader.entry)]
 
-    def sharing(self, key: IntArray, salt: bytes, least: int) -> Iterator[tuple[int, PromptReader]]:
-        """Requests whose prompts share at least the first `least` slots with this key: (slots in whole pages,
+    def sharing(self, key: IntArray, salt: bytes, min_len: int) -> Iterator[tuple[int, PromptReader]]:
+        """Requests whose prompts share at least the first `min_len` slots with this key: (slots in whole pages,
         request)."""
         place = bisect_left(self._entries, (salt, key.tobytes(), -1))
         for neighbours in (reversed(self._entries[:place]), self._entries[place:]):  # the nearest share the most
             for other_salt, _, number in neighbours:
                 reader = self._readers[number]
                 common = self._cache.common_len(key, reader.key) if other_salt == salt else 0
-                if common < least:
+                if common < min_len:
                     break
                 yield common, reader
 

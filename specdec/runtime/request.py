@@ -17,9 +17,9 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptLogProbs
-from specdec.runtime.round_figures import SECONDS, RoundFigures
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
+from specdec.runtime.row_totals import SECONDS, RowTotals
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer, TokenView
@@ -157,9 +157,9 @@ class RequestState(Enum):
 class RequestProgress(NamedTuple):
     """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. stats: its figures, without the rounds that `figures` counts in `row`; None: no round
-    has been settled since it took the row, or its output ended within one. reader: decodes the output so far, for stop
-    strings. grammar_state: None: it has no grammar.
+    num_tokens: prompt and output. stats: its figures, without the rounds that `row_totals` counts in `row`; None: no
+    round has been settled since it took the row, or its output ended within one. reader: decodes the output so far, for
+    stop strings. grammar_state: None: it has no grammar.
     """
 
     num_tokens: int
@@ -167,7 +167,7 @@ class RequestProgress(NamedTuple):
     stats: RequestStats
     reader: Detokenizer
     grammar_state: GrammarState | None
-    figures: RoundFigures | None = None
+    row_totals: RowTotals | None = None
     row: int = -1
 
 
@@ -186,26 +186,26 @@ class Request:
     seed: int
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
-    draft: SpecConfig | None = None  # its draft settings; None: it does not speculate
+    spec: SpecConfig | None = None  # its draft settings; None: it does not speculate
     begins: InitVar[GrammarState | None] = None  # its first place in its grammar
     scores: PromptLogProbs | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
-    number: int = -1  # assigned by the engine in order of arrival
+    id: int = -1  # assigned by the engine in order of arrival
     priority: int = 0  # lower is served first
-    passed: int = 0  # later requests that were admitted while it waited
+    times_overtaken: int = 0  # later requests that were admitted while it waited
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
     failed_at: int = field(default=-1, init=False)  # what it had reached when a step last raised: see `StepFaults`
-    handed_in: float = field(default_factory=time.perf_counter)
+    submit_time: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # key of its tokens in the prefix cache
-    awaited: int = field(default=-1, init=False)  # number of the request whose prefix it waits for
-    awaited_len: int = field(default=0, init=False)  # length of that prefix
-    longest: int = field(init=False)  # its length if only max_new_tokens ends it
+    awaited_request: int = field(default=-1, init=False)  # number of the request whose prefix it waits for
+    awaited_prefix_len: int = field(default=0, init=False)  # length of that prefix
+    max_total_len: int = field(init=False)  # its length if only max_new_tokens ends it
     max_drafts: int = field(init=False)  # most drafts that it can accept in a round
     whole_draft: DraftShape = field(init=False)  # its draft before it is shortened near the end
     stops: StopStrings = field(init=False)  # made once, since every round reads them
     error: SpecDecError | None = field(default=None, init=False)  # the error that ended it, if one did
-    news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
+    updated_ids: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
     settled: RequestProgress = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)  # up to the newest token with a draft before it
@@ -213,9 +213,9 @@ class Request:
 
     def __post_init__(self, begins: GrammarState | None) -> None:
         self._tokens = list(self.prompt)
-        self.longest = len(self.prompt) + self.params.max_new_tokens
-        self.max_drafts = 0 if self.draft is None else self.draft.depth
-        self.whole_draft = NO_DRAFT if self.draft is None else whole_draft(self.draft)
+        self.max_total_len = len(self.prompt) + self.params.max_new_tokens
+        self.max_drafts = 0 if self.spec is None else self.spec.depth
+        self.whole_draft = NO_DRAFT if self.spec is None else whole_draft(self.spec)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
         self.settled = RequestProgress(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
@@ -243,7 +243,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        return self.longest - self.settled.num_tokens
+        return self.max_total_len - self.settled.num_tokens
 
     @property
     def drafted(self) -> list[bool]:
@@ -270,25 +270,25 @@ class Request:
     @property
     def stats(self) -> RequestStats:
         """Its figures so far; a copy, once rounds in its present row have been settled."""
-        _, _, stats, _, _, figures, row = self.settled
-        if figures is None:
+        _, _, stats, _, _, row_totals, row = self.settled
+        if row_totals is None:
             return stats
         stats = stats.copy()
-        stats.add(RequestStats(**figures.of_row(row)))  # type: ignore[arg-type]
-        stats.decode_seconds = figures.settled_at - self.handed_in - stats.first_token_seconds
+        stats.add(RequestStats(**row_totals.of_row(row)))  # type: ignore[arg-type]
+        stats.decode_seconds = row_totals.settled_at - self.submit_time - stats.first_token_seconds
         return stats
 
     @property
     def has_fixed_draft(self) -> bool:
         """Did the request fix its draft, even if another one would pay more?"""
-        return self.draft is not None and not self.draft.adaptive
+        return self.spec is not None and not self.spec.adaptive
 
     def draft_size(self, remaining: int) -> DraftShape:
         """A draft large enough for a request that may still get `remaining` tokens, the bonus token included."""
-        if self.draft is None or remaining > self.max_drafts:
+        if self.spec is None or remaining > self.max_drafts:
             return self.whole_draft
-        num_steps, num_nodes = self.draft.shortened(remaining - 1)
-        return DraftShape(num_steps, self.draft.topk, num_nodes)
+        num_steps, num_nodes = self.spec.shortened(remaining - 1)
+        return DraftShape(num_steps, self.spec.topk, num_nodes)
 
     @property
     def grammar_state(self) -> GrammarState | None:
@@ -324,11 +324,11 @@ class Request:
         """Give it this row. Next, its prompt is read."""
         self.row, self.state = row, RequestState.PREFILL
         if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
-            self.stats.queue_seconds = time.perf_counter() - self.handed_in
+            self.stats.queue_seconds = time.perf_counter() - self.submit_time
 
     def lose_row(self) -> None:
         """It waits, without a row. Results launched for the row are not its any more."""
-        self.settled = self.settled._replace(stats=self.stats, figures=None)
+        self.settled = self.settled._replace(stats=self.stats, row_totals=None)
         Request.row_loss_epoch = next(_LOSSES)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1
@@ -337,24 +337,24 @@ class Request:
         self,
         emitted: Sequence[int],
         logprobs: Sequence[TokenLogprob] = (),
-        figures: RoundFigures | None = None,
+        row_totals: RowTotals | None = None,
         num_drafts: int = 0,
         num_forced: int = 0,
     ) -> None:
         """Append emitted tokens until a stop condition. The last of `emitted` is not a draft.
 
-        figures: after this round, for a request that takes all tokens; None: the token comes after a prompt.
+        row_totals: after this round, for a request that takes all tokens; None: the token comes after a prompt.
         num_drafts: depth of the drafts that it could accept. num_forced: how many first tokens the grammar forced.
         """
         start, _, stats, reader, state, _, _ = self.settled
-        tokens, stops, longest = self._tokens, self.stops, self.longest
+        tokens, stops, max_total_len = self._tokens, self.stops, self.max_total_len
         if len(tokens) > start:  # left over from an interrupted step
             kept = start - len(self.prompt)
             del tokens[start:], self._drafted[kept:], self._logprobs[kept:]
         if stops:
             reader = copy.copy(reader)  # the settled reader must not advance yet
         finish_reason, taken, called = "", 0, "grammar"
-        if start >= longest:  # only its prompt was to be scored
+        if start >= max_total_len:  # only its prompt was to be scored
             finish_reason, emitted = "length", ()
         try:
             if state is not None and state.fault is not None:  # raised while these tokens' masks were computed
@@ -362,7 +362,7 @@ class Request:
             for token in emitted:
                 called = "grammar"
                 if state is not None and (state := state.after(token)) is None:
-                    logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
+                    logger.warning("request %d ends here: its grammar cannot go on with any token", self.id)
                     finish_reason = "abort"
                     break
                 taken += 1
@@ -371,7 +371,7 @@ class Request:
                 if token in self.end_tokens or (stops and self._found_stop(reader)):
                     finish_reason = "stop"
                     break
-                if start + taken >= longest:
+                if start + taken >= max_total_len:
                     finish_reason = "length"
                     break
         except BaseException as error:
@@ -384,31 +384,31 @@ class Request:
             self._drafted += earlier + [num_forced < i < len(emitted) for i in range(1, taken + 1)]
         if logprobs:
             self._logprobs += logprobs[:taken]
-        if figures is None or taken < len(emitted):
-            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
-        now = start + taken, finish_reason, stats, reader, state, figures, self.row
+        if row_totals is None or taken < len(emitted):
+            stats, row_totals = self._stats_after(row_totals, taken, num_drafts, num_forced), None
+        now = start + taken, finish_reason, stats, reader, state, row_totals, self.row
         self.settled = tuple.__new__(RequestProgress, now)  # one a request and round: half the time of the constructor
-        if self.news is not None:
-            self.news.append(self.number)
+        if self.updated_ids is not None:
+            self.updated_ids.append(self.id)
 
     def _found_stop(self, reader: Detokenizer) -> bool:
         return reader.find_stop(TokenView(self._tokens, len(self.prompt), len(self._tokens)), self.stops)
 
-    def _stats_after(self, figures: RoundFigures | None, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
+    def _stats_after(self, row_totals: RowTotals | None, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
         """Its figures after it has taken the token after its prompt, or the first tokens of a round and no more."""
-        stats, seconds = self.stats.copy(), time.perf_counter() - self.handed_in
+        stats, seconds = self.stats.copy(), time.perf_counter() - self.submit_time
         if self.num_output == 0:
             stats.first_token_seconds = seconds
         stats.decode_seconds = seconds - stats.first_token_seconds
         stats.output_tokens += taken
-        if figures is None:
+        if row_totals is None:
             return stats
-        seconds_of = dict(zip(SECONDS, figures.shares, strict=True))
+        seconds_of = dict(zip(SECONDS, row_totals.shares, strict=True))
         last = RequestStats(rounds=1, round_tokens=taken, **seconds_of)  # type: ignore[arg-type]
         if num_forced:
             last.forced_tokens, last.forced_rounds = min(taken, num_forced), 1
         elif num_drafts:
-            last.draft_nodes = figures.num_drafted
+            last.draft_nodes = row_totals.num_drafted
             if taken:  # its output ends within the accepted drafts, so later ones do not count
                 last.drafted_rounds, last.drafted_round_tokens, last.draft_tokens = 1, taken, taken
                 last.accepted_counts = last.drafted_counts = [1] * taken
@@ -417,7 +417,7 @@ class Request:
 
     def fail(self, called: str, error: BaseException) -> None:
         """End it after an error in its "grammar" or "tokenizer" (`called`)."""
-        logger.warning("request %d ends here: its %s raised an error", self.number, called, exc_info=error)
+        logger.warning("request %d ends here: its %s raised an error", self.id, called, exc_info=error)
         self.end("error", _failed(called, error))
 
     def end(self, finish_reason: str, error: SpecDecError | None = None) -> None:
@@ -425,8 +425,8 @@ class Request:
         if not self.finished:
             self.error = error
             self.settled = self.settled._replace(finish_reason=finish_reason)
-        if self.news is not None:
-            self.news.append(self.number)
+        if self.updated_ids is not None:
+            self.updated_ids.append(self.id)
 
     def require_whole(self) -> None:
         """Raise the error that ended it, if one did."""

@@ -14,7 +14,7 @@ KEPT = 3
 
 
 class RequestBatch:
-    """Requests, with the epochs, rows [B] and parameters that they had. longest [B]: their lengths if only
+    """Requests, with the epochs, rows [B] and parameters that they had. max_total_len [B]: their lengths if only
     max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -25,7 +25,7 @@ class RequestBatch:
         self.rows: IntArray = table_rows(requests)
         self.params = [request.params for request in requests]
         self.logprobs = [each.logprobs for each in self.params]
-        self.longest: IntArray = np.array([request.longest for request in requests], dtype=np.int64)
+        self.max_total_len: IntArray = np.array([request.max_total_len for request in requests], dtype=np.int64)
         self.ruled = [request for request in requests if request.settled.grammar_state is not None]
         self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
 

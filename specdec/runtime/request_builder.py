@@ -11,7 +11,7 @@ from typing import Any
 from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
-from specdec.runtime.arguments import draft_for, params_for
+from specdec.runtime.arguments import params_for, spec_for
 from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
@@ -54,14 +54,14 @@ class RequestBuilder:
                 raise ConfigError("stop strings need a tokenizer; pass tokenizer=..., or use stop_token_ids")
             self._scheduler.require_fits(len(ids), one.max_new_tokens)
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
-            draft = draft_for(one, self._spec)
+            spec = spec_for(one, self._spec)
             place = self._grammars.start(one, ends, self.end_tokens)
             place = token_rules.rules_state(place, one, ends, self._vocab_size)
             seed = secrets.randbits(62) if one.seed is None else one.seed
             scores = None if one.prompt_logprobs is None else PromptLogProbs(len(ids), one.prompt_logprobs)
             for sample in range(one.n):
                 text = Detokenizer(self._tokenizer)
-                requests.append(Request(ids, one, seed + sample, text, ends, draft, place, scores))
+                requests.append(Request(ids, one, seed + sample, text, ends, spec, place, scores))
         return requests
 
     def encode(self, text: str) -> list[int]:

@@ -7,8 +7,8 @@
 A request's rank is its priority number, then its arrival. Requests are admitted and prompts are read in order of rank,
 the lowest first. If a page is needed and none is free, the running request with the highest rank is preempted. So the
 request with the lowest rank always advances. A request that would not fit the empty pools is refused at `submit`, so
-preemption always ends. A waiting request gains one priority level each time PATIENCE later requests were admitted
-before it.
+preemption always ends. A waiting request gains one priority level each time OVERTAKEN_PER_LEVEL later requests were
+admitted before it.
 """
 
 from bisect import bisect, insort
@@ -23,18 +23,18 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
-from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
+from specdec.runtime.prompt_shares import PromptBudget, UnreadPrompt, shares
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 from specdec.runtime.request_batch import Batches
 
-PATIENCE = 64
+OVERTAKEN_PER_LEVEL = 64
 """A waiting request gains one priority level for this many later requests that were admitted before it."""
 
 
 class Scheduler:
     """Decides which requests run. Every decoding request must own `lookahead` slots after its committed ones.
 
-    longest: upper bound on `max_model_len`, in tokens; None: no bound.
+    context_len: upper bound on `max_model_len`, in tokens; None: no bound.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Scheduler:
         table: RequestTable,
         *,
         max_model_len: int,
-        prompt_room: PromptRoom,
+        prompt_budget: PromptBudget,
         prefixes: Prefixes | None = None,
-        longest: int | None = None,
+        context_len: int | None = None,
     ) -> None:
         self.table = table
-        self.longest = longest
+        self.context_len = context_len
         self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
-        self.prompt_room = prompt_room
+        self.prompt_budget = prompt_budget
         self.prompt_gap = PromptGap()
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
@@ -97,26 +97,26 @@ class Scheduler:
             limit = f"max_model_len={self.max_model_len}"
             advice = [f"shorten the prompt by {over}"] * (over < prompt_len)
             advice += [f"ask for at most {max_new_tokens - over} new tokens"] * (over < max_new_tokens)
-            said = f"{asked} makes {prompt_len + max_new_tokens} tokens, more than {limit}"
+            message = f"{asked} makes {prompt_len + max_new_tokens} tokens, more than {limit}"
             if over >= max_new_tokens:  # no value of max_new_tokens would fit
-                said = f"{prompt} leaves no room for an answer" if least else prompt
-                said += f", with {limit}"
+                message = f"{prompt} leaves no room for an answer" if least else prompt
+                message += f", with {limit}"
                 advice = [f"shorten the prompt by {prompt_len + least - self.max_model_len}"]
-            if self.longest is None or self.max_model_len < self.longest:
-                most = "" if self.longest is None else f" (at most {self.longest})"
+            if self.context_len is None or self.max_model_len < self.context_len:
+                most = "" if self.context_len is None else f" (at most {self.context_len})"
                 advice.append(f"or make the engine with a larger max_model_len{most}")
-            raise CapacityError(f"{said}; {', '.join(advice)}")
+            raise CapacityError(f"{message}; {', '.join(advice)}")
         allocator = self.table.allocator
         needed, least_needed = (slots_needed(self.table, prompt_len, new) for new in (max_new_tokens, least))
         for group, pool in allocator.pools.items():
-            need, there = needed[group], pool.capacity * allocator.page_size
-            if need > there:
-                said = asked if least_needed[group] <= there else prompt
+            need, available = needed[group], pool.capacity * allocator.page_size
+            if need > available:
+                message = asked if least_needed[group] <= available else prompt
                 option = "full_slots" if group == PRIMARY else "swa_slots"
                 raise CapacityError(
-                    f"{said} needs {need} {pool.name} KV slots (with {self.table.lookahead} nodes a verify step and "
-                    f"page size {allocator.page_size}), but the {pool.name} pool has {there}; raise {option} or ask "
-                    "for less"
+                    f"{message} needs {need} {pool.name} KV slots (with {self.table.lookahead} nodes a verify step and "
+                    f"page size {allocator.page_size}), but the {pool.name} pool has {available}; raise {option} "
+                    "or ask for less"
                 )
 
     def admit_requests(self) -> list[Request]:
@@ -130,33 +130,33 @@ class Scheduler:
             return admitted
         self.table.evict_unseen(self.table.active_rows)
         due = self._pages_to_come(self.running)
-        there = np.array([pool.available_pages for pool in self.table.allocator.pools])
+        available = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
         counted: dict[int, int] = {}  # admissions already counted in a request's `passed`, by number
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
                 break
-            if self.running and (due > there).any():
+            if self.running and (due > available).any():
                 break
-            counted[request.number] = passes = _num_later(numbers, request)
-            request.passed += passes
+            counted[request.id] = passes = _num_later(numbers, request)
+            request.times_overtaken += passes
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
             due = due + self._pages_to_begin(request)
-            if self.running and (due > there).any():
+            if self.running and (due > available).any():
                 break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
             self.prefixes.adopt_prefix(request, rank(request))
             request.seat(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
-            insort(numbers, request.number)
+            insort(numbers, request.id)
         if admitted:
             self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
             for request in self.waiting:
-                request.passed += _num_later(numbers, request) - counted.get(request.number, 0)
+                request.times_overtaken += _num_later(numbers, request) - counted.get(request.id, 0)
             self.waiting.sort(key=rank)  # passed requests may have gained a level
         return admitted
 
@@ -284,10 +284,10 @@ class Scheduler:
         prompts = [UnreadPrompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.remaining for each in prompts)
         if self._decoding():
-            room = self.prompt_gap.tokens(self.prompt_room, self.num_waiting, max(done))
+            budget = self.prompt_gap.tokens(self.prompt_budget, self.num_waiting, max(done))
         else:
-            room = self.prompt_room.idle_tokens(to_come)
-        given = zip(reading, shares(prompts, room, self.prompt_room.chunk), strict=True)
+            budget = self.prompt_budget.idle_tokens(to_come)
+        given = zip(reading, shares(prompts, budget, self.prompt_budget.chunk), strict=True)
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:
@@ -302,12 +302,12 @@ class Scheduler:
 
 def _num_later(numbers: Sequence[int], request: Request) -> int:
     """How many of these sorted numbers belong to requests that arrived after this one."""
-    return len(numbers) - bisect(numbers, request.number)
+    return len(numbers) - bisect(numbers, request.id)
 
 
 def rank(request: Request) -> tuple[int, int]:
     """(priority level, number). Lower ranks are served first. The rank of a running request does not change."""
-    return request.priority - request.passed // PATIENCE, request.number
+    return request.priority - request.times_overtaken // OVERTAKEN_PER_LEVEL, request.id
 
 
 def _in_state(requests: Sequence[Request], state: RequestState) -> list[Request]:
@@ -320,6 +320,6 @@ def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> l
     The last verify starts with at least one token to go: committed <= prompt + new - 2, plus the lookahead.
     """
     page_size, num_nodes = table.allocator.page_size, table.lookahead
-    longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
-    held = [longest] + [window_slots_held(int(keys), num_nodes, page_size) for keys in table.retain[1:]]
-    return [-(-min(longest, slots) // page_size) * page_size for slots in held]
+    max_len = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
+    held = [max_len] + [window_slots_held(int(keys), num_nodes, page_size) for keys in table.retain[1:]]
+    return [-(-min(max_len, slots) // page_size) * page_size for slots in held]

@@ -17,9 +17,9 @@ from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.request import Request, RequestState, table_rows
-from specdec.runtime.round_figures import RoundFigures
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.row_totals import RowTotals
 
 
 def commit_chunks_on_host(
@@ -42,15 +42,15 @@ def settle_chunks(state: DeviceState, step: LaunchedStep, present: Sequence[int]
     """For the requests at indices `present`, which still have their rows: add the scores of their prompt chunks, and
     the first output token if the chunk ended the prompt."""
     result = step.result()
-    for number in present:
-        step.requests[number].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)
+    for index in present:
+        step.requests[index].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)
     for span, scores in step.prompt_scores():
-        if span.number in present and (known := step.requests[span.number].scores) is not None:
+        if span.chunk_index in present and (known := step.requests[span.chunk_index].scores) is not None:
             known.fill(span.first, scores)
     assert step.drawing is not None, "a round is no prompt chunk"
-    for place, number in enumerate(step.drawing):
-        if number in present:
-            request, first = step.requests[number], int(result.tokens[place, 0])
+    for place, index in enumerate(step.drawing):
+        if index in present:
+            request, first = step.requests[index], int(result.tokens[place, 0])
             state.tokens.adopt((request.row, len(request.prompt)), first)
             try:
                 request.settle([first], result.logprobs[place])
@@ -59,11 +59,11 @@ def settle_chunks(state: DeviceState, step: LaunchedStep, present: Sequence[int]
 
 
 def settle_round(
-    state: DeviceState, requests: Sequence[Request], rows: IntArray, result: RoundResult, figures: RoundFigures
+    state: DeviceState, requests: Sequence[Request], rows: IntArray, result: RoundResult, row_totals: RowTotals
 ) -> None:
     """Give every request its accepted tokens and the bonus token, up to the end of its output.
 
-    rows [B]: their rows. figures: those of the rows after this round.
+    rows [B]: their rows. row_totals: those of the rows after this round.
     """
     table = state.cache.table
     start = table.committed_len.host[rows]
@@ -76,10 +76,10 @@ def settle_round(
         of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M], row by row
         state.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
         tokens = [emitted[:length] for emitted, length in zip(tokens, result.length.tolist(), strict=True)]
-        counts = np.stack([result.drafts, result.forced], axis=1).tolist()
+        counts = np.stack([result.draft_depth, result.forced], axis=1).tolist()
     for request, emitted, logprobs, drafts in zip(requests, tokens, result.logprobs, counts, strict=True):
         try:
-            request.settle(emitted, logprobs, figures, *drafts)
+            request.settle(emitted, logprobs, row_totals, *drafts)
         except Exception as error:
             raise name_row(error, request.row)  # noqa: B904 - the same error
     table.evict_unseen(rows, ahead=True)

@@ -16,10 +16,10 @@ from specdec.kvcache.layout import KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.context_length import ContextLength
 from specdec.models.target import TargetModel
-from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.prompt_shares import PromptBudget
 from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
 
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
+KV_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free after the weights are loaded."""
 WINDOW_SPARE = 512
 """Extra slots per request in a windowed group, at most a chunk, beyond those that it holds while it decodes. Prompt
@@ -53,7 +53,7 @@ class DraftNeeds(NamedTuple):
     def max_lag_in(self, groups: ByGroup[Retention]) -> ByGroup[int]:
         """`max_lag` for the groups of the drafter's own layers, 0 for all others."""
         own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
-        return groups.map(lambda kept: self.max_lag if kept in own else 0)
+        return groups.map(lambda retention: self.max_lag if retention in own else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +110,24 @@ def cache_needs(
     if config.kv_dtype is not None:
         layouts = [layout.in_fp8() for layout in layouts]
     groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
-    slot_bytes = [sum(layout.slot_bytes(kept, dtype) for layout in layouts) for kept in groups]
+    slot_bytes = [sum(layout.slot_bytes(retention, dtype) for layout in layouts) for retention in groups]
     recurrent = any(spec.recurrent for spec in layout.layers)
-    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=recurrent)
+    budget = PromptBudget.from_settings(
+        config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=recurrent
+    )
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)
-    for group, kept in groups.items():
-        if (window := kept.num_kept(num_nodes)) is None:
+    for group, retention in groups.items():
+        if (window := retention.num_kept(num_nodes)) is None:
             continue
         keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
         # keys that it holds and the slack; chunks in flight are added below
         each = min(whole_pages(keys + page_size, page_size), full_each)
-        together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; prefixes use the rest
-        in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
+        together = max(
+            budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE)
+        )  # a step reads `idle`; prefixes use the rest
+        in_flight = min(batch * min(budget.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
     state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
@@ -134,8 +138,8 @@ def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int
     """Slots of each group within a budget of bytes: as many as needed, or as the user set. Windowed groups take at most
     half of the budget, the primary group the rest."""
     slots, slot_bytes = list(needs.slots), needs.slot_bytes
-    most = budget // max(2 * sum(slot_bytes[1:]), 1)
-    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
+    max_slots = budget // max(2 * sum(slot_bytes[1:]), 1)
+    slots[1:] = [min(count, max_slots) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
     if config.full_slots is not None:
         slots[PRIMARY] = config.full_slots
     else:
@@ -186,14 +190,14 @@ def make_cache(
         device_type=target.device.type,
     )
     groups, slot_bytes = needs.groups, needs.slot_bytes
-    share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
+    share = config.memory_share or KV_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # on a CPU they are one
     slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
-    pools = ", ".join(f"{count} {kept.name}" for kept, count in zip(groups, slots, strict=True))
+    pools = ", ".join(f"{count} {retention.name}" for retention, count in zip(groups, slots, strict=True))
     if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
         raise CapacityError(
             f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.models.target import FinalStates
+from specdec.models.target import StatesNeeded
 from specdec.runtime.prompt_gap import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_prompts import token_buckets
-from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
@@ -28,14 +28,16 @@ MAX_PREFIX = 16384
 """Longest prefix in tokens after which a prompt is timed; `max_model_len` may shorten it."""
 
 
-def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
+def time_rounds(
+    captured_rounds: CapturedRounds, shapes: Sequence[RoundShape], done: Callable[[int], None]
+) -> list[float]:
     """Median seconds of a round of each of these captured, bucketed shapes. done: called with the number of finished
     shapes.
 
     Each round begins with random tokens: equal tokens would choose equal experts, and rows of short texts may draw the
     same token.
     """
-    state = graphs.state
+    state = captured_rounds.state
     table, generator = state.cache.table, torch.Generator().manual_seed(0)
     seconds = []
     for number, shape in enumerate(shapes, start=1):
@@ -50,7 +52,7 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
             tokens = torch.randint(state.target.vocab_size, (shape.batch, 1), generator=generator).to(state.device)
             newest = table.committed_len.tensor[: shape.batch, None]
             state.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
-            stamps.append(graphs.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
+            stamps.append(captured_rounds.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
         timed = torch.stack(stamps[len(stamps) // 2 :]).cpu()
         seconds.append(float((timed[:, -1] - timed[:, 0]).double().median()) / 1e9)
         done(number)
@@ -58,7 +60,7 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
 
 
 def time_prompts(
-    state: DeviceState, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], max_tokens: int
+    state: DeviceState, gap: PromptGap, read: Callable[[IntArray, IntArray, StatesNeeded], object], max_tokens: int
 ) -> None:
     """Time forwards over prompts for `gap`: few tokens; a quarter, half and all of `max_tokens`; few tokens after a
     long prefix. The fastest of three runs counts. read: reads rows [R] of these lengths [R] and makes the requested
@@ -69,7 +71,7 @@ def time_prompts(
     table = state.cache.table
     longest = table.slots.host.shape[1] - 1
 
-    def spent(count: int, prefix: int, states: FinalStates) -> float:
+    def spent(count: int, prefix: int, needed: StatesNeeded) -> float:
         length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
         rows = np.full_like(length, table.padding_row)
         table.committed_len[table.padding_row] = prefix
@@ -78,16 +80,16 @@ def time_prompts(
         seconds = []
         for _ in range(4):
             state.clock.start("prefill")
-            read(rows, length, states)
+            read(rows, length, needed)
             begin, end = state.clock.stop().tolist()
             seconds.append((end - begin) / 1e9)
         table.committed_len[table.padding_row] = 0
         fastest: float = max(1e-9, min(seconds[1:]))
-        if states is within:
+        if needed is within:
             gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
         return fastest
 
-    within, ending = (state.final_states(scored=False, ends=ends) for ends in (False, True))
+    within, ending = (state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True))
     few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, max_tokens)]
     for count in few:
         begin = spent(count, 0, within)
@@ -96,8 +98,8 @@ def time_prompts(
     for count in sorted({max(1, max_tokens // 4), max(2, max_tokens // 2), max(3, max_tokens)}):
         spent(count, 0, within)
     runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
-    for states in {within, ending}:  # compiles the kernels for many short prompts
-        read(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), states)
+    for needed in {within, ending}:  # compiles the kernels for many short prompts
+        read(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed)
     if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
         for count in sorted({few[len(few) // 2], few[-1]}):
             spent(count, prefix, within)

@@ -43,11 +43,9 @@ class StepFaults:
         row = row_named_by(error)
         for request in self._scheduler.running if row is not None else ():
             if request.row == row and not request.finished:
-                logger.warning(
-                    "request %d ends here: a step raised an error in its row", request.number, exc_info=error
-                )
-                said = f"a step raised an error in this request alone: {error_summary(error)}"
-                own = copy.copy(error) if isinstance(error, SpecDecError) else RequestFailedError(said)
+                logger.warning("request %d ends here: a step raised an error in its row", request.id, exc_info=error)
+                message = f"a step raised an error in this request alone: {error_summary(error)}"
+                own = copy.copy(error) if isinstance(error, SpecDecError) else RequestFailedError(message)
                 request.end("error", own)  # a new error, without the frames of the step
                 return request
         return None
@@ -62,8 +60,8 @@ class StepFaults:
             request.failed_at = length
         if not again:
             return None
-        newest = max(again, key=lambda request: request.number)
-        logger.warning("request %d ends here: its round failed, and failed again", newest.number, exc_info=error)
+        newest = max(again, key=lambda request: request.id)
+        logger.warning("request %d ends here: its round failed, and failed again", newest.id, exc_info=error)
         newest.end("error", RoundFailedError(f"the round failed, and failed again: {error_summary(error)}"))
         self._scheduler.max_running = 1
         return newest

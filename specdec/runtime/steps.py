@@ -16,21 +16,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
-from specdec.gpu.captures import CaptureUse
+from specdec.gpu.captures import CaptureStats
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_choice import DraftChoice
-from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy
+from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.request_batch import RequestBatch
-from specdec.runtime.rounds.capture_classes import is_large
-from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
+from specdec.runtime.rounds.capture_classes import is_rare
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts
+from specdec.runtime.rounds.captured_rounds import CapturedRounds, HostWorkBetween, no_host_work, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
@@ -42,8 +42,8 @@ from specdec.runtime.seating import load_requests
 class Steps:
     """Runs the steps of one engine. `launches` holds unsettled work; `prefill` reads prompts.
 
-    graphs, chunks: None if nothing is captured. `choice`: chooses each round's draft; None: always the engine's own
-    draft.
+    captured_rounds, captured_prompts: None if nothing is captured. `draft_policy`: chooses each round's draft; None:
+    always the engine's own draft.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Steps:
         scheduler: Scheduler,
         state: DeviceState,
         spec: SpecConfig,
-        choice: DraftChoice | None,
-        graphs: RoundGraphs | None,
-        chunks: ChunkGraphs | None,
+        draft_policy: DraftPolicy | None,
+        captured_rounds: CapturedRounds | None,
+        captured_prompts: CapturedPrompts | None,
     ) -> None:
         self.scheduler = scheduler
         self.state = state
         self.spec = spec
-        self.choice = choice
-        self.graphs = graphs
+        self.draft_policy = draft_policy
+        self.captured_rounds = captured_rounds
         self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
-        self.launches = Launches(scheduler, state, self._learn, captured=graphs is not None)
-        self.prefill = Prefill(scheduler, state, chunks, self.threads)
+        self.launches = Launches(scheduler, state, self._learn, captured=captured_rounds is not None)
+        self.prefill = Prefill(scheduler, state, captured_prompts, self.threads)
         state.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
@@ -80,14 +80,14 @@ class Steps:
         self.launches.drop_lost()
 
     def clear_captures(self) -> None:
-        for captures in (self.graphs, self.prefill.chunks):
+        for captures in (self.captured_rounds, self.prefill.captured_prompts):
             if captures is not None:
                 captures.clear()
 
     def stats(self) -> EngineStats:
         """A copy of the sums, with the engine's present state."""
-        captures = CaptureUse() if self.graphs is None else self.graphs.store.use()
-        drafts = NO_CHOICE if self.choice is None else self.choice.use()
+        captures = CaptureStats() if self.captured_rounds is None else self.captured_rounds.store.stats()
+        drafts = NO_DRAFT_STATS if self.draft_policy is None else self.draft_policy.stats()
         return stats_now(self.launches.totals, self.scheduler, self.state, captures, drafts)
 
     def run(self) -> list[Request]:
@@ -99,21 +99,21 @@ class Steps:
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
-            if decoding and self.graphs is None:
+            if decoding and self.captured_rounds is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
                 load_requests(self.state, admitted)
-                self.launches.figures = self.launches.figures.without(table_rows(admitted))
-                if self.choice is not None:
-                    self.choice.acceptance.begin_rows(table_rows(admitted))
+                self.launches.row_totals = self.launches.row_totals.without(table_rows(admitted))
+                if self.draft_policy is not None:
+                    self.draft_policy.acceptance.begin_rows(table_rows(admitted))
                 finished += self.launches.release_finished(prepare_masks(admitted))
-            return finished + self._read_prompts(streams=bool(decoding))
+            return finished + self._read_prompts(others_decode=bool(decoding))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
         batch = self.scheduler.batches.of(requests)
         known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
-        remaining = (batch.longest - known - self.launches.rounds_due()[batch.rows]).tolist()
+        remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
         going_on: Sequence[Request] = batch.requests
         if remaining and min(remaining) <= 0:
             going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
@@ -122,19 +122,19 @@ class Steps:
             self.launch_round(going_on, remaining)
         return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
 
-    def _read_prompts(self, *, streams: bool) -> list[Request]:
-        """Read this step's prompt chunks, and launch their draws when all parts have run. streams: other requests
+    def _read_prompts(self, *, others_decode: bool) -> list[Request]:
+        """Read this step's prompt chunks, and launch their draws when all parts have run. others_decode: other requests
         decode."""
         self.drop_lost()
-        reading = self.prefill.advance(streams=streams)
+        reading = self.prefill.advance(others_decode=others_decode)
         if reading is None:
             return []
-        if not reading.is_through:
+        if not reading.is_complete:
             return self.launches.settle_before_parts()
         begin = time.perf_counter()
         self.launches.unsettled.append(self.prefill.launch(reading))
         finished = self.launches.settle(busy=self.launches.num_rounds > 0 or self.scheduler.reads_prompts)
-        if self.graphs is None:
+        if self.captured_rounds is None:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished
 
@@ -145,41 +145,41 @@ class Steps:
         ending = end_drafts(self.state, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, remaining)
         masked = len(restricted(batch.ruled)) > 0  # token rules may end before the request does
-        shape = shape._replace(uses=shape.uses._replace(masked=masked))
+        shape = shape._replace(features=shape.features._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
-            shape = with_forced(shape, self.state, rows, int(forced.max()), self.graphs)
+            shape = with_forced(shape, self.state, rows, int(forced.max()), self.captured_rounds)
             forced = forced.clip(max=shape.width - 1)
-        if self.graphs is not None:
-            shape = self.graphs.bucket(shape)
+        if self.captured_rounds is not None:
+            shape = self.captured_rounds.bucket(shape)
         self.state.seat(rows)
-        self.state.sampling.load_biases(rows, batch.params, shape.uses)
+        self.state.sampling.load_biases(rows, batch.params, shape.features)
         if shape.forced:
             load_forced(self.state, requests, forced)
         self.state.flush()
         self.threads.fit(shape.batch * shape.width)
-        drafts = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
+        draft_depth = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
         self._catch_up(shape, rows, ending)
-        between: Between = no_host_work
+        between: HostWorkBetween = no_host_work
         if masked:
             between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
-        if self.graphs is None:
+        if self.captured_rounds is None:
             packed = run_programs(decode_programs(self.state, shape), between)
         else:
-            packed = self.graphs.run(shape, between)
+            packed = self.captured_rounds.run(shape, between)
         result, done = copy_to_host(packed), event_now(packed.device, self.state.target.ranks)
-        launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, drafts, forced, None, done)
+        launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, draft_depth, forced, None, done)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
         """Let the drafter read these rows' unread tokens if a round of this shape requires it."""
         begin, unread = time.perf_counter(), self.state.unread
         if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
-            if self.graphs is None:
+            if self.captured_rounds is None:
                 self.state.catch_up(shape, num_unread)
             else:
-                self.graphs.catch_up(shape)
-        self._catch_up_seconds = 0.0 if self.graphs is not None else time.perf_counter() - begin
+                self.captured_rounds.catch_up(shape)
+        self._catch_up_seconds = 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
 
     def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
@@ -188,14 +188,14 @@ class Steps:
         drafting = self.state.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
         drafts = self._drafts(batch, remaining, drafting)
         shape = round_shape(self.state, batch.rows, batch.params, drafts, self._unsettled_nodes())
-        if self.choice is None or shape.num_steps == 0:
+        if self.draft_policy is None or shape.num_steps == 0:
             return shape
         min_draft = largest(self._drafts(batch, remaining, drafting & batch.fixed))
-        return self._with_chosen_draft(self.choice, shape, batch.rows, remaining, min_draft)
+        return self._with_chosen_draft(self.draft_policy, shape, batch.rows, remaining, min_draft)
 
     def _drafts(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
         """Drafts of the requests that are `drafting` [B]."""
-        if self.graphs is not None:
+        if self.captured_rounds is not None:
             return {whole_draft(self.spec)} if drafting.any() else set()
         return {batch.requests[i].draft_size(remaining[i]) for i in np.flatnonzero(drafting).tolist()}
 
@@ -205,21 +205,21 @@ class Steps:
 
     def _with_chosen_draft(
         self,
-        choice: DraftChoice,
+        policy: DraftPolicy,
         shape: RoundShape,
         rows: IntArray,
         remaining: Sequence[int],
         min_draft: DraftShape,
     ) -> RoundShape:
-        """This shape with the draft that `choice` selects. Large captured rounds have only one draft. min_draft: the
+        """This shape with the draft that `policy` selects. Rare captured rounds have only one draft. min_draft: the
         smallest draft allowed, since some requests have `adaptive=False`."""
-        bucket = shape if self.graphs is None else self.graphs.bucket(shape)
-        if self.graphs is not None and is_large(bucket):
+        bucket = shape if self.captured_rounds is None else self.captured_rounds.bucket(shape)
+        if self.captured_rounds is not None and is_rare(bucket):
             return shape
         max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = choice.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
-        if self.graphs is None and draft.num_steps:  # no deeper than any request can use
+        draft = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
+        if self.captured_rounds is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)
         return shape.with_draft(draft)
 
@@ -227,11 +227,11 @@ class Steps:
         self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
     ) -> None:
         """Update the draft policy from a settled round: see `launches.Learn`."""
-        if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
+        if self.draft_policy is None or shape.forced or (self.captured_rounds is not None and is_rare(shape)):
             return
         rows = table_rows(requests)
-        drafting = result.drafts > 0
-        drafted = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
+        drafting = result.draft_depth > 0
+        drafted = rows[drafting], result.length[drafting] - 1, result.draft_depth[drafting]
         chosen = not any(request.has_fixed_draft for request in requests)
         brought = gained / len(requests) if chosen else 0.0
-        self.choice.learn(shape.draft, shape.batch, seconds + self._catch_up_seconds, drafted, brought)
+        self.draft_policy.learn(shape.draft, shape.batch, seconds + self._catch_up_seconds, drafted, brought)

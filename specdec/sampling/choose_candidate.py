@@ -209,8 +209,8 @@ def _keep_best(
 def choose_kernel(
     p_logits: tl.tensor,  # [R, V], or None: all tokens are listed
     p_positions: tl.tensor,  # [R]
-    p_whole: tl.tensor,  # [WHOLE, B]
-    p_real: tl.tensor,  # [REAL, B]
+    p_whole: tl.tensor,  # [INT_COLUMNS, B]
+    p_real: tl.tensor,  # [FLOAT_COLUMNS, B]
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_tile_max: tl.tensor,  # [R, tiles]

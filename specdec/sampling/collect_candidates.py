@@ -31,10 +31,10 @@ from specdec.sampling.row_scores import (
     TOP_K,
     TOP_P,
     SeenTokens,
+    kernel_inputs,
     load_logits,
     mass_of,
     min_score_of,
-    reading,
     score_of,
 )
 from specdec.sampling.sampling_table import ParamVectors, index_of
@@ -56,7 +56,7 @@ class VocabSplit(NamedTuple):
     listed: int = 512
 
 
-DEFAULT_CUT = VocabSplit()
+DEFAULT_VOCAB_SPLIT = VocabSplit()
 
 
 class Shortlist(NamedTuple):
@@ -109,7 +109,7 @@ def _is_filtered(temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, voc
 @triton.jit(do_not_specialize=["rows_per_request", "num_requests", "s_seen", "path_len"])
 def scan_kernel(
     p_logits: tl.tensor,  # [R, V]
-    p_real: tl.tensor,  # [REAL, B]
+    p_real: tl.tensor,  # [FLOAT_COLUMNS, B]
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_group_max: tl.tensor,  # [R, tiles * TILE / GROUP]
@@ -174,8 +174,8 @@ def sigma_bound(
 def floor_kernel(
     p_group_max: tl.tensor,  # [R, groups]
     p_tile_max: tl.tensor,  # [R, tiles]
-    p_whole: tl.tensor,  # [WHOLE, B]
-    p_real: tl.tensor,  # [REAL, B]
+    p_whole: tl.tensor,  # [INT_COLUMNS, B]
+    p_real: tl.tensor,  # [FLOAT_COLUMNS, B]
     p_moments: tl.tensor,  # [R, 3, tiles]
     p_row_max: tl.tensor,  # [R]
     p_floor: tl.tensor,  # [R]
@@ -237,8 +237,8 @@ def floor_kernel(
 def collect_kernel(
     p_logits: tl.tensor,  # [R, V]
     p_positions: tl.tensor,  # [R]
-    p_whole: tl.tensor,  # [WHOLE, B]
-    p_real: tl.tensor,  # [REAL, B]
+    p_whole: tl.tensor,  # [INT_COLUMNS, B]
+    p_real: tl.tensor,  # [FLOAT_COLUMNS, B]
     p_seen: tl.tensor,  # [B, V / 32] or None
     p_path: tl.tensor,  # [R, D] or None
     p_row_max: tl.tensor,  # [R]
@@ -330,7 +330,7 @@ def collect(
     softcap: float | None,
     seen: SeenTokens | None,
     k: int,
-    cut: VocabSplit,
+    vocab_split: VocabSplit,
     *,
     scores: bool,
 ) -> Shortlist:
@@ -338,9 +338,9 @@ def collect(
     `KernelSampler`."""
     batch, num_nodes, vocab_size = logits.shape
     rows, device = batch * num_nodes, logits.device
-    num_tiles = triton.cdiv(vocab_size, cut.tile)
-    num_groups = num_tiles * (cut.tile // cut.group)
-    pointers, scalars = reading(logits, softcap, seen)
+    num_tiles = triton.cdiv(vocab_size, vocab_split.tile)
+    num_groups = num_tiles * (vocab_split.tile // vocab_split.group)
+    pointers, scalars = kernel_inputs(logits, softcap, seen)
     options = pdl_options(device)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -354,23 +354,23 @@ def collect(
         min_logit=buffer(rows),
         listed=buffer(rows, dtype=torch.int32),
         mass=buffer(rows, dtype=torch.int64),
-        list_id=buffer(rows, cut.capacity, dtype=torch.int32),
-        list_x=buffer(rows, cut.capacity),
+        list_id=buffer(rows, vocab_split.capacity, dtype=torch.int32),
+        list_x=buffer(rows, vocab_split.capacity),
         sum_max=buffer(rows, num_tiles),
         sums=buffer(rows, num_tiles),
     )
     scan_kernel[(num_tiles, rows)](
         *(logits, params.real, *pointers, group_max, found.tile_max, moments),
         *(vocab_size, num_nodes, batch, *scalars),
-        TILE=cut.tile,
-        GROUP=cut.group,
+        TILE=vocab_split.tile,
+        GROUP=vocab_split.group,
         num_warps=8,
         **options,
     )
     floor_kernel[(rows,)](
         *(group_max, found.tile_max, *params, moments),
         *(found.row_max, found.floor, found.min_logit, found.listed, found.mass),
-        *(num_tiles, num_groups, vocab_size, num_nodes, batch, cut.capacity),
+        *(num_tiles, num_groups, vocab_size, num_nodes, batch, vocab_split.capacity),
         SCORES=scores,
         K=k,
         TILES=triton.next_power_of_2(num_tiles),
@@ -380,10 +380,10 @@ def collect(
     )
     collect_kernel[(min(num_tiles, triton.cdiv(COLLECTORS, rows)), rows)](
         *(logits, positions, *params, *pointers, *found[1:]),
-        *(num_tiles, vocab_size, num_nodes, batch, cut.capacity, *scalars),
+        *(num_tiles, vocab_size, num_nodes, batch, vocab_split.capacity, *scalars),
         SCORES=scores,
         K=k,
-        TILE=cut.tile,
+        TILE=vocab_split.tile,
         num_warps=8,
         **options,
     )

@@ -13,10 +13,10 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_shim import triton
 from specdec.sampling.choose_candidate import choose_kernel
-from specdec.sampling.collect_candidates import DEFAULT_CUT, VocabSplit, collect
+from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit, collect
 from specdec.sampling.log_probs import TopTokens
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
-from specdec.sampling.row_scores import SeenTokens, reading
+from specdec.sampling.row_scores import SeenTokens, kernel_inputs
 from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -35,28 +35,28 @@ class KernelSampler(ReferenceSampler):
         return sample(logits, positions, self.params)
 
     def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, inputs: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
-        if self.uses.edits:  # edits that the kernels cannot do while they read
-            return sample(self.edited(logits, past, softcap), positions, self.params)
-        seen = _seen(past, logits.shape) if self.uses.penalty else None
+        if self.features.edits:  # edits that the kernels cannot do while they read
+            return sample(self.edited(logits, inputs, softcap), positions, self.params)
+        seen = _seen(inputs, logits.shape) if self.features.penalty else None
         return sample(logits, positions, self.params, softcap, seen)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         return best_tokens(logits, positions, self.params, count)
 
 
-def _seen(past: EditInputs, shape: torch.Size) -> SeenTokens:
+def _seen(inputs: EditInputs, shape: torch.Size) -> SeenTokens:
     """Tokens before each node of logits [B, N, V]: a bit for each token of the histories, and the tokens on each node's
     path."""
     batch, num_nodes, vocab_size = shape
-    bits = past.seen
+    bits = inputs.seen
     if bits is None:
-        bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=past.history.device)
-        mark_seen(bits, torch.arange(batch, device=bits.device), past.history, past.length)
-    if past.tree is None:
-        return SeenTokens(bits, past.length.new_full((batch, num_nodes, 1), -1))
-    return SeenTokens(bits, path_tokens(past.tree.tokens, past.tree.ancestors))
+        bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=inputs.history.device)
+        mark_seen(bits, torch.arange(batch, device=bits.device), inputs.history, inputs.length)
+    if inputs.tree is None:
+        return SeenTokens(bits, inputs.length.new_full((batch, num_nodes, 1), -1))
+    return SeenTokens(bits, path_tokens(inputs.tree.tokens, inputs.tree.ancestors))
 
 
 def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
@@ -72,13 +72,13 @@ def sample(
     softcap: float | None = None,
     seen: SeenTokens | None = None,
     *,
-    cut: VocabSplit = DEFAULT_CUT,
+    vocab_split: VocabSplit = DEFAULT_VOCAB_SPLIT,
 ) -> torch.Tensor:
     """The token drawn at each node: logits [B, N, V] of any floating dtype, positions [B, N] int64 -> [B, N] int64.
 
     softcap: applied first, if the logits are uncapped. seen: tokens that the repetition penalty applies to; None: none.
     """
-    return _choose(logits, positions, params, softcap, seen, 1, cut, scores=False).tokens[..., 0]
+    return _choose(logits, positions, params, softcap, seen, 1, vocab_split, scores=False).tokens[..., 0]
 
 
 def best_tokens(
@@ -87,11 +87,11 @@ def best_tokens(
     params: ParamVectors,
     k: int,
     *,
-    cut: VocabSplit = DEFAULT_CUT,
+    vocab_split: VocabSplit = DEFAULT_VOCAB_SPLIT,
 ) -> TopTokens:
     """The k best tokens of log P + g at each node and their log-probabilities, normalised over all tokens; greedy: the
     best tokens of the logits. If the filters leave fewer, the lowest removed ids follow, with -inf."""
-    return _choose(logits, positions, params, None, None, k, cut, scores=True)
+    return _choose(logits, positions, params, None, None, k, vocab_split, scores=True)
 
 
 def _choose(
@@ -101,7 +101,7 @@ def _choose(
     softcap: float | None,
     seen: SeenTokens | None,
     k: int,
-    cut: VocabSplit,
+    vocab_split: VocabSplit,
     *,
     scores: bool,
 ) -> TopTokens:
@@ -113,20 +113,20 @@ def _choose(
     if batch * num_nodes == 0:
         return best
     positions = positions.contiguous()
-    found = collect(logits, positions, params, softcap, seen, k, cut, scores=scores)
-    pointers, scalars = reading(logits, softcap, seen)
-    num_tiles = triton.cdiv(vocab_size, cut.tile)
+    found = collect(logits, positions, params, softcap, seen, k, vocab_split, scores=scores)
+    pointers, scalars = kernel_inputs(logits, softcap, seen)
+    num_tiles = triton.cdiv(vocab_size, vocab_split.tile)
     for listed in (True, False):
         choose_kernel[(batch * num_nodes,)](
             *(logits, positions, *params, *pointers, *found, best.tokens, best.scores if scores else None),
-            *(num_tiles, vocab_size, num_nodes, batch, cut.capacity, 0, *scalars),
+            *(num_tiles, vocab_size, num_nodes, batch, vocab_split.capacity, 0, *scalars),
             LISTED=listed,
             SCORES=scores,
             K=k,
             SLOTS=max(2, triton.next_power_of_2(k)),
             TILES=triton.next_power_of_2(num_tiles),
-            TILE=cut.listed if listed else cut.tile,
-            SCAN_TILE=cut.tile,
+            TILE=vocab_split.listed if listed else vocab_split.tile,
+            SCAN_TILE=vocab_split.tile,
             num_warps=4 if listed else 16,
             **pdl_options(logits.device),
         )

@@ -23,7 +23,7 @@ import torch
 
 from specdec.sampling.log_probs import TopTokens, top_tokens
 from specdec.sampling.noise import gumbel_noise
-from specdec.sampling.sampling_table import SAMPLED, ParamVectors, SamplerUses, unpack_bias
+from specdec.sampling.sampling_table import SAMPLED, ParamVectors, SamplerFeatures, unpack_bias
 from specdec.sampling.softcap import reference_softcap
 from specdec.sampling.token_bitmaps import unpack_bits
 
@@ -72,34 +72,34 @@ class EditInputs:
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
-    params, uses, bias: from `SamplingTable.row_params`. noise: [B, W, V] for the W positions from first [B] on, made
-    once for all draws there (`with_noise`); None: made as needed. past: the histories of the requests.
+    params, features, bias: from `SamplingTable.row_params`. noise: [B, W, V] for the W positions from first [B] on,
+    made once for all draws there (`with_noise`); None: made as needed. inputs: the histories of the requests.
     """
 
     params: ParamVectors
-    uses: SamplerUses = SAMPLED
+    features: SamplerFeatures = SAMPLED
     bias: torch.Tensor | None = None
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
-    past: EditInputs | None = None
+    inputs: EditInputs | None = None
 
     def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
         """Returns this sampler with the noise of `count` positions from first [B] on, which tree nodes and draft steps
         share."""
-        if not self.uses.sampled:
+        if not self.features.sampled:
             return self
         positions = first[:, None] + torch.arange(count, device=first.device)
         return replace(self, first=first, noise=gumbel_noise(self.params.column("seed"), positions, vocab_size))
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw the token of each position: logits [B, N, V], positions [B, N] -> [B, N] int64."""
-        return (logits if not self.uses.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
+        return (logits if not self.features.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
 
     def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, inputs: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
         """The target's tokens [B, N]: `sample` after `edited`. softcap: applied first, if the logits are uncapped."""
-        return self.sample(self.edited(logits, past, softcap), positions)
+        return self.sample(self.edited(logits, inputs, softcap), positions)
 
     def draw_after(
         self,
@@ -110,8 +110,8 @@ class ReferenceSampler:
         softcap: float | None,
     ) -> torch.Tensor:
         """`draw` after the requests' own histories and these drafts, under these masks (see `EditInputs`)."""
-        assert self.past is not None, "a sampler without histories"
-        return self.draw(logits, positions, self.past.before(tree, allowed), softcap)
+        assert self.inputs is not None, "a sampler without histories"
+        return self.draw(logits, positions, self.inputs.before(tree, allowed), softcap)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         """The `count` best of `log_scores`, a node's children. If the filters leave fewer tokens, the lowest removed
@@ -120,7 +120,7 @@ class ReferenceSampler:
 
     def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Normalised log P plus noise, [B, N, V] float32; `sample` draws the argmax."""
-        scores = logits.float() if not self.uses.sampled else self._perturbed(logits, positions)
+        scores = logits.float() if not self.features.sampled else self._perturbed(logits, positions)
         return scores.log_softmax(dim=-1)
 
     def _perturbed(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -139,13 +139,13 @@ class ReferenceSampler:
         meaningless."""
         temperature = self.params.over_logits("temperature")
         scores = logits.float()
-        if "top_n_sigma" in self.uses.filters:
+        if "top_n_sigma" in self.features.filters:
             scores = scores.masked_fill(scores < self._sigma_floor(scores), -torch.inf)
         # the best token stays at 0 at any temperature, so nothing overflows
         scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
-        if self.uses.filters & {"top_k", "top_p"}:
+        if self.features.filters & {"top_k", "top_p"}:
             scores = self._top_k_top_p(scores)
-        if "min_p" in self.uses.filters:  # P_v < min_p * max P
+        if "min_p" in self.features.filters:  # P_v < min_p * max P
             floor = scores.amax(-1, keepdim=True) + torch.log(self.params.over_logits("min_p"))
             scores = scores.masked_fill(scores < floor, -torch.inf)
         return scores
@@ -177,18 +177,18 @@ class ReferenceSampler:
 
     # edits of logits
 
-    def edited(self, logits: torch.Tensor, past: EditInputs, softcap: float | None = None) -> torch.Tensor:
+    def edited(self, logits: torch.Tensor, inputs: EditInputs, softcap: float | None = None) -> torch.Tensor:
         """Logits [B, N, V] after every edit that comes before temperature."""
         logits = logits if softcap is None else reference_softcap(logits, softcap)
         vocab_size = logits.shape[-1]
-        if self.uses.bias:
+        if self.features.bias:
             logits = self.biased(logits)
-        if self.uses.penalty:
-            logits = self.penalised(logits, past_tokens(past, vocab_size))
-        if self.uses.counts:
-            logits = self.counted(logits, output_counts(past, vocab_size))
-        if past.allowed is not None:
-            logits = masked(logits, past.allowed)
+        if self.features.penalty:
+            logits = self.penalised(logits, past_tokens(inputs, vocab_size))
+        if self.features.counts:
+            logits = self.counted(logits, output_counts(inputs, vocab_size))
+        if inputs.allowed is not None:
+            logits = masked(logits, inputs.allowed)
         return logits
 
     def biased(self, logits: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class ReferenceSampler:
         return logits - self.params.over_logits("presence_penalty") * (counts > 0)
 
 
-class MaskedFirstLevel(NamedTuple):
+class RootMaskedSampler(NamedTuple):
     """A drafter's sampler if grammars apply: it draws the same, but only allowed tokens directly after the root.
 
     allowed [B, V / 32]: bits of the tokens allowed after the root; first [B]: the position after the root. Deeper
@@ -240,30 +240,30 @@ def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     return torch.where(unpack_bits(allowed, logits.shape[-1]), kept, -torch.inf)
 
 
-def output_counts(past: EditInputs, vocab_size: int) -> torch.Tensor:
+def output_counts(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     """Counts of each token in the output before each node's continuation: [B, N, V] float32, along its own path."""
-    assert past.prompt_len is not None
-    columns = torch.arange(past.history.shape[1], device=past.history.device)
-    counted = (columns >= past.prompt_len[:, None]) & (columns < past.length[:, None])  # [B, L]
-    empty = torch.zeros((len(past.history), vocab_size), dtype=torch.float32, device=past.history.device)
-    counts = empty.scatter_add(1, torch.where(counted, past.history, 0), counted.float())[:, None]
-    if past.tree is None:
+    assert inputs.prompt_len is not None
+    columns = torch.arange(inputs.history.shape[1], device=inputs.history.device)
+    counted = (columns >= inputs.prompt_len[:, None]) & (columns < inputs.length[:, None])  # [B, L]
+    empty = torch.zeros((len(inputs.history), vocab_size), dtype=torch.float32, device=inputs.history.device)
+    counts = empty.scatter_add(1, torch.where(counted, inputs.history, 0), counted.float())[:, None]
+    if inputs.tree is None:
         return counts
-    num_nodes = past.tree.num_nodes
-    drafted = past.tree.ancestors & (torch.arange(num_nodes, device=columns.device) > 0)  # the root is in the history
-    tokens = past.tree.tokens[:, None, :].expand(drafted.shape)  # [B, N, N]
+    num_nodes = inputs.tree.num_nodes
+    drafted = inputs.tree.ancestors & (torch.arange(num_nodes, device=columns.device) > 0)  # the root is in the history
+    tokens = inputs.tree.tokens[:, None, :].expand(drafted.shape)  # [B, N, N]
     return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
 
 
-def past_tokens(past: EditInputs, vocab_size: int) -> torch.Tensor:
+def past_tokens(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     """Tokens that already occur before each node's continuation: [B, N, V] bool, along its own ancestor path."""
-    if past.seen is not None:
-        return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
-    history = past.history
-    valid = torch.arange(history.shape[1], device=history.device) < past.length[:, None]
+    if inputs.seen is not None:
+        return _along_paths(unpack_bits(inputs.seen, vocab_size), inputs.tree)
+    history = inputs.history
+    valid = torch.arange(history.shape[1], device=history.device) < inputs.length[:, None]
     column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
     seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
-    return _along_paths(seen, past.tree)
+    return _along_paths(seen, inputs.tree)
 
 
 def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:

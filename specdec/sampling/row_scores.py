@@ -30,7 +30,7 @@ class SeenTokens(NamedTuple):
     path: torch.Tensor
 
 
-def reading(
+def kernel_inputs(
     logits: torch.Tensor, softcap: float | None, seen: SeenTokens | None
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """How kernels read logits [B, N, V]: (p_seen, p_path) and (softcap, cap_inverse, s_row, s_seen, path_len)."""

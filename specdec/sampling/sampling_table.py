@@ -19,9 +19,9 @@ from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.gpu.triton_shim import tl
 from specdec.settings.sampling_numbers import NUMBERS
 
-WHOLE = ("seed", *(name for name, number in NUMBERS.items() if number.kind is int))
+INT_COLUMNS = ("seed", *(name for name, number in NUMBERS.items() if number.kind is int))
 """Columns of whole numbers, which come first."""
-REAL = tuple(name for name, number in NUMBERS.items() if number.kind is float)
+FLOAT_COLUMNS = tuple(name for name, number in NUMBERS.items() if number.kind is float)
 """The other columns, each the bits of a float64."""
 FILTERS = tuple(name for name, number in NUMBERS.items() if number.filters)
 """Parameters that remove tokens from the distribution."""
@@ -29,14 +29,14 @@ DEFAULTS = SamplingParams()
 
 
 class ParamVectors(NamedTuple):
-    """The parameters of B requests: whole [WHOLE, B] int64 and real [REAL, B] float32, contiguous."""
+    """The parameters of B requests: whole [INT_COLUMNS, B] int64 and real [FLOAT_COLUMNS, B] float32, contiguous."""
 
     whole: torch.Tensor
     real: torch.Tensor
 
     def column(self, name: str) -> torch.Tensor:
         """Values of one parameter, [B]."""
-        return self.whole[WHOLE.index(name)] if name in WHOLE else self.real[REAL.index(name)]
+        return self.whole[INT_COLUMNS.index(name)] if name in INT_COLUMNS else self.real[FLOAT_COLUMNS.index(name)]
 
     def over_logits(self, name: str) -> torch.Tensor:
         """Values of one parameter as [B, 1, 1], to combine with logits [B, N, V]."""
@@ -45,16 +45,16 @@ class ParamVectors(NamedTuple):
 
 def index_of(name: str) -> tl.constexpr:
     """Index of a column, by which kernels find it: its row of `whole` or `real`."""
-    return tl.constexpr(WHOLE.index(name) if name in WHOLE else REAL.index(name))
+    return tl.constexpr(INT_COLUMNS.index(name) if name in INT_COLUMNS else FLOAT_COLUMNS.index(name))
 
 
 def split_cells(cells: torch.Tensor) -> ParamVectors:
     """Split cells [B, columns] of a `SamplingTable` into vectors."""
     by_column = cells.t().contiguous()
-    return ParamVectors(by_column[: len(WHOLE)], by_column[len(WHOLE) :].view(torch.float64).float())
+    return ParamVectors(by_column[: len(INT_COLUMNS)], by_column[len(INT_COLUMNS) :].view(torch.float64).float())
 
 
-class SamplerUses(NamedTuple):
+class SamplerFeatures(NamedTuple):
     """Features that at least one request of a batch uses; its rounds must compute them.
 
     filters: names of FILTERS. The other fields are edits of logits. penalty: repetition penalty. counts: frequency or
@@ -74,7 +74,7 @@ class SamplerUses(NamedTuple):
         return self.counts or self.bias > 0 or self.masked
 
     @classmethod
-    def from_params(cls, params: Sequence[SamplingParams]) -> "SamplerUses":
+    def from_params(cls, params: Sequence[SamplingParams]) -> "SamplerFeatures":
         sampled = [p for p in params if p.temperature > 0]
         return cls(
             sampled=len(sampled) > 0,
@@ -86,7 +86,7 @@ class SamplerUses(NamedTuple):
         )
 
 
-SAMPLED = SamplerUses(sampled=True, filters=frozenset(FILTERS))
+SAMPLED = SamplerFeatures(sampled=True, filters=frozenset(FILTERS))
 """Any temperature and all filters, on unedited logits."""
 
 
@@ -99,12 +99,12 @@ class SamplingTable:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.cells = MirroredArray((num_rows, len(WHOLE) + len(REAL)), device)
+        self.cells = MirroredArray((num_rows, len(INT_COLUMNS) + len(FLOAT_COLUMNS)), device)
         self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
         self._biased: set[tuple[int, int]] = set()  # rooms and rows that have held entries
-        self._last: tuple[list[SamplingParams], SamplerUses] = (
+        self._last: tuple[list[SamplingParams], SamplerFeatures] = (
             [],
-            SamplerUses.from_params([]),
+            SamplerFeatures.from_params([]),
         )  # the last batch given to `uses`
 
     @property
@@ -113,42 +113,44 @@ class SamplingTable:
 
     def load(self, rows: IntArray, requests: Sequence[tuple[SamplingParams, int]]) -> None:
         """Rows [B] sample with these parameters and seeds from now on."""
-        whole = np.array([(seed, *(getattr(p, name) for name in WHOLE[1:])) for p, seed in requests], dtype=np.int64)
-        real = np.array([[getattr(p, name) for name in REAL] for p, _ in requests], dtype=np.float64)
+        whole = np.array(
+            [(seed, *(getattr(p, name) for name in INT_COLUMNS[1:])) for p, seed in requests], dtype=np.int64
+        )
+        real = np.array([[getattr(p, name) for name in FLOAT_COLUMNS] for p, _ in requests], dtype=np.float64)
         columns = np.arange(self.cells.host.shape[1])
         self.cells[rows[:, None], columns] = np.concatenate([whole, real.view(np.int64)], axis=1)
 
-    def uses(self, params: Sequence[SamplingParams]) -> SamplerUses:
-        """`SamplerUses.from_params`, cached while the batch is the same, since it looks at every parameter."""
-        before, uses = self._last
+    def features_of(self, params: Sequence[SamplingParams]) -> SamplerFeatures:
+        """`SamplerFeatures.from_params`, cached while the batch is the same, since it looks at every parameter."""
+        before, features = self._last
         if before != list(params):  # the same object is not compared field by field
-            uses = SamplerUses.from_params(params)
-        self._last = list(params), uses  # these objects, even if equal to the last
-        return uses
+            features = SamplerFeatures.from_params(params)
+        self._last = list(params), features  # these objects, even if equal to the last
+        return features
 
-    def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], uses: SamplerUses) -> None:
+    def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], features: SamplerFeatures) -> None:
         """Write the biases of these rows, for a round with these uses."""
-        if not uses.bias:
+        if not features.bias:
             return
-        if uses.bias not in self._biases:
-            self._biases[uses.bias] = MirroredArray((len(self.cells.host), uses.bias), self.cells.tensor.device)
-        biases = self._biases[uses.bias]
+        if features.bias not in self._biases:
+            self._biases[features.bias] = MirroredArray((len(self.cells.host), features.bias), self.cells.tensor.device)
+        biases = self._biases[features.bias]
         for row, each in zip(rows.tolist(), params, strict=True):
             if each.logit_bias:
-                self._biased.add((uses.bias, row))
-            elif (uses.bias, row) not in self._biased:
+                self._biased.add((features.bias, row))
+            elif (features.bias, row) not in self._biased:
                 continue  # it holds nothing
-            packed = pack_bias(each.logit_bias or {}, uses.bias)
+            packed = pack_bias(each.logit_bias or {}, features.bias)
             if (biases.host[row] != packed).any():
                 biases[row] = packed
 
     def row_params(
-        self, rows: torch.Tensor, uses: SamplerUses, params: ParamVectors | None = None
-    ) -> tuple[ParamVectors, SamplerUses, torch.Tensor | None]:
+        self, rows: torch.Tensor, features: SamplerFeatures, params: ParamVectors | None = None
+    ) -> tuple[ParamVectors, SamplerFeatures, torch.Tensor | None]:
         """The inputs of a sampler of rows [B]: a copy of their parameters (or the copy given), the features that any of
         them uses, and their biases [B, K] as `pack_bias` makes them."""
-        bias = self._biases[uses.bias].tensor[rows] if uses.bias else None
-        return params or split_cells(self.cells.tensor[rows]), uses, bias
+        bias = self._biases[features.bias].tensor[rows] if features.bias else None
+        return params or split_cells(self.cells.tensor[rows]), features, bias
 
 
 def bias_room(entries: int) -> int:

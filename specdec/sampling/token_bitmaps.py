@@ -96,7 +96,7 @@ class SeenBits:
 
 # tokens that grammars allow
 
-FREE = -1
+ALL_ALLOWED = -1
 """All bits: every token is allowed."""
 
 
@@ -127,7 +127,7 @@ class MaskBuffer:
         size = batch * num_nodes * self.num_words
         if self._words is None:
             largest = max(self._max_rows * self.max_nodes * self.num_words, size)
-            self._words = torch.full((largest,), FREE, dtype=torch.int32, device=self._device)
+            self._words = torch.full((largest,), ALL_ALLOWED, dtype=torch.int32, device=self._device)
         assert size <= self._words.numel(), f"{batch=} {num_nodes=} {self.max_nodes=}"
         return self._words[:size].view(batch, num_nodes, self.num_words)
 
@@ -135,5 +135,5 @@ class MaskBuffer:
 def write_masks(target: torch.Tensor, masks: RowMasks) -> None:
     """Write masks into target [B, N, words], queued after earlier launches without waiting; other rows allow every
     token."""
-    target.fill_(FREE)
+    target.fill_(ALL_ALLOWED)
     target.index_copy_(0, upload(masks.rows, target.device), upload(np.ascontiguousarray(masks.words), target.device))

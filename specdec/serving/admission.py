@@ -22,7 +22,7 @@ class Admission:
         self._rows = rows
         self._max_waiting = max_waiting
         self._per_client = per_client
-        self.out = 0  # places taken by open requests
+        self.num_open = 0  # places taken by open requests
         self._places_of: Counter[str] = Counter()  # places of each client, if limited
         self._lock = threading.Lock()
 
@@ -50,7 +50,7 @@ class Admission:
         self.give_back(1, sample.client)
 
     def _count_places(self, client: str, count: int) -> None:
-        self.out += count
+        self.num_open += count
         if self._per_client:
             self._places_of[client] += count
             if not self._places_of[client]:
@@ -71,8 +71,8 @@ class Admission:
             raise QueueFullError(
                 f"{self._places_of[client]} of your samples are open, and {more}; try again when some have ended"
             )
-        if self.out + count > self.max_places:
+        if self.num_open + count > self.max_places:
             raise QueueFullError(
-                f"{max(0, self.out - self._rows)} requests wait behind {min(self.out, self._rows)} that run, and "
-                f"at most {self._max_waiting} may; try again later, or raise max_waiting"
+                f"{max(0, self.num_open - self._rows)} requests wait behind {min(self.num_open, self._rows)} that run, "
+                f"and at most {self._max_waiting} may; try again later, or raise max_waiting"
             )

@@ -25,7 +25,7 @@ from specdec.runtime.arguments import known_keywords, params_for, require_one_sa
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission
-from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, StreamedSample
+from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
 from specdec.serving.text_bound import TextBound
@@ -221,7 +221,7 @@ class AsyncEngine:
     @property
     def open_requests(self) -> int:
         """Number of requests that run or wait."""
-        return self._admission.out
+        return self._admission.num_open
 
     @property
     def samples(self) -> list[StreamedSample]:
@@ -240,7 +240,7 @@ class AsyncEngine:
     @property
     def failing(self) -> bool:
         """Do rounds fail repeatedly, without a request that finishes in between?"""
-        return self._thread.failed_rounds >= BROKEN
+        return self._thread.failed_rounds >= MAX_FAILED_ROUNDS
 
     @property
     def died(self) -> str | None:

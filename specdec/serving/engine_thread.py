@@ -31,7 +31,7 @@ from specdec.serving.fair_pool import settle
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-BROKEN = 3
+MAX_FAILED_ROUNDS = 3
 """After this many requests failed with their rounds, with no token in between, the engine itself counts as broken."""
 
 
@@ -39,14 +39,14 @@ BROKEN = 3
 class StreamedSample:
     """A request that this thread watches. owner: its reader, which is told of news.
 
-    client: name of its API key, or its address. seen: number of tokens reported to the owner.
+    client: name of its API key, or its address. num_reported: number of tokens reported to the owner.
     """
 
     handle: Handle
     owner: Any
     client: str = ""
     submitted: float = field(default_factory=time.perf_counter)
-    seen: int = 0
+    num_reported: int = 0
     last_news: float = 0.0
     error: SpecDecError | None = None
 
@@ -204,13 +204,13 @@ class EngineThread:
         news, ended = [], []
         for sample in self._samples_with_news():
             finished = sample.handle.finished or sample.failure() is not None  # read this before the tokens
-            tokens = sample.handle.num_output - sample.seen
+            tokens = sample.handle.num_output - sample.num_reported
             if tokens:
-                if sample.seen:  # gained in a round, not after the prompt
+                if sample.num_reported:  # gained in a round, not after the prompt
                     self.failed_rounds = 0
                 for observer in self.observers:
                     observer.gained(sample, now)
-                sample.seen, sample.last_news = sample.seen + tokens, now
+                sample.num_reported, sample.last_news = sample.num_reported + tokens, now
             if finished:
                 ended.append(sample)
                 if sample.failure() is None and sample.handle.finish_reason != "abort":

@@ -81,18 +81,18 @@ class NonBlockingHandler(logging.Handler):
         super().close()
 
     def _run(self) -> None:
-        said = 0  # dropped lines already reported
+        reported = 0  # dropped lines already reported
         while True:
             taken = self._lines.get()
             if isinstance(taken, bytes):
                 self._write(taken)
                 self._written += len(taken)
             is_last = isinstance(taken, threading.Event) or self._lines.empty()
-            if is_last and (unsaid := self.dropped - said):
+            if is_last and (unreported := self.dropped - reported):
                 text = "%d lines of this log were dropped: its reader is too slow"
-                record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (unsaid,), None)
+                record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (unreported,), None)
                 self._write((self.format(record) + "\n").encode())
-                said += unsaid
+                reported += unreported
             if isinstance(taken, threading.Event):
                 taken.set()
 

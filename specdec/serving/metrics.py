@@ -72,7 +72,7 @@ class MetricsCollector:
 
     def gained(self, sample: StreamedSample, now: float) -> None:
         """On the engine's thread."""
-        if sample.seen:
+        if sample.num_reported:
             self._between.observe(now - sample.last_news)
         else:
             self._first.observe(now - sample.submitted)

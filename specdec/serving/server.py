@@ -89,10 +89,10 @@ def require_certificate(settings: ServeSettings) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
-        said = getattr(error, "reason", None) or error.strerror or str(error)
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
         raise ConfigError(
             f"ssl_certfile={str(settings.ssl_certfile)!r} with ssl_keyfile={str(settings.ssl_keyfile)!r} cannot be "
-            f"used: {said}; give the certificate and its key as PEM files"
+            f"used: {reason}; give the certificate and its key as PEM files"
         ) from None
 
 

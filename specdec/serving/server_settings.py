@@ -58,5 +58,5 @@ class ServeSettings(HttpOptions):
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:
     """Sampling defaults from a model's generation config; temperature 1, as in OpenAI's API, if it has none."""
-    said = {name: getattr(generation_config, name, None) for name in DEFAULTS}
-    return {"temperature": 1.0} | {name: value for name, value in said.items() if value is not None}
+    defaults = {name: getattr(generation_config, name, None) for name in DEFAULTS}
+    return {"temperature": 1.0} | {name: value for name, value in defaults.items() if value is not None}

@@ -51,8 +51,8 @@ class ContentTokens:
         _mapped([chat, others], noted)
         if not any(self._all.search(text) for text in texts):
             return chat, others, ""
-        there = set().union(*texts)
-        marker = next(chr(code) for code in PRIVATE_USE if chr(code) not in there)
+        used = set().union(*texts)
+        marker = next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
         messages = []
         for each in chat:
             pattern = self._special if each.get("role") in WRITTEN_BY_MODELS else self._all

@@ -96,10 +96,10 @@ def _text(value: Any, name: str, where: str) -> str:
     return require_text(f"{where}: '{name}'", value)
 
 
-def _shown(value: Any, most: int = 40) -> str:
+def _shown(value: Any, max_chars: int = 40) -> str:
     """A value as JSON, cut to a readable length."""
     text = json.dumps(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def _names(keys: tuple[str, ...]) -> str:

@@ -10,5 +10,5 @@ def read_text_file(path: Path, what: str) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"{what} {str(path)!r} cannot be read: {said}") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {reason}") from None

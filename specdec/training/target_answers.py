@@ -32,7 +32,7 @@ MIN_ANSWER = 16  # tokens of an answer that must fit after a prompt
 MAX_SKIPPED = 1000  # prompts in a row without room for an answer, after which the search ends
 SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
 GROUP_SHARE = 0.05  # of the time for answers, which a group handed to the engine at once may take
-MAX_GROUP = 8  # batches of a group
+BATCHES_PER_GROUP = 8  # batches of a group
 
 
 Chat = Sequence[Mapping[str, Any]]
@@ -157,7 +157,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
             file.flush()
             done += len(ids)
             fitting = GROUP_SHARE * seconds / (time.perf_counter() - before) * len(ids) / settings.batch
-            group = settings.batch * max(1, min(MAX_GROUP, int(fitting)))
+            group = settings.batch * max(1, min(BATCHES_PER_GROUP, int(fitting)))
             stage.update(max(done / count, (time.perf_counter() - began) / seconds), f"{done} answers")
 
 

@@ -171,12 +171,12 @@ def _driven(
 
 def _require_room(engine: Engine, batch: int, max_len: int) -> None:
     """Raise CapacityError if the batch does not fit at once: requests would wait, and rounds would be smaller."""
-    there = engine.stats().full_slots.capacity
-    if there < batch * max_len:
+    available = engine.stats().full_slots.capacity
+    if available < batch * max_len:
         each = engine.target.layout.slot_bytes(KEEP_ALL, engine.target.dtype)
         raise CapacityError(
             f"{batch} requests of {max_len} tokens take {batch * max_len * each / 1e9:.1f} GB of K/V on the full "
-            f"layers, and {there * each / 1e9:.1f} GB are left for them"
+            f"layers, and {available * each / 1e9:.1f} GB are left for them"
         )
 
 

@@ -48,9 +48,9 @@ from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import StoredWeights, stored_weights
 from specdec.modules.family_name import family_name
 from specdec.progress import working
-from specdec.runtime.sizing import MEMORY_SHARE
+from specdec.runtime.sizing import KV_SHARE
 
-COLUMNS = 32
+COLUMN_MULTIPLE = 32
 """K of every packed weight is a multiple of this: the order of a word and the smallest group need it."""
 
 KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x44004400)}
@@ -72,8 +72,8 @@ class WeightForm:
 
     def group_of(self, columns: int) -> int:
         """The largest group up to `group` that divides K. Raises ConfigError if K cannot be packed."""
-        if columns % COLUMNS:
-            raise ConfigError(f"weights={self.name!r}: {columns} columns are no multiple of {COLUMNS}")
+        if columns % COLUMN_MULTIPLE:
+            raise ConfigError(f"weights={self.name!r}: {columns} columns are no multiple of {COLUMN_MULTIPLE}")
         return columns if self.group is None else gcd(self.group, columns)
 
 
@@ -215,11 +215,11 @@ def require_room(
 ) -> None:
     """Raise CapacityError with the numbers if the weights leave no room on the device."""
     target, drafter = count_weights(shape, shrink, dtype, form)
-    needed, there = target.bytes + drafter.bytes, free_bytes(device)
-    if needed > there * MEMORY_SHARE.get(device.type, 0.5):
+    needed, free = target.bytes + drafter.bytes, free_bytes(device)
+    if needed > free * KV_SHARE.get(device.type, 0.5):
         raise CapacityError(
             f"{shape.name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
-            f"{there / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
+            f"{free / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
             "--shrink, or use another device"
         )
 
@@ -351,7 +351,7 @@ def random_subject(
     the dtype. layers, divisor: of `Shrink`. config: the device, the dtype, and whether layers are fused.
     """
     form = None if weights is None else find_form(weights)
-    shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMNS)
+    shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMN_MULTIPLE)
     where = pick_device(config.device)
     dtype = pick_dtype(config.dtype, where, shape.target(shrink))
     if weights == UNPACKED:

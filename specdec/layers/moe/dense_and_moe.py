@@ -42,7 +42,7 @@ from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, reference_route, route
 from specdec.layers.packed.packed_tile import tile_columns, weight_constants, weight_pointers
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.product import Cut, Product, cut_of
+from specdec.layers.product import Product, SplitK, split_k_of
 
 
 def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
@@ -151,7 +151,7 @@ def mlp_and_experts(
     num_rows, hidden = fork.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
-    pairs = (mlp.gate_up, Cut(1, hidden), experts.gate_up), (mlp.down, cut_of(mlp.down), experts.down)
+    pairs = (mlp.gate_up, SplitK(1, hidden), experts.gate_up), (mlp.down, split_k_of(mlp.down), experts.down)
     alike = all(_tiles_alike(*pair, num_rows, fork.mlp.dtype) for pair in pairs)
     if num_rows == 0 or not alike or not are_few(num_rows, router.top_k) or mlp.limit < inf:
         routing = route(fork.router, router)
@@ -160,18 +160,18 @@ def mlp_and_experts(
     # an early program may write while the router's input is read: allocate memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
     products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
-    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, Cut(1, hidden), products.gate_up, start="early")
-    cut = cut_of(mlp.down)
-    parts = torch.empty((cut.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
-    _launch_both(gated, mlp.down, parts, None, cut, products.down, start="usual")
+    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), products.gate_up, start="early")
+    split_k = split_k_of(mlp.down)
+    parts = torch.empty((split_k.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
+    _launch_both(gated, mlp.down, parts, None, split_k, products.down, start="usual")
     return Product(parts, None, fork.mlp.dtype), products.result
 
 
-def _tiles_alike(dense: Weight, cut: Cut, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:
+def _tiles_alike(dense: Weight, split_k: SplitK, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:
     """Do the experts' tiles fit the ranges and groups of the dense weight? Not always if the two are packed
     differently."""
     columns = expert_tiles(num_rows, experts, dtype, None)["BLOCK_K"]
-    if cut.splits > 1 and cut.split_len % columns:
+    if split_k.splits > 1 and split_k.split_len % columns:
         return False
     if not isinstance(dense, PackedWeight):
         return True
@@ -183,25 +183,25 @@ def _launch_both(
     weight: Weight,
     out: torch.Tensor,
     activation: str | None,
-    cut: Cut,
+    split_k: SplitK,
     experts: ExpertLaunch,
     start: str,
 ) -> None:
     n, k = weight.shape
     if not isinstance(weight, PackedWeight):
         assert x.dtype == weight.dtype and x.stride(1) == weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
-    assert x.shape[1] == k and (cut.splits == 1 or cut.split_len % experts.options["BLOCK_K"] == 0), (
-        f"{x.shape=} {cut=}"
+    assert x.shape[1] == k and (split_k.splits == 1 or split_k.split_len % experts.options["BLOCK_K"] == 0), (
+        f"{x.shape=} {split_k=}"
     )
     tiles = triton.cdiv(n, experts.options["BLOCK_N"])
-    num_dense = tiles * cut.splits
+    num_dense = tiles * split_k.splits
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
     _both_kernel[(num_dense + experts.tiles * experts.lists,)](
-        *(x, words, scales, zeros, out, len(x), num_dense, tiles, n, k, cut.split_len, x.stride(0), s_w, s_scales),
+        *(x, words, scales, zeros, out, len(x), num_dense, tiles, n, k, split_k.split_len, x.stride(0), s_w, s_scales),
         *experts.arguments,
         **{f"DENSE_{name}": value for name, value in weight_constants(weight, x.dtype).items()},
         DENSE_ACT=activation,
-        DENSE_WHOLE=cut.splits == 1,
+        DENSE_WHOLE=split_k.splits == 1,
         DENSE_EVEN_K=k % experts.options["BLOCK_K"] == 0,
         START=start,
         **experts.options,

@@ -21,7 +21,7 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.gemm_small import MIN_TILE_HEIGHT
 from specdec.layers.linear import linear
 from specdec.layers.norm import Norm
-from specdec.layers.product import MAX_SMALL_ROWS, Cut, Tiles, sum_parts
+from specdec.layers.product import MAX_SMALL_ROWS, SplitK, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
 NONE = tl.constexpr(-(2**31))
@@ -237,13 +237,13 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    cut = tiles = None
+    split_k = tiles = None
     if router.weight.dtype != x.dtype:
-        cut = Cut(triton.cdiv(x.shape[1], WIDE_RANGE), WIDE_RANGE)
+        split_k = SplitK(triton.cdiv(x.shape[1], WIDE_RANGE), WIDE_RANGE)
         block_m = min(max(16, triton.next_power_of_2(num_rows)), MAX_SMALL_ROWS)
         tiles = Tiles(64, block_m, WIDE_RANGE, 4, 1, MIN_TILE_HEIGHT)
     # apart: the same parts for any number of rows, so the same bits
-    logits = linear(x, router.weight, router.bias, cut, tiles=tiles, apart=True, holds=holds)
+    logits = linear(x, router.weight, router.bias, split_k, tiles=tiles, keep_parts=True, holds=holds)
     block_groups = triton.next_power_of_2(router.groups)
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.correction, router.expert_scale, experts, weights, num_rows, num_experts),

@@ -178,10 +178,10 @@ def packed_gemm(
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
 
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
-    tiles, cut, fine = launch.tiles, launch.cut, launch.fine
+    tiles, split_k, fine = launch.tiles, launch.split_k, launch.fine
     assert weight.shape[1] == k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    assert cut.splits == 1 or (not gated and cut.split_len % tiles.block_k == 0), f"{cut=} {tiles=}"
+    assert split_k.splits == 1 or (not gated and split_k.split_len % tiles.block_k == 0), f"{split_k=} {tiles=}"
     assert not (launch.summed or fine) or tiles.tail_m == 0, f"{launch=}"
     assert fine is None or (fine.block_n == tiles.block_n and not launch.summed), f"{launch=}"
     split = launch.parts > 1
@@ -197,7 +197,7 @@ def packed_gemm(
     packed_gemm_kernel[(launch.programs(num_rows, n), launch.parts)](
         *(described(tiles.block_m, tiles.block_k), described(*other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),
-        *(num_rows, row_tiles, high, n, k, cut.split_len if cut.splits > 1 else k, s_w, s_scales),
+        *(num_rows, row_tiles, high, n, k, split_k.split_len if split_k.splits > 1 else k, s_w, s_scales),
         **weight_constants(weight, x.dtype),
         SUMMED=launch.summed,
         ACTIVATION=activation,

@@ -20,7 +20,7 @@ from specdec.layers.gemm_small import TWO_TILES, can_hold
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
-from specdec.layers.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, Cut, Tiles
+from specdec.layers.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, SplitK, Tiles
 
 
 class Pace(NamedTuple):
@@ -132,23 +132,29 @@ REGISTERS = 128
 """Register limit per thread of `gemm_small`, set if it lets one more program run on a multiprocessor."""
 
 
-def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: torch.dtype) -> Tiles:
+def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dtype: torch.dtype) -> Tiles:
     """Full tiles of `gemm_small`: unpacking absent rows of a tile costs as much as real ones."""
     fixed = tile_columns(weight)
     if dtype == torch.float32:
         return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
-    if can_hold(weight, cut, num_rows, dtype):
-        return Tiles(64, MAX_SMALL_ROWS, cut.split_len, 4, 1, 64)
+    if can_hold(weight, split_k, num_rows, dtype):
+        return Tiles(64, MAX_SMALL_ROWS, split_k.split_len, 4, 1, 64)
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
-    stages = 4 if cut.split_len > DEEP_RANGE else 3
+    stages = 4 if split_k.split_len > DEEP_RANGE else 3
     if num_rows > MAX_SMALL_ROWS:
         return Tiles(64, 64, fixed or 128, 4, stages, 64)
     block_m, high = max(16, triton.next_power_of_2(num_rows)), len(weight) >= SPLIT_HEIGHT
     if BITS[weight.code] == 8:
-        block_k = fixed or (256 if high and cut.splits == 1 else 128)
+        block_k = fixed or (256 if high and split_k.splits == 1 else 128)
         return Tiles(64, block_m, block_k, 4, stages, 64, registers=REGISTERS)
-    if high and cut.splits > 1 and cut.split_len <= SHORT_RANGE and weight.code == "int4" and weight.group <= 32:
+    if (
+        high
+        and split_k.splits > 1
+        and split_k.split_len <= SHORT_RANGE
+        and weight.code == "int4"
+        and weight.group <= 32
+    ):
         return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
     return Tiles(64, block_m, fixed or 256, 4, stages, 64)
 
@@ -185,14 +191,14 @@ class PackedLaunch(NamedTuple):
     """
 
     tiles: Tiles
-    cut: Cut
+    split_k: SplitK
     summed: bool = False
     fine: Tiles | None = None
     high: int = 0
 
     @property
     def parts(self) -> int:
-        return 1 if self.summed else self.cut.splits
+        return 1 if self.summed else self.split_k.splits
 
     def row_tiles(self, num_rows: int) -> int:
         """Tiles of x, the last of which ends with the last row; with fine ones, those that are nearly whole."""
@@ -221,47 +227,49 @@ def _rounded(num_rows: int) -> int:
 
 
 def choose_packed_rows(
-    num_rows: int, weight: PackedWeight, device: torch.device, *, gated: bool = False, cut: Cut | None = None
+    num_rows: int, weight: PackedWeight, device: torch.device, *, gated: bool = False, split_k: SplitK | None = None
 ) -> PackedLaunch | None:
-    """Choose the launch. cut: the ranges of K, in order; None: any order. Returns None if other kernels are faster or
-    no tiles fit."""
-    if cut is None and num_rows > LIBRARY_ROWS:
+    """Choose the launch. split_k: the ranges of K, in order; None: any order. Returns None if other kernels are faster
+    or no tiles fit."""
+    if split_k is None and num_rows > LIBRARY_ROWS:
         return None
-    if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
+    if split_k is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
         return None
     n, k = weight.shape
     shape = PackedShape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
-    return _choose(_rounded(num_rows), shape, gated, cut, *device_limits(device))
+    return _choose(_rounded(num_rows), shape, gated, split_k, *device_limits(device))
 
 
 @lru_cache(maxsize=4096)
 def _choose(
-    num_rows: int, shape: PackedShape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
+    num_rows: int, shape: PackedShape, gated: bool, split_k: SplitK | None, multiprocessors: int, shared: int
 ) -> PackedLaunch | None:
     took = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in PACES
         if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # absent rows take longer than real ones
-        for launch in _launches(num_rows, shape, tiles, gated, cut, multiprocessors)
+        for launch in _launches(num_rows, shape, tiles, gated, split_k, multiprocessors)
     }
-    if not took or (cut is None and min(took.values()) > _library_microseconds(num_rows, shape)):
+    if not took or (split_k is None and min(took.values()) > _library_microseconds(num_rows, shape)):
         return None
     return min(took, key=lambda launch: took[launch])
 
 
 def _launches(
-    num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, cut: Cut | None, multiprocessors: int
+    num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, split_k: SplitK | None, multiprocessors: int
 ) -> Iterator[PackedLaunch]:
-    cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
-    for some in cuts:
-        few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
+    split_ks = (
+        [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if split_k is None else [split_k]
+    )
+    for some in split_ks:
+        few = some.splits * num_rows <= MAX_PART_ROWS and (split_k is not None or some.split_len >= MIN_RANGE)
         if some.splits == 1 or few:
             yield PackedLaunch(tiles, some)
         if some.splits == 1:
             for fine in FINE.get(tiles, ()):
                 yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, fine=fine), multiprocessors)
-    if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
-        yield PackedLaunch(tiles, cut, summed=True)
+    if split_k is not None and split_k.splits > 1 and shape.bits == 4 and tiles in SUMMED:
+        yield PackedLaunch(tiles, split_k, summed=True)
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
@@ -275,9 +283,9 @@ def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocess
             yield launch._replace(high=high)
 
 
-def _equal_ranges(k: int, ranges: int) -> Cut:
+def _equal_ranges(k: int, ranges: int) -> SplitK:
     split_len = triton.cdiv(triton.cdiv(k, ranges), 128) * 128
-    return Cut(triton.cdiv(k, split_len), split_len)
+    return SplitK(triton.cdiv(k, split_len), split_len)
 
 
 def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
@@ -291,9 +299,9 @@ def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
 
 
 def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
-    tiles, cut, parts = launch.tiles, launch.cut, launch.parts
+    tiles, split_k, parts = launch.tiles, launch.split_k, launch.parts
     pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
-    columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
+    columns = shape.k if parts == 1 else min(split_k.split_len, shape.k)
     if launch.fine is None:
         for_128 = pace.microseconds(each)
     else:

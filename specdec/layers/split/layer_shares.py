@@ -12,7 +12,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
     norms, routers, biases after sums                                      the same on every rank
     per-layer embeddings           columns of the rank's layers            put side by side once a forward
 
-The ranges of K are those of the whole weight (`Cut`). If no range is split between ranks, a rank computes the same
+The ranges of K are those of the whole weight (`SplitK`). If no range is split between ranks, a rank computes the same
 parts as a single device, and their sum in the order of ranges has the same bits. Other weights are divided by rows, and
 so are packed weights, whose ranges depend on their number of rows: one rank then computes a row's whole sum. An
 expert's sum over its width is never cut, so an expert is on one rank, which computes its part like a single device. A
@@ -27,14 +27,14 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShare
+from specdec.layers.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
 from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut, cut_of
+from specdec.layers.product import SplitK, split_k_of
 
 PAIR = 2
 """Ranks exchange 16-bit columns as 32-bit numbers."""
@@ -68,7 +68,7 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
-    return replace(parts, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+    return replace(parts, split_ks=SplitKs(whole_split_k(parts.qkv), out, down), **pieces)
 
 
 def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
@@ -111,9 +111,12 @@ def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
 
 def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     """The weights that make the queries, keys and values of one rank's heads."""
-    own: dict[str, Any] = {"kv": rank_rows(latent.kv, [len(latent.kv)], rank, count), "kv_cut": whole_cut(latent.kv)}
+    own: dict[str, Any] = {
+        "kv": rank_rows(latent.kv, [len(latent.kv)], rank, count),
+        "kv_split_k": whole_split_k(latent.kv),
+    }
     if latent.q is not None:
-        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_cut": whole_cut(latent.q)}
+        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": whole_split_k(latent.q)}
     return replace(latent, **own)
 
 
@@ -169,22 +172,22 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
             most = max(most, (heads.num_q + 2 * max(heads.num_kv, count)) * heads.head_dim)
         for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
             share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
-            most = max(most, rows, columns) if share.by_rows else max(most, whole_cut(weight).splits * rows)
+            most = max(most, rows, columns) if share.by_rows else max(most, whole_split_k(weight).splits * rows)
     return most
 
 
 def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
     """How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many
     columns."""
-    cut, columns = whole_cut(weight), weight.shape[1]
-    uneven = columns != cut.splits * cut.split_len and even
-    if is_packed(weight) or cut.splits % count or uneven:
-        return SumShare(cut, by_rows=True)
-    return SumShare(cut.share(count), by_rows=False)
+    split_k, columns = whole_split_k(weight), weight.shape[1]
+    uneven = columns != split_k.splits * split_k.split_len and even
+    if is_packed(weight) or split_k.splits % count or uneven:
+        return SumShare(split_k, by_rows=True)
+    return SumShare(split_k.share(count), by_rows=False)
 
 
-def whole_cut(weight: Weight | StackedWeights) -> Cut:
-    return cut_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
+def whole_split_k(weight: Weight | StackedWeights) -> SplitK:
+    return split_k_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
@@ -197,7 +200,7 @@ def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any
 def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slice:
     """The columns of a rank. The last rank may have fewer, unless ranks divide the weight by rows."""
     columns = weight.shape[1]
-    width = columns // count if share.by_rows else share.cut.splits * share.cut.split_len
+    width = columns // count if share.by_rows else share.split_k.splits * share.split_k.split_len
     return slice(rank * width, min((rank + 1) * width, columns))
 
 

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, SharedInputs, Walk, embed_inputs
+from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, embed_inputs
 from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.linear import linear
@@ -31,7 +31,7 @@ from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
 from specdec.layers.product import OwnedParts, Product, RankColumns, finish
-from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_cut
+from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_split_k
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
 """State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
@@ -50,29 +50,29 @@ class SplitLayer(nn.Module):
     ) -> tuple[torch.Tensor, list[LayerState]]:
         """hidden [T, H] of rank 0 (as in `states`) -> the next layer's."""
         contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.other_ranks]
-        walks: list[Walk] = [
-            share.walk(*state, context)  # type: ignore[operator]
+        runs: list[LayerRun] = [
+            share.begin(*state, context)  # type: ignore[operator]
             for share, state, context in zip(self.shares, states, contexts, strict=True)
         ]
-        ended = walk_together(walks, self.ranks, self.shares[0].ops)  # type: ignore[arg-type]
+        ended = run_together(runs, self.ranks, self.shares[0].ops)  # type: ignore[arg-type]
         after = [(*pair, state[2]) for pair, state in zip(ended, states, strict=True)]
         return after[0][0], after
 
 
-def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_together(runs: Sequence[LayerRun], ranks: Ranks, ops: Operations) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run every rank to its next sum, then complete the sums, until all have ended. Returns each rank's result."""
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
-    whole: list[Any] = [None] * len(walks)
+    whole: list[Any] = [None] * len(runs)
     while not ended:
         products: list[Exchanged] = []
-        for rank, walk in enumerate(walks):
+        for rank, run in enumerate(runs):
             with ranks.on(rank):
                 try:
-                    products.append(walk.send(whole[rank]))
+                    products.append(run.send(whole[rank]))
                 except StopIteration as end:
                     ended.append(end.value)
         if products:
-            assert len(products) == len(walks), "ranks take the same path"
+            assert len(products) == len(runs), "ranks take the same path"
             whole = complete(products, ranks, ops)
     return ended
 
@@ -208,7 +208,7 @@ class SplitHead(nn.Module):
 
     def __init__(self, weights: Sequence[Weight], bias: torch.Tensor | None, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
-        self.ops, self.ranks, self.cut = ops, ranks, whole_cut(weights[0])
+        self.ops, self.ranks, self.split_k = ops, ranks, whole_split_k(weights[0])
         count = len(ranks)
         self.shares: list[tuple[Weight, torch.Tensor | None]] = []
         with torch.inference_mode(False), torch.no_grad():
@@ -225,6 +225,6 @@ class SplitHead(nn.Module):
         for rank, sent in enumerate(self.ranks.send(x.reshape(-1, x.shape[-1]))):
             with self.ranks.on(rank):
                 weight, bias = self.shares[rank]
-                logits.append(self.ops(finish)(self.ops(linear)(sent, weight, bias, self.cut)))
+                logits.append(self.ops(finish)(self.ops(linear)(sent, weight, bias, self.split_k)))
         whole = self.ranks.collect(logits).transpose(0, 1)  # [M, R, N / R]
         return whole.reshape(*x.shape[:-1], -1)

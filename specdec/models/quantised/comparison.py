@@ -82,9 +82,9 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
     places.require_whole()
     ignored = [key for key in stored if IGNORABLE.fullmatch(key.rpartition(".")[2])]
     if ignored:
-        said = "%d tensors of the checkpoint, %s first, are not read: K/V may be stored in 8 bits by it "
-        said += "(kv_cache_scheme), and no weight is multiplied by it; K/V stay in the model's dtype"
-        logger.info(said, len(ignored), ignored[0])
+        message = "%d tensors of the checkpoint, %s first, are not read: K/V may be stored in 8 bits by it "
+        message += "(kv_cache_scheme), and no weight is multiplied by it; K/V stay in the model's dtype"
+        logger.info(message, len(ignored), ignored[0])
 
 
 def _by_stem(stored: Mapping[str, StoredTensor], promised: Quantization) -> dict[str, dict[str, StoredTensor]]:

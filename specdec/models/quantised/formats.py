@@ -204,8 +204,8 @@ class Int4(WeightFormat):
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
         layout = self.layout
         if layout.shape in tensors and tensors[layout.shape].tolist() != list(shape):
-            said = tensors[layout.shape].tolist()
-            raise UnsupportedModelError(f"{layout.shape} says {said} of a weight {list(shape)}")
+            stated = tensors[layout.shape].tolist()
+            raise UnsupportedModelError(f"{layout.shape} says {stated} of a weight {list(shape)}")
         if layout.order in tensors:
             self.require_in_order(tensors[layout.order])
         words, scales, zeros = tensors[layout.words], tensors[layout.scales], tensors.get(layout.zeros)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-ROWS = 64
+EXAMINED_ROWS = 64
 """Rows of a matrix that are examined, from the first on."""
-COLUMNS = 1024
+EXAMINED_COLUMNS = 1024
 """Columns of those rows that are examined."""
 ON_GRID = 0.97
 """Minimum share of the weights on a grid for a matrix to count as rounded."""
@@ -29,14 +29,14 @@ def rounded_to(module: nn.Module) -> str | None:
 
 def grid_of(weight: torch.Tensor) -> str | None:
     """The grid of one matrix [N, K]: "FP8", "int4" or NONE; None: it is too small to tell."""
-    rows = weight.detach()[:ROWS, :COLUMNS].float().cpu()
+    rows = weight.detach()[:EXAMINED_ROWS, :EXAMINED_COLUMNS].float().cpu()
     if rows.numel() < MIN_WEIGHTS or len(rows.abs().unique()) < 6:
         return None
     largest = float(weight.detach().abs().max())
     for groups in _groups(rows):
         if any(_whole(groups, top) >= ON_GRID for top in (7.0, 8.0, 7.5)):
             return "int4"
-    row_scale = weight.detach()[:ROWS].abs().amax(1, keepdim=True).float().cpu() / 448
+    row_scale = weight.detach()[:EXAMINED_ROWS].abs().amax(1, keepdim=True).float().cpu() / 448
     if any(_e4m3(rows / scale) >= ON_GRID for scale in (row_scale, torch.tensor(largest / 448), torch.tensor(1.0))):
         return "FP8"
     return NONE

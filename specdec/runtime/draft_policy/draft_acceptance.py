@@ -18,7 +18,7 @@ from specdec.runtime.rounds.result import DraftShape
 
 FloatArray = npt.NDArray[np.float64]
 
-MEMORY = 512
+DECAY_ROUNDS = 512
 """Rounds after which the engine's counts have decayed to about 1/e."""
 
 ROW_WEIGHT = 4.0
@@ -55,15 +55,15 @@ class DraftAcceptance:
         chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
         return chance
 
-    def learn(self, number: int, rows: IntArray, accepted: IntArray, max_drafts: IntArray) -> None:
-        """Count a round with draft `number`: rows [B] accepted `accepted` [B] drafts and could accept `max_drafts`
+    def learn(self, draft_index: int, rows: IntArray, accepted: IntArray, max_drafts: IntArray) -> None:
+        """Count a round with draft `draft_index`: rows [B] accepted `accepted` [B] drafts and could accept `max_drafts`
         [B]."""
-        kind, depth = self._class_of[number], self._depth_of[number]
+        kind, depth = self._class_of[draft_index], self._depth_of[draft_index]
         reached = np.minimum([accepted, accepted + 1], np.minimum(max_drafts, depth))  # the next one was rejected
         counts = self._levels < reached[..., None]  # [2, B, D]
         own = self._row_counts[:, self._source_of[kind], rows] + counts
         self._row_counts[:, self._source_of[kind], rows] = own * np.where(own[1] > ROW_MEMORY, 0.5, 1.0)
-        self._counts *= 1 - 1 / MEMORY
+        self._counts *= 1 - 1 / DECAY_ROUNDS
         self._counts[:, kind] += counts.sum(axis=1)
 
     def tokens(self, rows: IntArray, max_drafts: IntArray) -> FloatArray:

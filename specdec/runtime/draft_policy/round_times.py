@@ -3,9 +3,9 @@
 The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when the
 engine was made (or a guess) is one sample of it. So a shorter time is believed after one round, a longer one after
 three. If the draft with the most samples takes longer than measured at the start, the measured times of all drafts
-rise by the same factor. A draft (or no draft) that has not run in the newest MEMORY rounds counts with half its time,
-so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other work, and all
-samples are dropped.
+rise by the same factor. A draft (or no draft) that has not run in the newest DECAY_ROUNDS rounds counts with half its
+time, so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other work, and
+all samples are dropped.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
+from specdec.runtime.draft_policy.draft_acceptance import DECAY_ROUNDS, FloatArray
 
 NEWEST = 8
 """Number of newest rounds per draft whose times are kept."""
@@ -36,23 +36,23 @@ class RoundTimes:
         self._rounds = 0
         self.seconds = self._believed()
 
-    def learn(self, number: int, seconds: float) -> None:
-        """Add a round with draft `number` that took this many seconds."""
+    def learn(self, draft_index: int, seconds: float) -> None:
+        """Add a round with draft `draft_index` that took this many seconds."""
         self._rounds += 1
-        is_doubtful = number > 0 and seconds < DOUBT * self.seconds[0, 0]
+        is_doubtful = draft_index > 0 and seconds < DOUBT * self.seconds[0, 0]
         if is_doubtful or not self.timed[0]:
             self.timed[0] = seconds  # a plain round takes at most this
         for own, last in zip(self._own, self._last, strict=True):
-            if is_doubtful or self._rounds - last > MEMORY:
+            if is_doubtful or self._rounds - last > DECAY_ROUNDS:
                 own.clear()
-        self._own[number].append(seconds)
-        self._last[number] = self._rounds
+        self._own[draft_index].append(seconds)
+        self._last[draft_index] = self._rounds
         self.seconds = self._believed()
 
     def _believed(self) -> FloatArray:
         own, plain = self._own, low(self.timed[0], self._own[0])
         timed = np.where(self.timed > 0, self.timed, FIRST_GUESS * plain)
-        seen = max(range(1, len(own)), key=lambda number: len(own[number]))  # the draft with the most samples
+        seen = max(range(1, len(own)), key=lambda draft_index: len(own[draft_index]))  # the draft with the most samples
         timed[1:] *= max(1.0, low(timed[seen], own[seen]) / max(timed[seen], 1e-9))
         believed = np.array([low(*each) for each in zip(timed.tolist(), own, strict=True)])
         hoped = np.where([len(each) == 0 for each in own], believed / 2, believed)

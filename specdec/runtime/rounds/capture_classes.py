@@ -15,9 +15,9 @@ logit. Larger biases have classes of 8 times as many entries each; more alternat
 
 from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
-from specdec.sampling.sampling_table import SAMPLED, SamplerUses
+from specdec.sampling.sampling_table import SAMPLED, SamplerFeatures
 
-GREEDY = SamplerUses(sampled=False)
+GREEDY = SamplerFeatures(sampled=False)
 
 BIAS_ENTRIES = 512
 """Logit-bias entries in the smallest class of edited rounds."""
@@ -26,22 +26,26 @@ FEW_ALTERNATIVES = 20
 """Alternatives per token in the smallest class of scored rounds."""
 
 
-def share(uses: SamplerUses, logprobs: int | None, *, on_kernels: bool) -> tuple[SamplerUses, int | None]:
+def widen_to_class(
+    features: SamplerFeatures, logprobs: int | None, *, on_kernels: bool
+) -> tuple[SamplerFeatures, int | None]:
     """Find the smallest class that covers these uses and alternatives. Returns its uses and alternatives.
 
     on_kernels: kernels draw the tokens, without a sort.
     """
-    if not (uses.edits or logprobs is not None):
-        if uses.penalty:
+    if not (features.edits or logprobs is not None):
+        if features.penalty:
             return SAMPLED._replace(penalty=True), None
-        return (SAMPLED if on_kernels or uses.sampled else GREEDY), None
-    edited = SAMPLED._replace(penalty=True, counts=True, bias=step_up(uses.bias, BIAS_ENTRIES, 8), masked=uses.masked)
+        return (SAMPLED if on_kernels or features.sampled else GREEDY), None
+    edited = SAMPLED._replace(
+        penalty=True, counts=True, bias=step_up(features.bias, BIAS_ENTRIES, 8), masked=features.masked
+    )
     return edited, None if logprobs is None else _alternatives(logprobs)
 
 
-def is_large(shape: RoundShape) -> bool:
+def is_rare(shape: RoundShape) -> bool:
     """Does a round change or report logits, or verify tokens that a grammar forces? Such rounds have fewer sizes."""
-    return shape.uses.edits or shape.uses.penalty or shape.logprobs is not None or shape.forced > 0
+    return shape.features.edits or shape.features.penalty or shape.logprobs is not None or shape.forced > 0
 
 
 def _alternatives(count: int) -> int:

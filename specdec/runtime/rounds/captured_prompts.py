@@ -19,8 +19,8 @@ import torch
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.paused_forward import PausedForward
-from specdec.models.target import FinalStates
-from specdec.runtime.rounds.captured_rounds import Captures
+from specdec.models.target import StatesNeeded
+from specdec.runtime.rounds.captured_rounds import CaptureSet
 from specdec.runtime.rounds.device_state import Chunk, DeviceState
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PartShare, PromptParts, divide
 
@@ -52,7 +52,7 @@ class ChunkShape(NamedTuple):
 
     tokens: int
     runs: int
-    states: FinalStates
+    needed: StatesNeeded
     divided: bool = False
 
 
@@ -73,7 +73,7 @@ class ChunkBuffers:
         them."""
         return chunk._replace(
             pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
-            fed=self._copy("fed", chunk.fed),
+            tokens=self._copy("fed", chunk.tokens),
             hidden=self._copy("hidden", chunk.hidden),
             aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
         )
@@ -89,12 +89,12 @@ class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses once it is captured.
 
-    Padding runs have no tokens. ends, shares: see `divide`; each part is a program. Empty: not divided.
+    Padding runs have no tokens. layer_ends, shares: see `divide`; each part is a program. Empty: not divided.
     """
 
     def __init__(self, state: DeviceState, shape: ChunkShape, results: ChunkBuffers) -> None:
         self.chunk: Chunk | None = None
-        self.ends: list[int] = []
+        self.layer_ends: list[int] = []
         self.shares: list[PartShare] = []
         self._paused: PausedForward[Chunk] | None = None  # between two parts
         self._state = state
@@ -111,36 +111,36 @@ class ChunkProgram:
         self._inputs.copy_(upload(inputs, self._inputs.device))
         if self._shape.divided:
             layers = self._state.target, self._state.aux_layers
-            self.ends, self.shares = divide(*layers, self._shape.states, LAYERS_A_PART)
+            self.layer_ends, self.shares = divide(*layers, self._shape.needed, LAYERS_A_PART)
 
     @property
     def programs(self) -> list[Program]:
-        return [partial(self._part, number) for number in range(len(self.ends))] or [self._whole]
+        return [partial(self._part, part) for part in range(len(self.layer_ends))] or [self._whole]
 
     def _whole(self) -> torch.Tensor:
-        chunk = self._state.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
+        chunk = self._state.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.needed)
         self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
     @torch.inference_mode()
-    def _part(self, number: int) -> torch.Tensor:
-        if number == 0:
+    def _part(self, part: int) -> torch.Tensor:
+        if part == 0:
             inputs = self._inputs[0], self._inputs[1], self._shape.tokens
-            self._paused = self._state.begin_reading(*inputs, self._shape.states)
+            self._paused = self._state.begin_reading(*inputs, self._shape.needed)
         paused = self._paused
-        assert paused is not None, f"part {number} before the first"
-        paused.advance(self.ends[number])
-        if number + 1 < len(self.ends):
+        assert paused is not None, f"part {part} before the first"
+        paused.advance(self.layer_ends[part])
+        if part + 1 < len(self.layer_ends):
             return self._inputs  # a program must return a tensor to keep
         self._paused = None
         self.chunk = self._results.copy_chunk(paused.finish())
         return self.chunk.hidden
 
 
-class ChunkGraphs(Captures):
+class CapturedPrompts(CaptureSet):
     """The captured chunks of one engine."""
 
-    what = "prompts"
+    kind = "prompts"
 
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
         self._results = ChunkBuffers()
@@ -153,36 +153,36 @@ class ChunkGraphs(Captures):
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
-        return SPARE_POOL if shape.tokens > LONG else self.what
+        return SPARE_POOL if shape.tokens > LONG else self.kind
 
     def warning(self, shape: Hashable) -> str:
-        """See `Captures.warning`. For many tokens the text names the size, so that each size warns: smaller ones may be
-        captured."""
+        """See `CaptureSet.warning`. For many tokens the text names the size, so that each size warns: smaller ones may
+        be captured."""
         assert isinstance(shape, ChunkShape)
         if shape.tokens > LONG:
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
         return "prompts run without CUDA graphs: %s"
 
-    def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
+    def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk | None:
         """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured."""
-        parts = self.begin_forward(rows, chunk_len, states)
+        parts = self.begin_forward(rows, chunk_len, needed)
         if parts is None:
-            self.store.uncaptured[self.what] += 1
+            self.store.uncaptured[self.kind] += 1
             return None
         for program in parts.programs:
             program()
         return parts.read()
 
     def begin_forward(
-        self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
+        self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
     ) -> PromptParts | None:
         """Prepare the forward of `read`, with its inputs loaded, as a whole or divided; None: it is not captured.
 
         Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
-        states: see `Chunk`.
+        needed: see `Chunk`.
         """
-        shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
-        rare = states is FinalStates.EVERY and self.state.final_states(scored=False, ends=True) is not states
+        shape = self.bucket(len(rows), int(chunk_len.sum()), needed, divided=divided)
+        rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
             return None
         self.state.weights.generation()  # checked first: another model may have other layers
@@ -203,13 +203,13 @@ class ChunkGraphs(Captures):
         return PromptParts(program.shares, programs, read, self._generation)
 
     def bucket(
-        self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
+        self, num_runs: int, num_tokens: int, needed: StatesNeeded, *, divided: bool = False
     ) -> ChunkShape | None:
         """The captured shape for `num_tokens` tokens, rounded up to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.state.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
-                return ChunkShape(tokens, runs, states, divided)
+                return ChunkShape(tokens, runs, needed, divided)
         return None
 
 

@@ -1,7 +1,7 @@
 """Captured rounds: the device side of a round is recorded once per shape, then replayed without Python.
 
     1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
-    2nd                    is captured, then replayed; a large shape only after LARGE_PATIENCE more
+    2nd                    is captured, then replayed; a rare shape only after RARE_RUNS_BEFORE_CAPTURE more
     later                  replayed
 
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
@@ -31,7 +31,7 @@ from specdec.gpu.captures import (
     is_out_of_memory,
 )
 from specdec.gpu.cuda_capture import CudaCapture
-from specdec.runtime.rounds.capture_classes import is_large, share
+from specdec.runtime.rounds.capture_classes import is_rare, widen_to_class
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
@@ -39,29 +39,29 @@ from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
 
-Between = Callable[[int, torch.Tensor], None]
+HostWorkBetween = Callable[[int, torch.Tensor], None]
 """Host work after each program of a round except the last: (number of the program, its result)."""
 
 MIN_TABLE_WIDTH = 4096
 """Width in tokens of the narrowest page tables in a captured round. Narrower ones save nothing."""
 
-LARGE_PATIENCE = 4
-"""Eager runs of a large shape before it is captured: there are many such shapes, and a capture takes as long as a dozen
+RARE_RUNS_BEFORE_CAPTURE = 4
+"""Eager runs of a rare shape before it is captured: there are many such shapes, and a capture takes as long as a dozen
 rounds."""
 
 MAX_BACKOFF_RUNS = 1024
 """Upper bound on the runs of a shape between two attempts to capture it, after evictions or for lack of memory."""
 
 
-def no_host_work(_number: int, _out: torch.Tensor) -> None:
+def no_host_work(_program_index: int, _out: torch.Tensor) -> None:
     """A round without host work between its programs."""
 
 
-class Captures:
+class CaptureSet:
     """An engine's captured programs of one kind, by shape. strict: a failed capture is an error; otherwise the program
     runs eagerly, is counted (`CaptureStore.use`), and its capture is tried again later."""
 
-    what: ClassVar[str]
+    kind: ClassVar[str]
 
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
         self.state = state
@@ -81,7 +81,7 @@ class Captures:
 
     def pool(self, shape: Hashable) -> str:
         """Name of the memory pool of this shape."""
-        return self.what
+        return self.kind
 
     def warning(self, shape: Hashable) -> str:
         """Log text, with %s for the error, if this shape could not be captured. Each text is logged once."""
@@ -92,16 +92,16 @@ class Captures:
         return 0
 
     def run_captured(
-        self, shape: Hashable, programs: Sequence[Program], between: Between = no_host_work
+        self, shape: Hashable, programs: Sequence[Program], between: HostWorkBetween = no_host_work
     ) -> torch.Tensor:
         """Replay the captured programs of this shape, or run `programs`. Returns the result of the last."""
         captured = self.find_captured(shape, programs)
         if captured is None:
             return run_programs(programs, between)
-        for number, (replay, out) in enumerate(captured.replays):
+        for program_index, (replay, out) in enumerate(captured.replays):
             replay()
-            if number + 1 < len(captured.replays):
-                between(number, out)
+            if program_index + 1 < len(captured.replays):
+                between(program_index, out)
         return out
 
     def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
@@ -113,7 +113,7 @@ class Captures:
         captured = self._captured.get(shape)
         if captured is None:
             self._waits[shape] = max(0, self._waits.get(shape, self.patience(shape)) - 1)
-            self.store.uncaptured[self.what] += 1
+            self.store.uncaptured[self.kind] += 1
             return None
         if captured.view_key != self.state.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
@@ -133,7 +133,7 @@ class Captures:
             no_memory, reason = is_out_of_memory(error), first_line(_root(error))
             if self._strict and not (pool == SPARE_POOL and (no_memory or isinstance(error, OverBudget))):
                 raise ConfigError(
-                    f"{self.what} cannot be captured in a CUDA graph ({reason}); use cuda_graphs='auto' or False"
+                    f"{self.kind} cannot be captured in a CUDA graph ({reason}); use cuda_graphs='auto' or False"
                 ) from error
             self.store.refused += 1
             self._back_off(shape, MAX_BACKOFF_RUNS if no_memory else None)
@@ -166,10 +166,10 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-class RoundGraphs(Captures):
+class CapturedRounds(CaptureSet):
     """The captured rounds of one engine."""
 
-    what = "rounds"
+    kind = "rounds"
 
     def warning(self, shape: Hashable) -> str:
         return "rounds run without CUDA graphs: %s"
@@ -177,41 +177,43 @@ class RoundGraphs(Captures):
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The captured shape for a round: padded to the next size, with the parameters of its class."""
         table = self.state.cache.table
-        uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.state.on_kernels)
-        shape = shape._replace(uses=uses, logprobs=logprobs)
-        large = is_large(shape)
-        sizes = few_batch_buckets(table.max_requests) if large else batch_buckets(table.max_requests)
+        features, logprobs = widen_to_class(shape.features, shape.logprobs, on_kernels=self.state.on_kernels)
+        shape = shape._replace(features=features, logprobs=logprobs)
+        rare = is_rare(shape)
+        sizes = few_batch_buckets(table.max_requests) if rare else batch_buckets(table.max_requests)
         batch = min(size for size in sizes if size >= shape.batch)
-        if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
+        if shape.features.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
             shape = shape._replace(forced=shape.num_nodes)
-        most = table.slots.host.shape[1] - 1  # unsettled rounds count in full, so the bound may exceed a row
-        longest = min(width for width in prefix_buckets(most) if width >= min(shape.longest, most))
-        return shape._replace(batch=batch, longest=longest)
+        row_len = table.slots.host.shape[1] - 1  # unsettled rounds count in full, so the bound may exceed a row
+        max_committed_len = min(
+            width for width in prefix_buckets(row_len) if width >= min(shape.max_committed_len, row_len)
+        )
+        return shape._replace(batch=batch, max_committed_len=max_committed_len)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
         """Nodes of rounds with forced tokens: one size, unless rows lack the slots. room: slots that every row has."""
-        most = max(num_nodes, 1 + MAX_FORCED_TOKENS)
-        return most if most <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
+        max_width = max(num_nodes, 1 + MAX_FORCED_TOKENS)
+        return max_width if max_width <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
 
     def pool(self, shape: Hashable) -> str:
-        return "large rounds" if isinstance(shape, RoundShape) and is_large(shape) else "rounds"
+        return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
 
     def patience(self, shape: Hashable) -> int:
-        return LARGE_PATIENCE if isinstance(shape, RoundShape) and is_large(shape) else 0
+        return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 0
 
-    def run(self, shape: RoundShape, between: Between = no_host_work) -> torch.Tensor:
+    def run(self, shape: RoundShape, between: HostWorkBetween = no_host_work) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
         return self.run_captured(shape, decode_programs(self.state, shape), between)
 
     def catch_up(self, shape: RoundShape) -> None:
         """Let the drafter read unread tokens of the rows seated for a round of this shape."""
-        self.run_captured((shape.batch, shape.longest), [lambda: self.state.catch_up(shape, MAX_UNREAD)])
+        self.run_captured((shape.batch, shape.max_committed_len), [lambda: self.state.catch_up(shape, MAX_UNREAD)])
 
 
-def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
+def run_programs(programs: Sequence[Program], between: HostWorkBetween) -> torch.Tensor:
     """Run a round eagerly. Returns its packed result."""
-    for number, program in enumerate(programs[:-1]):
-        between(number, program())
+    for program_index, program in enumerate(programs[:-1]):
+        between(program_index, program())
     return programs[-1]()
 
 
@@ -236,7 +238,7 @@ def batch_buckets(limit: int) -> Sequence[int]:
 
 @cache
 def few_batch_buckets(limit: int) -> Sequence[int]:
-    """Captured numbers of seats for large rounds (they change or report logits): 1, 4, 8, 16, 32, ..., `limit`."""
+    """Captured numbers of seats for rare rounds (they change or report logits): 1, 4, 8, 16, 32, ..., `limit`."""
     sizes = [1, *(1 << i for i in range(2, limit.bit_length()))]
     return [size for size in sizes if size < limit] + [limit]
 

@@ -23,7 +23,7 @@ from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
 from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.reference_sampler import MaskedFirstLevel, ReferenceSampler
+from specdec.sampling.reference_sampler import ReferenceSampler, RootMaskedSampler
 
 DECODE_STAGES = ("other", "draft", "verify", "other")
 """Stages of a round that the clock times."""
@@ -35,7 +35,7 @@ def decode_programs(state: DeviceState, shape: RoundShape) -> Sequence[Callable[
     With grammars there are three: draft, verify, accept. Draft returns the trees [2, B, N]: tokens, then parents. The
     host writes masks to `DeviceState.masks`: of the roots (N = 1) before draft, of all nodes before accept.
     """
-    if not shape.uses.masked:
+    if not shape.features.masked:
         return [lambda: DecodeRound(state, shape).run()]  # its tensors are freed when it returns
     state.masks.view(shape.batch, shape.width)  # allocated before the capture
     decode = DecodeRound(state, shape)
@@ -61,9 +61,11 @@ class DecodeRound:
         state, shape = self.state, self.shape
         state.clock.start("other")
         table = state.cache.table
-        rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.longest)
+        rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.max_committed_len)
         # the rows as the drafter reads them; a lookup reads only tokens
-        self.read_rows = rows if shape.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.longest)
+        self.read_rows = (
+            rows if shape.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.max_committed_len)
+        )
         kept = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
         opened = (opening if state.on_kernels else reference_opening)(rows.index, *kept, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
@@ -73,9 +75,9 @@ class DecodeRound:
         self.sampler = sampler = sampler.with_noise(history_len, depth, state.target.vocab_size)
 
         state.clock.mark("draft")
-        draws: ReferenceSampler | MaskedFirstLevel = sampler
-        if shape.uses.masked:
-            draws = MaskedFirstLevel(sampler, history_len, state.masks.view(shape.batch, 1)[:, 0])
+        draws: ReferenceSampler | RootMaskedSampler = sampler
+        if shape.features.masked:
+            draws = RootMaskedSampler(sampler, history_len, state.masks.view(shape.batch, 1)[:, 0])
         if state.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=self.read_rows,
@@ -87,7 +89,7 @@ class DecodeRound:
                 num_nodes=shape.num_nodes,
                 sample=draws.sample,
                 best=draws.best,
-                params=None if shape.uses.masked else sampler.params,  # its own draws could not be masked
+                params=None if shape.features.masked else sampler.params,  # its own draws could not be masked
                 prefix=self.prefix,
                 level_pos=opened.level_pos[:-1],
                 by_lookup=shape.by_lookup,
@@ -102,7 +104,7 @@ class DecodeRound:
             tree = force_tokens(tree, forced[:, 1:], forced[:, 0], shape.forced)
             self.max_path = torch.maximum(opened.max_path, 1 + forced[:, 0])
         self.tree = tree
-        return torch.stack([tree.tokens, tree.parents]) if shape.uses.masked else tree.tokens
+        return torch.stack([tree.tokens, tree.parents]) if shape.features.masked else tree.tokens
 
     @torch.inference_mode()
     def verify(self) -> torch.Tensor:
@@ -131,7 +133,7 @@ class DecodeRound:
         """Draw, walk down the tree, commit, and let the drafter observe. Returns the packed result."""
         state, shape, rows, opened, tree = self.state, self.shape, self.rows, self.opened, self.tree
         state.clock.mark("other")
-        allowed = state.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
+        allowed = state.masks.view(shape.batch, tree.num_nodes) if shape.features.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
         drawn = self.sampler.draw_after(self.verify_tree, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
@@ -145,7 +147,7 @@ class DecodeRound:
             state.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # no path is longer
-        if state.seen_bits is not None and shape.uses.penalty:
+        if state.seen_bits is not None and shape.features.penalty:
             state.seen_bits.add(rows.index, tokens, length)
         if state.unread is not None and unread_tokens(shape):
             state.keep_unread(rows, opened.committed_len, *self.states, path)

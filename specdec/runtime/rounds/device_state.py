@@ -27,7 +27,7 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
 from specdec.models.paused_forward import PausedForward
-from specdec.models.target import FinalStates, TargetModel
+from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape, pack_round_result
 from specdec.runtime.rounds.round_weights import RoundWeights
@@ -45,28 +45,28 @@ PREFILL_STAGES = ("prefill",)
 class Chunk(NamedTuple):
     """Prompt tokens that the target has read, and its final states at them.
 
-    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. hidden: [T, H] if `states` is EVERY,
-    the last state of each run [R, H] if it is LAST, zeros [R, H] if it is NONE. aux_states: [T, A * H].
+    pack: the runs of R requests in T places. tokens [T]: their tokens, 0 on padding. hidden: [T, H] if `needed` is
+    EVERY, the last state of each run [R, H] if it is LAST, zeros [R, H] if it is NONE. aux_states: [T, A * H].
     """
 
     pack: Pack
-    fed: torch.Tensor
+    tokens: torch.Tensor
     hidden: torch.Tensor
     aux_states: torch.Tensor | None
-    states: FinalStates
+    needed: StatesNeeded
 
     @classmethod
     def from_pack(
-        cls, pack: Pack, fed: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], states: FinalStates
+        cls, pack: Pack, tokens: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], needed: StatesNeeded
     ) -> "Chunk":
         """Make a chunk from the result of the target's forward: hidden and auxiliary states."""
         hidden, aux_states = done
-        hidden = hidden[0].expand(len(pack.rows), -1) if states is FinalStates.NONE else hidden[0]
-        return cls(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
+        hidden = hidden[0].expand(len(pack.rows), -1) if needed is StatesNeeded.NONE else hidden[0]
+        return cls(pack, tokens, hidden, None if aux_states is None else aux_states[0], needed)
 
     def last_hidden(self) -> torch.Tensor:
         """Final states at the end of each run [R, H]; zeros if none were made."""
-        return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
+        return self.hidden[self.pack.last] if self.needed is StatesNeeded.EVERY else self.hidden
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -171,77 +171,77 @@ class DeviceState:
         if self.finished is not None:
             self.finished.flush()
 
-    def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
+    def states_needed(self, *, scored: bool, ends_prompt: bool) -> StatesNeeded:
         """Which final states chunks need; all of them if fewer would save no layer.
 
-        scored: the chunks' tokens need log-probabilities. ends: a prompt ends with one of the chunks, so a draw or a
-        draft needs its last state.
+        scored: the chunks' tokens need log-probabilities. ends_prompt: a prompt ends with one of the chunks, so a draw
+        or a draft needs its last state.
         """
         if scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None:
-            return FinalStates.EVERY
-        return FinalStates.LAST if ends else FinalStates.NONE
+            return StatesNeeded.EVERY
+        return StatesNeeded.LAST if ends_prompt else StatesNeeded.NONE
 
     @torch.inference_mode()
-    def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
+    def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded) -> Chunk:
         """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together.
 
-        Makes their K/V and the final states that `states` names. Layers that are needed for neither do not run.
+        Makes their K/V and the final states that `needed` names. Layers that are needed for neither do not run.
         """
-        pack, fed, plan, fewer = self._prepare_reading(rows, length, num_places, states)
-        done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
-        return Chunk.from_pack(pack, fed, done, states)
+        pack, tokens, plan, fewer = self._prepare_reading(rows, length, num_places, needed)
+        done = self.target.forward(tokens[None], plan, self.view, self.aux_layers, **fewer)
+        return Chunk.from_pack(pack, tokens, done, needed)
 
     @torch.inference_mode()
     def begin_reading(
-        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
+        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
     ) -> PausedForward[Chunk]:
         """Begin the forward of `read`, stopped before its first layer. Requires a target that can pause."""
-        pack, fed, plan, fewer = self._prepare_reading(rows, length, num_places, states)
-        paused = self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer)
-        return PausedForward(paused.advance, lambda: Chunk.from_pack(pack, fed, paused.finish(), states))
+        pack, tokens, plan, fewer = self._prepare_reading(rows, length, num_places, needed)
+        paused = self.target.begin(tokens[None], plan, self.view, self.aux_layers, **fewer)
+        return PausedForward(paused.advance, lambda: Chunk.from_pack(pack, tokens, paused.finish(), needed))
 
     def _prepare_reading(
-        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
+        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
     ) -> tuple[Pack, torch.Tensor, KVPlan, dict[str, Any]]:
         table = self.cache.table
         pack = Pack.from_lengths(rows, table.committed_len.tensor[rows], length, num_places)
         plan = plan_packed(self.backend, table, pack)
         last_column = self.tokens.tensor.shape[1] - 1
-        fed = self.tokens.tensor[rows[pack.row_of], pack.positions.clamp(max=last_column)]  # [T]
-        fed = fed.masked_fill(~pack.exists, 0)
+        tokens = self.tokens.tensor[rows[pack.run_of], pack.positions.clamp(max=last_column)]  # [T]
+        tokens = tokens.masked_fill(~pack.exists, 0)
         fewer: dict[str, Any] = {}
-        if states is FinalStates.LAST:
-            fewer = {"last": plan_last(self.backend, table, pack)}
-        elif states is FinalStates.NONE:
-            fewer = {"ends": True}
-        return pack, fed, plan, fewer
+        if needed is StatesNeeded.LAST:
+            fewer = {"last_plan": plan_last(self.backend, table, pack)}
+        elif needed is StatesNeeded.NONE:
+            fewer = {"kv_only": True}
+        return pack, tokens, plan, fewer
 
     @torch.inference_mode()
     def prefill(
         self,
         chunk: Chunk,
         through: IntArray,
-        longest: int,
+        max_prompt_len: int,
         shape: RoundShape,
         allowed: RowMasks | None,
         earlier: torch.Tensor | None = None,
         *,
-        begins: int = 0,
+        first_position: int = 0,
     ) -> torch.Tensor:
         """Draw the first token after the chunks with indices `through` [B], which end their prompts, and show all
         chunks to the drafter. Returns the packed result, like that of a round of one node for B rows.
 
-        longest: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier: device
-        nanoseconds of parts that ran in earlier steps. begins: the first position that was read. Drawn tokens are
-        written to `tokens`, so a round may follow. The host commits the chunks after the launch; the drafter observes
-        them as committed.
+        max_prompt_len: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier:
+        device nanoseconds of parts that ran in earlier steps. first_position: the first position that was read. Drawn
+        tokens are written to `tokens`, so a round may follow. The host commits the chunks after the launch; the drafter
+        observes them as committed.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
         if len(through):
             chosen = upload(through, self.device)
             logits, softcap = self.logits(last_hidden[chosen][:, None], shape.logprobs)  # [B, 1, V]
-            drawing = Rows(pack.rows[chosen], longest)
+            drawing = Rows(pack.rows[chosen], max_prompt_len)
             history_len = (pack.start + pack.length)[chosen]
             bits = None
             if allowed is not None:
@@ -250,31 +250,31 @@ class DeviceState:
             sampler = self.sampler_of(drawing, history_len, shape)
             first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [B, 1]
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
-            if self.seen_bits is not None and shape.uses.penalty:
+            if self.seen_bits is not None and shape.features.penalty:
                 self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
             scores = None if shape.logprobs is None else LogProbs.from_logits(logits, first, shape.logprobs)
-        self._observe_prompts(chunk, last_hidden, begins)
+        self._observe_prompts(chunk, last_hidden, first_position)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
         stamps = self.clock.stop()
         if earlier is not None:
             stamps = torch.stack([stamps[0] - earlier, stamps[1]])
         return pack_round_result(one_node, scores, stamps)
 
-    def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, begins: int) -> None:
+    def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, first_position: int) -> None:
         """Show the drafter the chunks and the target's states, unless all are after the drafter's last position."""
         if self.worker is None:
             return
         pack = chunk.pack
         if self.unread is not None:
             self.unread.read[pack.rows] = pack.start + pack.length
-        if self.max_positions is not None and begins >= self.max_positions:
+        if self.max_positions is not None and first_position >= self.max_positions:
             return
         column = (pack.positions + 1).clamp(max=self.tokens.tensor.shape[1] - 1)
         seen = PromptObservation(
             pack=pack,
-            tokens=chunk.fed,
-            following=self.tokens.tensor[pack.rows[pack.row_of], column],
-            hidden=chunk.hidden if chunk.states is FinalStates.EVERY else None,
+            tokens=chunk.tokens,
+            following=self.tokens.tensor[pack.rows[pack.run_of], column],
+            hidden=chunk.hidden if chunk.needed is StatesNeeded.EVERY else None,
             last_hidden=last_hidden,
             aux_states=chunk.aux_states,
         )
@@ -282,7 +282,7 @@ class DeviceState:
 
     def history(self, rows: Rows) -> torch.Tensor:
         """Tokens by position [B, L], up to the root of the longest row."""
-        return self.tokens.tensor[rows.index, : rows.longest + 1]
+        return self.tokens.tensor[rows.index, : rows.max_committed_len + 1]
 
     def sampler_of(
         self, rows: Rows, history_len: torch.Tensor, shape: RoundShape, opened: Opening | None = None
@@ -291,11 +291,11 @@ class DeviceState:
 
         opened: the round's opening, which has read the parameters; None: read them here.
         """
-        prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
-        seen = self.seen_bits.select_rows(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
+        prompt_len = self.prompt_len.tensor[rows.index] if shape.features.counts else None
+        seen = self.seen_bits.select_rows(rows.index) if self.seen_bits is not None and shape.features.penalty else None
         return self.sampler(
-            *self.sampling.row_params(rows.index, shape.uses, opened and opened.params),
-            past=EditInputs(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
+            *self.sampling.row_params(rows.index, shape.features, opened and opened.params),
+            inputs=EditInputs(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
         )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
@@ -337,8 +337,9 @@ class DeviceState:
         self.unread.states[rows.index[:, None], position % MAX_UNREAD] = on_path
 
     @torch.inference_mode()
-    def catch_up(self, shape: RoundShape, most: int) -> torch.Tensor:
-        """Let the drafter read at most `most` unread tokens of each seated row. Returns the number of tokens [B]."""
+    def catch_up(self, shape: RoundShape, max_tokens: int) -> torch.Tensor:
+        """Let the drafter read at most `max_tokens` unread tokens of each seated row. Returns the number of tokens
+        [B]."""
         assert self.unread is not None, "this drafter reads every round"
         table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
         committed = table.committed_len.tensor[index]
@@ -346,12 +347,14 @@ class DeviceState:
         length = (committed - start).clamp(min=0)
         has_unread = length > 0
         start = torch.where(has_unread, start, 0)
-        steps = torch.arange(most, device=self.device)
+        steps = torch.arange(max_tokens, device=self.device)
         position = start[:, None] + steps  # [B, most]
         states = self.unread.states[index[:, None], position % MAX_UNREAD]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(
-            rows=Rows(torch.where(has_unread, index, table.padding_row), shape.longest),  # other rows keep their state
+            rows=Rows(
+                torch.where(has_unread, index, table.padding_row), shape.max_committed_len
+            ),  # other rows keep their state
             start=start,
             tokens=tokens,
             hidden=states,

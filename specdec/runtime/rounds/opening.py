@@ -16,7 +16,7 @@ import torch
 
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.sampling_table import WHOLE, ParamVectors, split_cells
+from specdec.sampling.sampling_table import INT_COLUMNS, ParamVectors, split_cells
 
 LANES = 32
 
@@ -79,12 +79,12 @@ def _opening_kernel(
     p_drawn_pos: tl.tensor,  # [B, D]
     p_root: tl.tensor,  # [B]
     p_max_path: tl.tensor,  # [B]
-    p_whole: tl.tensor,  # [WHOLE, B]
-    p_real: tl.tensor,  # [CELLS - WHOLE, B]
+    p_whole: tl.tensor,  # [NUM_INT, B]
+    p_real: tl.tensor,  # [CELLS - NUM_INT, B]
     batch: tl.tensor,
     row_width: tl.tensor,
     depth: tl.tensor,
-    WHOLE: tl.constexpr,
+    NUM_INT: tl.constexpr,
     CELLS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
@@ -94,10 +94,10 @@ def _opening_kernel(
     start = tl.load(p_committed_len + row, mask=m_b, other=0).to(tl.int64)
     tl.store(p_root + o_b, tl.load(p_tokens + row * row_width + start, mask=m_b, other=0), mask=m_b)
     tl.store(p_max_path + o_b, 1 + tl.load(p_max_drafts + row, mask=m_b, other=0), mask=m_b)
-    for i in tl.static_range(WHOLE):
+    for i in tl.static_range(NUM_INT):
         tl.store(p_whole + i * batch + o_b, tl.load(p_cells + row * CELLS + i, mask=m_b, other=0), mask=m_b)
-    for i in tl.static_range(CELLS - WHOLE):
-        bits = tl.load(p_cells + row * CELLS + WHOLE + i, mask=m_b, other=0)
+    for i in tl.static_range(CELLS - NUM_INT):
+        bits = tl.load(p_cells + row * CELLS + NUM_INT + i, mask=m_b, other=0)
         tl.store(p_real + i * batch + o_b, bits.to(tl.float64, bitcast=True).to(tl.float32), mask=m_b)
     for level in range(depth):
         tl.store(p_level_pos + level * batch + o_b, start + level, mask=m_b)
@@ -128,13 +128,13 @@ def opening(
         seats.new_empty((batch,)),
         seats.new_empty((batch,)),
         ParamVectors(
-            seats.new_empty((len(WHOLE), batch)),
-            seats.new_empty((num_cells - len(WHOLE), batch), dtype=torch.float32),
+            seats.new_empty((len(INT_COLUMNS), batch)),
+            seats.new_empty((num_cells - len(INT_COLUMNS), batch), dtype=torch.float32),
         ),
     )
     _opening_kernel[(triton.cdiv(batch, LANES),)](
         *(*given, *opened[:-1], *opened.params, batch, row_width, depth),
-        WHOLE=len(WHOLE),
+        NUM_INT=len(INT_COLUMNS),
         CELLS=num_cells,
         LANES=LANES,
         num_warps=1,

@@ -16,7 +16,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.paused_forward import PausedForward
-from specdec.models.target import FinalStates, TargetModel
+from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.device_state import Chunk, DeviceState
 
 LAYERS_A_PART = 3
@@ -47,25 +47,25 @@ class PromptParts(NamedTuple):
 
 
 def divide(
-    target: TargetModel, aux_layers: Sequence[int], states: FinalStates, layers_a_part: int
+    target: TargetModel, aux_layers: Sequence[int], needed: StatesNeeded, layers_a_part: int
 ) -> tuple[list[int], list[PartShare]]:
     """Divide a forward into parts of at most `layers_a_part` layers. Returns the layer number at which each part ends,
     and its share of the time: in proportion to its layers; for attention, to those layers in which every token sees the
     whole prefix."""
     num_layers = len(target.layout.layers)
     narrow = target.narrows_at(aux_layers)
-    every = num_layers if states is FinalStates.EVERY or narrow is None else narrow + 1
-    narrowed = None if states is FinalStates.EVERY else narrow
+    every = num_layers if needed is StatesNeeded.EVERY or narrow is None else narrow + 1
+    narrowed = None if needed is StatesNeeded.EVERY else narrow
     sees_all = [target.windows[layer] is None and layer != narrowed for layer in range(every)]
-    ends, shares = _evenly(0, every, layers_a_part), []
-    for begin, end in pairwise([0, *ends]):
+    layer_ends, shares = _evenly(0, every, layers_a_part), []
+    for begin, end in pairwise([0, *layer_ends]):
         forward = (end - begin) / every
         shares.append(PartShare(forward, sum(sees_all[begin:end]) / sum(sees_all) if any(sees_all) else forward))
-    if states is FinalStates.LAST and every < num_layers:
+    if needed is StatesNeeded.LAST and every < num_layers:
         last = _evenly(every, num_layers, layers_a_part * LAST_LAYERS_A_PART)
         shares += [PartShare(0.0, 0.0, (end - begin) / (num_layers - every)) for begin, end in pairwise([every, *last])]
-        ends += last
-    return ends, shares
+        layer_ends += last
+    return layer_ends, shares
 
 
 def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
@@ -80,20 +80,20 @@ def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
     return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
 
 
-def single_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
+def single_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> PromptParts:
     """Divide a forward that is not captured: each layer is a part."""
-    ends, shares = divide(state.target, state.aux_layers, states, 1)
+    layer_ends, shares = divide(state.target, state.aux_layers, needed, 1)
     runs = upload(np.stack([rows, chunk_len]), state.device)
     paused: list[PausedForward[Chunk]] = []
 
     @torch.inference_mode()
     def part(end: int) -> None:
         if not paused:
-            paused.append(state.begin_reading(runs[0], runs[1], int(chunk_len.sum()), states))
+            paused.append(state.begin_reading(runs[0], runs[1], int(chunk_len.sum()), needed))
         paused[0].advance(end)
 
     @torch.inference_mode()
     def read() -> Chunk:
         return paused[0].finish()
 
-    return PromptParts(shares, [partial(part, end) for end in ends], read, state.weights.generation())
+    return PromptParts(shares, [partial(part, end) for end in layer_ends], read, state.weights.generation())

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.models.target import FinalStates
+from specdec.models.target import StatesNeeded
 from specdec.runtime.rounds.device_state import Chunk, DeviceState
 from specdec.sampling.log_probs import LogProbs, TokenScores
 
@@ -24,10 +24,10 @@ MAX_LOGITS = 1 << 24
 
 
 class ScoredSpan(NamedTuple):
-    """Tokens of one chunk to score: `length` tokens from position `first` of the prompt on. number: the chunk's index
-    in its step. column: index in the chunk of the state that predicts the token at `first`."""
+    """Tokens of one chunk to score: `length` tokens from position `first` of the prompt on. chunk_index: the chunk's
+    index in its step. column: index in the chunk of the state that predicts the token at `first`."""
 
-    number: int
+    chunk_index: int
     column: int
     first: int
     length: int
@@ -41,7 +41,7 @@ class ChunkScoring(NamedTuple):
 
     def cells(self) -> IntArray:
         """Chunk and column of the state that scores each token, span by span, [2, M]."""
-        numbers = [np.full(span.length, span.number) for span in self.spans]
+        numbers = [np.full(span.length, span.chunk_index) for span in self.spans]
         columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
         return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)
 
@@ -61,11 +61,11 @@ def score_chunk(state: DeviceState, chunk: Chunk, cells: torch.Tensor, alternati
 
     cells [2, M]: see `ChunkScoring.cells`. Returns [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
-    assert chunk.states is FinalStates.EVERY, f"a chunk is scored from every state: {chunk.states}"
-    number, column = cells
+    assert chunk.needed is StatesNeeded.EVERY, f"a chunk is scored from every state: {chunk.needed}"
+    chunk_index, column = cells
     pack = chunk.pack
-    following = state.tokens.tensor[pack.rows[number], pack.start[number] + column + 1]  # [M]
-    hidden = chunk.hidden[pack.cu_len[number] + column]  # [M, H]
+    following = state.tokens.tensor[pack.rows[chunk_index], pack.start[chunk_index] + column + 1]  # [M]
+    hidden = chunk.hidden[pack.cu_len[chunk_index] + column]  # [M, H]
     tile = max(1, MAX_LOGITS // state.target.vocab_size)
     parts = []
     for first in range(0, len(following), tile):

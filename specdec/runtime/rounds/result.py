@@ -17,7 +17,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.stage_clock import seconds_by_stage
 from specdec.sampling.log_probs import LogProbs, TokenLogprob
-from specdec.sampling.sampling_table import SamplerUses
+from specdec.sampling.sampling_table import SamplerFeatures
 
 
 class DraftShape(NamedTuple):
@@ -48,18 +48,18 @@ class DraftShape(NamedTuple):
 class RoundShape(NamedTuple):
     """Key of a captured round: all parameters of a round that are not data on the device.
 
-    batch: seats, padding included. longest: upper bound on committed prefixes. num_steps, topk, num_nodes, by_lookup:
-    the draft, see `DraftShape`. uses: sampling parameters that some row uses. logprobs: most alternatives that a
-    request asks for; None: no request asks. forced: nodes of the round (at least `num_nodes`) if a grammar forces
-    tokens; 0: none does.
+    batch: seats, padding included. max_committed_len: upper bound on committed prefixes. num_steps, topk, num_nodes,
+    by_lookup: the draft, see `DraftShape`. features: sampling parameters that some row uses. logprobs: most
+    alternatives that a request asks for; None: no request asks. forced: nodes of the round (at least `num_nodes`) if a
+    grammar forces tokens; 0: none does.
     """
 
     batch: int
-    longest: int
+    max_committed_len: int
     num_steps: int
     topk: int
     num_nodes: int
-    uses: SamplerUses
+    features: SamplerFeatures
     logprobs: int | None
     forced: int = 0
     by_lookup: bool = False
@@ -85,23 +85,23 @@ class RoundResult(NamedTuple):
     """Result of a round: the accepted path of nodes [B, N] and its length [B]; the first `length` of tokens [B, D] are
     emitted.
 
-    logprobs: log-probabilities of each request's D tokens; empty if it did not ask. drafts [B]: deepest draft that each
-    row could accept. seconds: time of each stage. forced [B]: leading tokens that the grammar forced. ended: end of the
-    round, in nanoseconds of the device's clock.
+    logprobs: log-probabilities of each request's D tokens; empty if it did not ask. draft_depth [B]: deepest draft that
+    each row could accept. seconds: time of each stage. forced [B]: leading tokens that the grammar forced. ended: end
+    of the round, in nanoseconds of the device's clock.
     """
 
     length: IntArray
     path: IntArray
     tokens: IntArray
     logprobs: list[list[TokenLogprob]]
-    drafts: IntArray
+    draft_depth: IntArray
     seconds: dict[str, float]
     forced: IntArray
     ended: int = 0
 
     def select_requests(self, chosen: Sequence[int]) -> "RoundResult":
         logprobs = [self.logprobs[i] for i in chosen]
-        arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "drafts", "forced")}
+        arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "draft_depth", "forced")}
         return self._replace(**arrays, logprobs=logprobs)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import DraftShape, RoundShape
 from specdec.sampling.log_probs import max_logprobs
@@ -42,9 +42,9 @@ def round_shape(
 ) -> RoundShape:
     """Shape of a round of these rows, given each request's draft. unsettled_nodes: upper bound on the tokens of a
     prefix that the host does not know yet."""
-    longest = int(state.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
-    asked = state.sampling.uses(params), max_logprobs(params)
-    return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
+    max_committed_len = int(state.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
+    asked = state.sampling.features_of(params), max_logprobs(params)
+    return RoundShape(len(rows), max_committed_len, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
 
 
 def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
@@ -58,13 +58,13 @@ def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
 
 
 def with_forced(
-    shape: RoundShape, state: DeviceState, rows: IntArray, most_forced: int, graphs: RoundGraphs | None
+    shape: RoundShape, state: DeviceState, rows: IntArray, most_forced: int, captured_rounds: CapturedRounds | None
 ) -> RoundShape:
     """This shape with nodes for forced tokens, within the slots that all rows have. Captured rounds have few sizes."""
     table = state.cache.table
     last = np.minimum(table.capacity[rows], table.slots.host.shape[1] - 1)
     room = int((last - table.committed_len.host[rows]).min())
     width = min(1 + most_forced, room)
-    if graphs is not None:
-        width = graphs.forced_width(width, room, shape.num_nodes)
+    if captured_rounds is not None:
+        width = captured_rounds.forced_width(width, room, shape.num_nodes)
     return shape._replace(forced=max(shape.num_nodes, width))

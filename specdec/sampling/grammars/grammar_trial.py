@@ -29,12 +29,12 @@ T = TypeVar("T")
 PROGRAM = Path(__file__).with_name("grammar_worker.py")
 SECONDS = 3.0
 """Processor seconds that compiling a grammar may take."""
-PATIENCE = 20.0
+ANSWER_SECONDS = 20.0
 """Seconds of real time that it may take, if other programs use the processor."""
 START_SECONDS = 120.0
 BYTES = 512 << 20
 """Memory that compiling a grammar may take."""
-LARGE_BYTES = 32 << 20
+MAX_WORKER_BYTES = 32 << 20
 """After a grammar that took more than this, the worker is ended, which returns its memory."""
 FORCED_BYTES = 1 << 14
 """Longest text that a grammar may force at its beginning: each copy of a state holds it."""
@@ -57,11 +57,11 @@ class GrammarTrial:
         """Returns the bytes that the grammar takes. Raises ConfigError, with the reason, if it must not be compiled."""
         asked = {"grammar": grammar, "seconds": SECONDS, "bytes": BYTES, "forced": FORCED_BYTES}
         try:
-            answer = self._answer(self._ready(), asked, PATIENCE)
+            answer = self._answer(self._ready(), asked, ANSWER_SECONDS)
         except BaseException:  # the worker has died, or half an answer may be left in the pipe
             self._end()
             raise
-        if answer["bytes"] > LARGE_BYTES:
+        if answer["bytes"] > MAX_WORKER_BYTES:
             self._end()
         if answer["reason"]:
             raise ConfigError(answer["reason"])

@@ -21,7 +21,7 @@ except ImportError:  # a system without such limits; the parent's time limit rem
 
 NICE = 5
 """A lower priority than the engine of the server."""
-STEPS = 4
+TRIED_TOKENS = 4
 """Tokens that are tried, so that states after the first one are computed here too."""
 
 
@@ -45,7 +45,7 @@ def tried(library: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]
     before = held_bytes()[1]
     matcher = library.LLMatcher(tokenizer, asked["grammar"], log_level=0)
     copy = matcher.deep_copy() if not matcher.is_error() else matcher
-    for _ in range(STEPS):
+    for _ in range(TRIED_TOKENS):
         mask = copy.compute_bitmask() if not copy.is_error() else b""
         first = next((8 * at + (byte & -byte).bit_length() - 1 for at, byte in enumerate(mask) if byte), None)
         if copy.is_error() or first is None or first in tokenizer.eos_tokens or not copy.consume_token(first):

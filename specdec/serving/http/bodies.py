@@ -107,8 +107,8 @@ async def read_body(request: Request) -> bytes:
         message = "the body is missing; a JSON object is expected"
         raise ApiError(400, message, code="missing_required_parameter")
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
-        said = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
-        raise ApiError(415, f"{said}; application/json is read", code="unsupported_media_type")
+        problem = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
+        raise ApiError(415, f"{problem}; application/json is read", code="unsupported_media_type")
     return raw
 
 

@@ -126,8 +126,8 @@ def expected(error: Mapping[str, Any]) -> str:
     if kind in EXPECTED:
         return EXPECTED[kind]
     if kind in ("literal_error", "enum"):
-        said = str(context.get("expected", ""))
-        return LITERALS.get(said, said)
+        expected = str(context.get("expected", ""))
+        return LITERALS.get(expected, expected)
     if kind in ("too_short", "too_long", "string_too_short", "string_too_long"):
         least, most = context.get("min_length"), context.get("max_length")
         what = "characters" if kind.startswith("string") else "item"
@@ -165,11 +165,11 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             return invalid_body([{**each, "loc": each["loc"][1:]} for each in error.errors()]).response()
         if isinstance(error, HTTPException):
-            said = {
+            messages = {
                 404: f"there is nothing at {request.url.path}; /openapi.json lists what there is",
                 405: f"{request.method} is not allowed here",
             }
-            message = said.get(error.status_code, str(error.detail))
+            message = messages.get(error.status_code, str(error.detail))
             headers = dict(error.headers or {})
             if error.status_code == 405:
                 headers["Allow"] = ", ".join(allowed_methods(request))

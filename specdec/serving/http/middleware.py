@@ -151,8 +151,8 @@ class Guard:
             matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
             client = matches[0] if matches else client
             if not matches:
-                said = "the API key is wrong" if given else "no API key was given"
-                message = f"{said}; send 'Authorization: Bearer KEY'"
+                problem = "the API key is wrong" if given else "no API key was given"
+                message = f"{problem}; send 'Authorization: Bearer KEY'"
                 return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope.setdefault("state", {})["client"] = client
         CLIENT.set(client)

@@ -92,8 +92,10 @@ class ChatTextAnswer(TextAnswer):
         body = self.body
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if body.max_completion_tokens not in (None, asked):
-            said = f"max_tokens={asked} and max_completion_tokens={body.max_completion_tokens} differ; give one of them"
-            raise refused("max_completion_tokens", said)
+            message = (
+                f"max_tokens={asked} and max_completion_tokens={body.max_completion_tokens} differ; give one of them"
+            )
+            raise refused("max_completion_tokens", message)
         if body.top_logprobs is not None and not body.logprobs:
             message = f"top_logprobs={body.top_logprobs} goes with logprobs=true; set that too"
             raise refused("top_logprobs", message)

@@ -24,9 +24,9 @@ NOT_OPTIONS = {
 async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any]) -> list[int]:
     """The token ids of a chat. tools: the template's arguments about tools."""
     options = body.chat_template_kwargs or {}
-    for name, said in NOT_OPTIONS.items():
+    for name, reason in NOT_OPTIONS.items():
         if name in options:
-            raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {said}; leave it out")
+            raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {reason}; leave it out")
     template = template_text(getattr(state.tokenizer, "chat_template", None))
     shape = MessageShape.of(template)
     plain = (_plain(f"messages[{index}]", message, shape) for index, message in enumerate(body.messages))

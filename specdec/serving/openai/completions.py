@@ -24,7 +24,7 @@ from specdec.serving.streams import Streams
 from specdec.serving.tools.answer_events import EventTokens, Text
 
 router = APIRouter(route_class=BodyRoute)
-MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Default tokens of an answer, as in OpenAI's API."""
 
 
@@ -59,7 +59,7 @@ class CompletionTextAnswer(TextAnswer):
         if body.best_of not in (None, self.n):
             message = f"best_of={body.best_of}: all n={self.n} samples are returned; leave it out"
             raise refused("best_of", message)
-        max_new_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        max_new_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         echoed = body.logprobs if body.echo else None
         if body.echo and max_new_tokens == 0 and echoed is None:
             echoed = 0  # a request for no tokens scores its prompt
@@ -122,8 +122,8 @@ class CompletionTextAnswer(TextAnswer):
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
 
 
-def _joined(said: Iterable[EventTokens]) -> str:
-    return "".join(event.text for event, _ in said if isinstance(event, Text))
+def _joined(events: Iterable[EventTokens]) -> str:
+    return "".join(event.text for event, _ in events if isinstance(event, Text))
 
 
 def _text(index: int, text: str, reason: str | None = None) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _completion_shape(
     return {
         "tokens": tokens,
         "token_logprobs": [None if one is None else max(one.logprob, MIN_LOGPROB) for one in scores],
-        "top_logprobs": [None if one is None else top(said, one) for said, one in zip(tokens, scores, strict=True)],
+        "top_logprobs": [None if one is None else top(token, one) for token, one in zip(tokens, scores, strict=True)],
         "text_offset": offsets,
     }
 

@@ -48,13 +48,13 @@ class Reply:
                 return []  # such as a part of a character
             begins, self._begun = not self._begun, True
             return [EventTokens(Text("content", delta.text, begins), range(0))]
-        said = self._kept(self._reader.read(delta))
-        for event, tokens in said:
+        events = self._kept(self._reader.read(delta))
+        for event, tokens in events:
             if isinstance(event, CallEnd):
                 self._last_call_complete = event.whole
             elif isinstance(event, Text) and event.kind == "thought":
                 self.thought_tokens += len(tokens)
-        return said
+        return events
 
     @property
     def begins(self) -> list[int]:
@@ -76,14 +76,14 @@ class Reply:
             raise StoppingError("this answer was ended before its end; the server is stopping")
         return "tool_calls" if output.finish_reason == "stop" and self._last_call_complete else output.finish_reason
 
-    def _kept(self, said: list[EventTokens]) -> list[EventTokens]:
+    def _kept(self, events: list[EventTokens]) -> list[EventTokens]:
         """The events before the first call beyond `max_calls`."""
-        for at, (event, _) in enumerate(said):
+        for at, (event, _) in enumerate(events):
             if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
                 self._max_calls = -1
             if self._max_calls == -1:
-                return said[:at]
-        return said
+                return events[:at]
+        return events
 
 
 MakeReply = Callable[[], Reply]
@@ -107,10 +107,10 @@ class MessageFold:
         self._ends: dict[str, str] = {}  # the last character of each field
         self._after_call = False
 
-    def deltas(self, said: Iterable[EventTokens]) -> list[Delta]:
+    def deltas(self, events: Iterable[EventTokens]) -> list[Delta]:
         """Deltas in OpenAI's form, with one field each; adjacent ones with the same field are joined."""
         deltas: list[Delta] = []
-        for event, _ in said:
+        for event, _ in events:
             delta = self._delta(event)
             if delta is None:
                 continue

@@ -55,15 +55,15 @@ class ResponseBuilder:
         self.response |= {"status": status, "usage": usage, **details}
         return [*events, self._whole(f"response.{status}")]
 
-    def _text(self, kind: str, said: Text, **details: list[Any]) -> list[ResponseEvent]:
-        events = self._begin(kind) if said.begins else []
+    def _text(self, kind: str, added: Text, **details: list[Any]) -> list[ResponseEvent]:
+        events = self._begin(kind) if added.begins else []
         [part] = self._open["content"]
-        part["text"] += said.text
+        part["text"] += added.text
         for name, more in details.items():
             part[name] += more
-        if not (said.text or any(details.values())):
+        if not (added.text or any(details.values())):
             return events
-        return [*events, self._item_event(f"{part['type']}.delta", content_index=0, delta=said.text, **details)]
+        return [*events, self._item_event(f"{part['type']}.delta", content_index=0, delta=added.text, **details)]
 
     def _begin(self, kind: str, **fields: Any) -> list[ResponseEvent]:
         events = self._close("completed")

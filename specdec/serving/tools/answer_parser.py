@@ -233,8 +233,8 @@ class AnswerParser(CharacterReader):
         text = (self._gap or "") + text
         end = text.rstrip()
         self._gap = text[len(end) :]
-        if said := end if self._kind else end.lstrip():
-            self._tell_text("thought", said, len(self._gap))
+        if events := end if self._kind else end.lstrip():
+            self._tell_text("thought", events, len(self._gap))
 
     def _tell_text(self, kind: Kind, text: str, later: int = 0) -> None:
         """Report text. later: number of characters read after it."""
@@ -319,11 +319,11 @@ class AnswerReader:
         pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
             pieces += self._parser.finish(cut=output.finish_reason == "length")
-        said = [self._with_tokens(piece) for piece in pieces]
+        events = [self._with_tokens(piece) for piece in pieces]
         if output is not None and isinstance(self._last, Text | None) and (rest := self._texts.tokens_after()):
             kind = "content" if self._last is None else self._last.kind
-            said.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
-        return said
+            events.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
+        return events
 
     def _with_tokens(self, piece: Piece) -> EventTokens:
         self._last = piece.event

@@ -50,8 +50,10 @@ def _arguments(tool: Function, number: int) -> dict[str, Any]:
         return {"type": "object"}
     types = accepted_types(tool.parameters, tool.parameters)
     if "object" not in types:
-        said = " or ".join(sorted(types)) or "nothing"
-        message = f'the parameters of tool {tool.name} accept {said}; the arguments of a call are of "type": "object"'
+        accepted = " or ".join(sorted(types)) or "nothing"
+        message = (
+            f'the parameters of tool {tool.name} accept {accepted}; the arguments of a call are of "type": "object"'
+        )
         raise refused("tools", message, "invalid_value")
     # not allowed in a nested document; the grammar library treats all versions alike
     schema = {key: value for key, value in tool.parameters.items() if key != "$schema"}

@@ -20,7 +20,7 @@ JSON_SPACE = frozenset(" \t\n\r")
 ESCAPED = frozenset('"\\/bfnrtu')
 WORDS = {"t": "true", "f": "false", "n": "null"}
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-MAX_DEPTH = 64
+MAX_JSON_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
@@ -117,7 +117,7 @@ class JsonToolParser(AnswerParser):
         if char == '"':
             sink(char)
             yield from self._json_string(sink)
-        elif char in "{[" and depth < MAX_DEPTH:
+        elif char in "{[" and depth < MAX_JSON_DEPTH:
             sink(char)
             yield from self._json_items(char, sink, depth + 1)
         elif char in NUMBER_CHARACTERS:

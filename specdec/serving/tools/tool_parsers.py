@@ -16,7 +16,7 @@ from specdec.serving.tools.character_reader import Reading, require_syntax
 from specdec.serving.tools.harmony import HarmonyParser
 from specdec.serving.tools.qwen_coder import TaggedCallParser
 from specdec.serving.tools.schema_types import NO_TYPE
-from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser, quoted, typed
+from specdec.serving.tools.tool_json import MAX_JSON_DEPTH, JsonToolParser, quoted, typed
 
 
 class HermesParser(JsonToolParser, TaggedCallParser):
@@ -104,7 +104,7 @@ class GemmaParser(JsonToolParser):
         if char in self.quote[0] + '"':
             self._back()
             yield from self._text(sink)
-        elif char in "{[" and depth < MAX_DEPTH:
+        elif char in "{[" and depth < MAX_JSON_DEPTH:
             sink(char)
             yield from self._json_items(char, sink, depth + 1)
         else:

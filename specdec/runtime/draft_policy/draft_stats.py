@@ -8,7 +8,7 @@ import numpy as np
 from specdec.runtime.rounds.result import DraftShape
 
 
-class DraftUse(NamedTuple):
+class DraftStats(NamedTuple):
     """An engine's drafts, and why its newest round had none.
 
     shapes: each draft (levels, branches, nodes with the root, does a lookup draft); the first is no draft. rounds:

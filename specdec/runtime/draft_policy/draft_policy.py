@@ -15,12 +15,12 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.draft_policy.draft_acceptance import DraftAcceptance
 from specdec.runtime.draft_policy.draft_account import DraftAccount
-from specdec.runtime.draft_policy.draft_use import DraftUse
+from specdec.runtime.draft_policy.draft_stats import DraftStats
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 
 
-class DraftChoice:
+class DraftPolicy:
     """Chooses and learns for one engine. shapes: its drafts; the first is no draft. times: by batch size."""
 
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
@@ -31,7 +31,7 @@ class DraftChoice:
         self._untried = sorted(set(self._source))
         self.account = DraftAccount(self._source)
         self._rounds, self._tried = [0] * len(shapes), [0] * len(shapes)
-        self._use = DraftUse(shapes)
+        self._stats = DraftStats(shapes)
 
     def choose(
         self,
@@ -46,38 +46,38 @@ class DraftChoice:
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
         tokens = self.acceptance.tokens(rows, max_drafts)  # [2, K]
-        rate, hope = (tokens / (seconds if is_known else 1.0)).tolist()
+        rate, hopeful_rate = (tokens / (seconds if is_known else 1.0)).tolist()
         if min_draft.num_nodes > 1:
-            allowed = [number for number, shape in enumerate(self.shapes) if shape.covers(min_draft)]
+            allowed = [index for index, shape in enumerate(self.shapes) if shape.covers(min_draft)]
         elif not is_known:
             allowed = [0]
         elif self._untried:  # try the smallest draft of each source once, whatever it costs
             allowed = [self._source.index(self._untried.pop(0), 1)]
         else:
             cost, left = seconds[0] - seconds[0, 0], self.account.balance(times)
-            for number in map(self._number, unsettled):
-                left[self._source[number]] -= cost[number]
-            allowed = [number for number, source in enumerate(self._source) if cost[number] <= max(0.0, left[source])]
-        best, chosen = max(allowed, key=rate.__getitem__), max(allowed, key=hope.__getitem__)
+            for index in map(self._index_of, unsettled):
+                left[self._source[index]] -= cost[index]
+            allowed = [index for index, source in enumerate(self._source) if cost[index] <= max(0.0, left[source])]
+        best, chosen = max(allowed, key=rate.__getitem__), max(allowed, key=hopeful_rate.__getitem__)
         if self.shapes[chosen] in unsettled:  # one trial at a time is enough
             chosen = best
         self._rounds[chosen] += 1
         self._tried[chosen] += chosen != best
         expected = (tokens[0].tolist(), (1e3 * seconds[0]).tolist()) if is_known else ((), ())
-        self._use = self._use._replace(last=(len(rows), *expected), best=best)
+        self._stats = self._stats._replace(last=(len(rows), *expected), best=best)
         return self.shapes[chosen]
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
         """Learn from a settled round. seconds: includes a catch-up before it. drafted: see `DraftAcceptance.learn`.
         brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing is charged."""
-        number, times = self._number(shape), self.times_of(batch)
-        if shape == self.shapes[number]:
-            times.learn(number, seconds)
-        self.acceptance.learn(number, *drafted)
-        if number:
-            judged, begun = self._use.judged + len(drafted[0]), self._use.begun + int(np.count_nonzero(drafted[1]))
-            self._use = self._use._replace(judged=judged, begun=begun)
-        charged = number if brought else 0
+        index, times = self._index_of(shape), self.times_of(batch)
+        if shape == self.shapes[index]:
+            times.learn(index, seconds)
+        self.acceptance.learn(index, *drafted)
+        if index:
+            judged, begun = self._stats.judged + len(drafted[0]), self._stats.begun + int(np.count_nonzero(drafted[1]))
+            self._stats = self._stats._replace(judged=judged, begun=begun)
+        charged = index if brought else 0
         self.account.settle(times, charged, brought if charged else 1.0)
 
     def times_of(self, batch: int) -> RoundTimes:
@@ -87,12 +87,12 @@ class DraftChoice:
             self.times[size] = RoundTimes([0.0] * len(self.shapes))
         return self.times[size]
 
-    def _number(self, shape: DraftShape) -> int:
+    def _index_of(self, shape: DraftShape) -> int:
         """Number of the smallest of `shapes` that covers this one, which may be shortened for its requests."""
-        return next(number for number, each in enumerate(self.shapes) if each.covers(shape))
+        return next(index for index, each in enumerate(self.shapes) if each.covers(shape))
 
-    def use(self) -> DraftUse:
+    def stats(self) -> DraftStats:
         """The present use of drafts. Any thread may call this."""
         milliseconds = {size: (1e3 * times.seconds[0]).tolist() for size, times in sorted(self.times.items())}
         rounds, tried, chance = list(self._rounds), list(self._tried), self.acceptance.chance[0].tolist()
-        return self._use._replace(rounds=rounds, tried=tried, milliseconds=milliseconds, chance=chance)
+        return self._stats._replace(rounds=rounds, tried=tried, milliseconds=milliseconds, chance=chance)

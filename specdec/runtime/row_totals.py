@@ -18,7 +18,7 @@ SECONDS = ("draft_seconds", "verify_seconds", "other_seconds")
 """Seconds of a round, which its requests share."""
 
 
-class RoundFigures:
+class RowTotals:
     """Sums of each row's rounds. shares: a request's SECONDS of the newest round. num_drafted: its nodes, without the
     root. settled_at: when it was settled, on the host's clock."""
 
@@ -28,9 +28,9 @@ class RoundFigures:
         self._sums = np.zeros((num_rows, len(COUNTS) + len(SECONDS)))
         self._by_depth: IntArray = np.zeros((2, num_rows, 0), dtype=np.int64)  # accepted, drafted
 
-    def after_round(self, rows: IntArray, result: RoundResult) -> "RoundFigures":
+    def after_round(self, rows: IntArray, result: RoundResult) -> "RowTotals":
         """These figures and those of a round of these rows, whose requests take all their tokens of it."""
-        new, length, drafts, forced = copy.copy(self), result.length, result.drafts, result.forced
+        new, length, drafts, forced = copy.copy(self), result.length, result.draft_depth, result.forced
         new.shares = [result.seconds[name.removesuffix("_seconds")] / len(rows) for name in SECONDS]
         new.num_drafted, new.settled_at = result.path.shape[1] - 1, time.perf_counter()
         new._sums = self._sums.copy()
@@ -49,7 +49,7 @@ class RoundFigures:
         new._by_depth[:, rows] += np.arange(depth) < reached[..., None]
         return new
 
-    def without(self, rows: IntArray) -> "RoundFigures":
+    def without(self, rows: IntArray) -> "RowTotals":
         """These figures with none of these rows, which have new requests."""
         new = copy.copy(self)
         new._sums, new._by_depth = self._sums.copy(), self._by_depth.copy()

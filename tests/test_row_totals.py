@@ -8,7 +8,7 @@ from kv_rig import ints
 
 from specdec import SamplingParams
 from specdec.runtime.request_batch import Batches
-from specdec.runtime.round_figures import RoundFigures
+from specdec.runtime.row_totals import RowTotals
 
 from inside import Detokenizer, Request, RoundResult, record_round
 from marks import examples
@@ -18,7 +18,7 @@ def make_requests(count: int) -> list[Request]:
     asked = SamplingParams(max_new_tokens=40, ignore_eos=True)
     requests = [Request([1, 2], asked, 0, Detokenizer(None), frozenset()) for _ in range(count)]
     for number, request in enumerate(requests):
-        request.number = request.row = number
+        request.id = request.row = number
     return requests
 
 
@@ -38,19 +38,19 @@ def test_figures_of_all_rows_are_those_counted_for_each_request():
     cut = 0
     for seed in range(examples(20, 200)):
         draw, requests = random.Random(seed), make_requests(3)
-        figures, counted = RoundFigures(3), [request.stats.copy() for request in requests]
+        row_totals, counted = RowTotals(3), [request.stats.copy() for request in requests]
         while going_on := [request for request in requests if not request.finished]:
             chosen = draw.sample(going_on, draw.randint(1, len(going_on)))
             for request in chosen:
                 if request.row < 0:
-                    request.row = request.number
-                    figures = figures.without(ints(request.row))
+                    request.row = request.id
+                    row_totals = row_totals.without(ints(request.row))
             result, rows = random_result(draw, len(chosen)), ints(*(request.row for request in chosen))
-            figures = figures.after_round(rows, result)
-            columns = (array.tolist() for array in (result.length, result.drafts, result.forced))
+            row_totals = row_totals.after_round(rows, result)
+            columns = (array.tolist() for array in (result.length, result.draft_depth, result.forced))
             for request, length, drafts, forced in zip(chosen, *columns, strict=True):
-                own, taken, before = counted[request.number], min(length, request.remaining), request.stats
-                request.settle([1] * length, [], figures, drafts, forced)
+                own, taken, before = counted[request.id], min(length, request.remaining), request.stats
+                request.settle([1] * length, [], row_totals, drafts, forced)
                 assert before.rounds == own.rounds, "figures that were read change no more"
                 whole = (taken, 0, 0) if forced else (taken, length - 1, drafts)
                 record_round(own, *(whole if forced or taken == length else (taken,) * 3))
@@ -81,7 +81,7 @@ def test_a_batch_is_made_when_its_requests_or_their_rows_change():
     batches, requests = Batches(), make_requests(3)
     whole, few = batches.of(requests), batches.of(requests[:2])
     assert batches.of(list(requests)) is whole and batches.of(requests[:2]) is few
-    assert whole.rows.tolist() == [0, 1, 2] and whole.longest.tolist() == [42] * 3
+    assert whole.rows.tolist() == [0, 1, 2] and whole.max_total_len.tolist() == [42] * 3
     requests[1].lose_row()
     assert whole.present() == [0, 2]
     requests[1].row = 5

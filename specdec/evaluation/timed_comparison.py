@@ -22,7 +22,7 @@ Runs = dict[str, dict[str, Any]]
 share of the batch's seconds and processor_seconds, those of all threads of this process."""
 
 
-def take_turns(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]) -> list[Runs]:
+def run_interleaved(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]) -> list[Runs]:
     """Run every way once, on its own prompts of one batch. Returns the runs of each prompt."""
     runs: list[Runs] = [{} for _ in next(iter(prompts.values()))]
     for name, generate in ways.items():

@@ -1,6 +1,6 @@
 """The subject of a diagnosis: a target, a drafter and prompts, with facts about them, and engines made from them.
 
-A change of a pair is another `PairInQuestion`; the target is never changed.
+A change of a pair is another `ExaminedPair`; the target is never changed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +20,16 @@ from specdec.runtime.request import GenerationOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairInQuestion:
+class ExaminedPair:
     """A pair and its questions.
 
-    questions: texts, or token ids, to which no template is applied. chat: texts are turns of a chat; False: raw text.
+    prompts: texts, or token ids, to which no template is applied. chat: texts are turns of a chat; False: raw text.
     template: arguments of the chat template, such as enable_thinking.
     """
 
     engine: Engine
     drafter: Drafter
-    questions: Sequence[str | list[int]]
+    prompts: Sequence[str | list[int]]
     chat: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,9 +45,9 @@ class PairInQuestion:
     def has_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
-    def prompts(self) -> list[list[int]]:
+    def prompt_ids(self) -> list[list[int]]:
         """Token ids of each question."""
-        return [self._ids(question) for question in self.questions]
+        return [self._ids(prompt) for prompt in self.prompts]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationOutput]:
         """Outputs of a separate engine of this pair: no prefix cache and no statistics are shared.
@@ -68,15 +68,15 @@ class PairInQuestion:
         with Engine(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config) as made:
             return made.generate(list(prompts), params, progress=False)
 
-    def _ids(self, question: str | list[int]) -> list[int]:
-        if not isinstance(question, str):
-            return list(question)
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
         if self.chat and self.has_template:
-            return self.engine.chat_prompt(question, **self.template)
-        return self.engine.encode(question)
+            return self.engine.chat_prompt(prompt, **self.template)
+        return self.engine.encode(prompt)
 
 
-def pair_facts(pair: PairInQuestion) -> dict[str, str]:
+def pair_facts(pair: ExaminedPair) -> dict[str, str]:
     """Facts about a pair, one line each: format, taps, positions, norms, tensors, dtype, template, window."""
     target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
     layout = target.layout
@@ -91,7 +91,7 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
     return facts if describe is None else facts | describe(drafter)
 
 
-def _template(pair: PairInQuestion) -> str:
+def _template(pair: ExaminedPair) -> str:
     if pair.tokenizer is None:
         return "no tokenizer: prompts are token ids"
     if not pair.has_template:
