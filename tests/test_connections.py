@@ -162,3 +162,4 @@ def test_a_server_serves_with_its_settings_of_the_process() -> None:
     with serving._settings_of_process():
         assert sys.getswitchinterval() == pytest.approx(serving.SWITCH_SECONDS) and gc.get_freeze_count() > 10_000
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (pytest.approx(before), 0)
+    gc.freeze()  # again, as conftest.py did: what libraries hold

@@ -143,14 +143,14 @@ def taught(draft_seconds, accepted, times=40):
 
 
 def test_the_reason_that_drafts_are_off_says_what_was_tried():
-    assert taught(0.5, 0).use().off == "of 41 drafts that were tried 0 began with a token that was accepted"
+    assert taught(0.5, 0).stats().off == "of 41 drafts that were tried 0 began with a token that was accepted"
 
 
 def test_the_reason_that_drafts_are_off_says_what_they_would_bring_and_take():
-    off = taught(2.0, 1).use().off
+    off = taught(2.0, 1).stats().off
     assert "a chain of 1 is expected to bring 2.00" in off and "3000.00 ms, no draft 1 in 1000.00 ms" in off
     assert "does not cover" not in off
-    assert "does not cover its risk" in taught(0.5, 1).use().off
+    assert "does not cover its risk" in taught(0.5, 1).stats().off
 
 
 def test_an_engine_says_why_without_waiting_for_a_step(right, make_target, make_engine):
@@ -167,7 +167,7 @@ def test_the_log_says_why_there_are_no_drafts():
         record_round(none, 1, 0, 0)
     record_round(some, 2, 1, 1)
     some.add(none)
-    off = EngineStats(drafts=taught(0.5, 0).use())
+    off = EngineStats(drafts=taught(0.5, 0).stats())
     assert "no drafts (of 41 drafts that were tried 0 began" in traffic_line(None, Snapshot(off, none), 1.0)
     assert "1 of 9 rounds had drafts (of 41" in traffic_line(None, Snapshot(off, some), 1.0)
     assert "drafts" not in traffic_line(None, Snapshot(EngineStats(), none), 1.0)

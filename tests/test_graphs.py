@@ -225,7 +225,7 @@ def test_a_prefix_that_may_seem_longer_than_a_row_has_the_widest_tables(small_en
     serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=4)])
     graphs, most = engine.steps.captured_rounds, engine.table.slots.host.shape[1] - 1
     shape = next(iter(captured_rounds(engine)))
-    assert graphs.bucket(shape._replace(longest=most + 5)).max_committed_len == most
+    assert graphs.bucket(shape._replace(max_committed_len=most + 5)).max_committed_len == most
 
 
 def test_true_needs_a_gpu(make_target, make_engine) -> None:

@@ -212,7 +212,7 @@ def test_tables_of_another_round_are_named(rig) -> None:
 def test_a_table_that_is_too_short_is_named(rig) -> None:
     row = opened(rig, 9)
     rig.flush()
-    rows = dataclasses.replace(rig.table.rows(ints(row)), longest=4)
+    rows = dataclasses.replace(rig.table.rows(ints(row)), max_committed_len=4)
     tree = DraftTree.chain(torch.zeros((1, NODES), dtype=torch.int64))
     located = rig.backend.locate(rig.table, rows, rig.committed_len.tensor[rows.index], NODES)
     plan = dataclasses.replace(rig.verify(ints(row), tree), prefix=located)
