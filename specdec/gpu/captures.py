@@ -9,7 +9,7 @@ budget that is too small does not make every round capture.
 Captures of one pool share its memory, since they never run at the same time: a pool is as large as its largest capture
 needs, and is freed with its last capture. If the device is out of memory, all other captures are evicted and the new
 one is tried once more. Captures of SPARE_POOL are evicted first, and no other capture is evicted for them. Invariant:
-`use()` is always correct; it counts everything that runs uncaptured.
+`stats()` is always correct; it counts everything that runs uncaptured.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -59,7 +59,7 @@ def no_host_work(_program_index: int, _out: torch.Tensor) -> None:
 
 class CaptureSet:
     """An engine's captured programs of one kind, by shape. strict: a failed capture is an error; otherwise the program
-    runs eagerly, is counted (`CaptureStore.use`), and its capture is tried again later."""
+    runs eagerly, is counted (`CaptureStore.stats`), and its capture is tried again later."""
 
     kind: ClassVar[str]
 
