@@ -197,9 +197,8 @@ class Sanitizer:
     def _poison(self, group: GroupId, pages: IntArray) -> None:
         page_size = self.allocator.page_size
         slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1))
-        slots = slots.to(self.allocator.device)
         for tensor in floating(tensor for store in self.stores for tensor in store.tensors(group)):
-            tensor.index_fill_(0, slots, torch.nan)
+            tensor.index_fill_(0, slots.to(tensor.device), torch.nan)  # a rank's store lies on its own device
 
 
 def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

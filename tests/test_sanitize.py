@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
     rig.close_rows(row)
     assert set(slots.tolist()) <= set(poisoned(rig, PRIMARY))
     assert set(peers.tolist()) <= set(poisoned(rig, SWA))
+
+
+def test_a_store_on_another_device_is_poisoned_there(rig, monkeypatch) -> None:
+    """SPECDEC_SANITIZE=1 raised on two GPUs: slots of the first indexed the store of the second."""
+    elsewhere = SimpleNamespace(tensors=lambda group: [torch.zeros((99, 1, 2), device="meta")])
+    monkeypatch.setattr(rig.sanitizer, "stores", [*rig.sanitizer.stores, elsewhere])
+    row = opened(rig, 5)
+    slots = set(rig.slots.host[row, :5].tolist())
+    rig.close_rows(row)
+    assert slots <= set(poisoned(rig, PRIMARY))
 
 
 def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
