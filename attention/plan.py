@@ -50,7 +50,7 @@ class PlanBackend(KVOperations, Protocol):
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
         """Attention under `plan` for layers of `group` with `window` (None: full attention).
 
-        shares: see `LayerCache`. The cut of keys depends on the heads of all ranks together, so bits do not depend on
+        shares: see `LayerSpec`. The cut of keys depends on the heads of all ranks together, so bits do not depend on
         the number of ranks."""
 
     def recurrence(self, plan: "KVPlan", view: KVView) -> RecurrentContext:
@@ -59,14 +59,15 @@ class PlanBackend(KVOperations, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """B requests with N queries each, packed as one sequence of B * N rows; or a pack: one row of T places.
+    """Plan of one sequence of tokens: N queries of each of B requests (B * N), or the T places of a pack. Below, [B, N]
+    is then [1, T].
 
     rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N] of the queries.
     tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
     write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
     prefix: the backend's tables of the prefixes.
     block_len [B]: number of real queries of each causal run, before padding; None: all are real.
-    pack: the runs of the row; rows and committed_len then have one entry per run, [R].
+    pack: the runs of the sequence, if it is one; rows and committed_len then have one entry per run, [R].
     window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.
     first_key: keys before this position do not exist, except a query's own. MTP modules begin later than the text.
     """

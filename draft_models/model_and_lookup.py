@@ -12,7 +12,7 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker,
 from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.kvcache.frozen import KVView
 
-OF_THE_MODEL = (
+MODEL_ATTRIBUTES = (
     *("aux_layers", "kv_layout", "extra_keys", "reread", "reads_every_state", "fit", "unfused", "weights"),
     *("may_lag", "max_steps", "default_steps", "max_positions"),
 )
@@ -28,7 +28,7 @@ class ModelAndLookup(Drafter):
         self.model, self.lookup = model, lookup
         self.name = f"{model.name} or {lookup.name}"
         self.reads_finished = lookup.reads_finished
-        for name in OF_THE_MODEL:  # a model that does not inherit `Drafter` may lack some
+        for name in MODEL_ATTRIBUTES:  # a model that does not inherit `Drafter` may lack some
             setattr(self, name, getattr(model, name, getattr(Drafter, name)))
 
     def bind(self, binding: Binding) -> DraftWorker:

@@ -155,12 +155,12 @@ class HybridAllocator:
 
     def cache_pages(self, group: GroupId, pages: IntArray) -> None:
         """Add the cache's claims on `pages` of the primary group, or on their peers in another; rows hold them."""
-        self.require_unfrozen("keep")
+        self.require_unfrozen("cache_pages")
         self.pools[group].cache_pages(self._peers(group, pages))
 
     def uncache_pages(self, pages: IntArray) -> None:
         """Release the cache's claims on `pages` and on those of their peers that it claims."""
-        self.require_unfrozen("forget")
+        self.require_unfrozen("uncache")
         for group in self.windowed:
             self.uncache_peers(group, pages[self.is_cached(group, pages)])
         self.primary.uncache_pages(pages)
@@ -169,7 +169,7 @@ class HybridAllocator:
 
     def uncache_peers(self, group: GroupId, pages: IntArray) -> None:
         """Release the cache's claims on the peers of `pages` in one group."""
-        self.require_unfrozen("forget")
+        self.require_unfrozen("uncache")
         self._unmap(group, pages[self.pools[group].uncache_pages(self._peers(group, pages))])
 
     def is_mapped(self, group: GroupId, pages: IntArray) -> BoolArray:

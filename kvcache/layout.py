@@ -3,7 +3,7 @@ nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
     Retention     every token; or the n newest of a window; or records, until a recurrent state has folded them
-    LayerCache    one layer: its fields and retention, the layer that owns them, and the state if it is recurrent
+    LayerSpec    one layer: its fields and retention, the layer that owns them, and the state if it is recurrent
     cache group   all layers of an engine's models with one retention: they share slots and page tables
 
 Code that allocates, pages or evicts names no kind of layer: a model with other layers has another layout. A layout is

@@ -301,7 +301,7 @@ class PrefixCache:
         return self._cut(leaf, left)
 
     def _cut(self, node: _Node, left: int) -> IntArray:
-        """Remove all but the first `left` pages of a leaf from the tree. Returns them, for `forget`."""
+        """Remove all but the first `left` pages of a leaf from the tree. Returns them, for `uncache_pages`."""
         assert not node.children and node.parent is not None
         pages = node.pages[left:]
         if left == 0:

@@ -32,8 +32,8 @@ FROZEN_EXTRA_KEYS = 2
 token; the drafter reads the newest window + 1."""
 
 PREALLOC_SLOTS = 16
-"""Slots that a row gets more than it needs, and peers that it keeps longer, while the pools have ample room: so most
-rounds change no slot and no map."""
+"""Extra slots that a row gets, and evictable peers that it may keep, while the pools have ample room. So most rounds
+change neither the slots nor the maps on the host."""
 
 PREALLOC_HEADROOM = 4
 """Room is ample if every pool has PREALLOC_HEADROOM times PREALLOC_SLOTS free slots for each row."""
@@ -220,11 +220,11 @@ class RequestTable:
         """
         self.allocator.require_unfrozen("commit")
         length = length * (rows.index != self.padding_row)
-        move = None if path is None else self._bring_forward(rows.index, length, path)
+        move = None if path is None else self._move_path_forward(rows.index, length, path)
         self.committed_len.tensor.index_add_(0, rows.index, length)
         return move
 
-    def _bring_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
+    def _move_path_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
         """Put the path's slots right after the committed ones; with larger pages, return the K/V to move there
         instead."""
         columns = torch.arange(path.shape[1], device=path.device)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Suffixes of transformers' class names for models that continue a text."""
 MTP, AUTO = "mtp", "auto"
-OF_TARGET = (MTP, AUTO)
+TARGET_WORDS = (MTP, AUTO)
 """Drafters that depend on the target: "mtp", its checkpoint's own modules; "auto", see `_drafter_of_target`."""
 
 
@@ -40,7 +40,7 @@ OF_TARGET = (MTP, AUTO)
 def load_any_drafter(
     drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
 ) -> Drafter | None:
-    """Make a drafter from a word (`WORDS`, `OF_TARGET`, "none"), a bundled name, a folder or hub id, or a module.
+    """Make a drafter from a word (`WORDS`, `TARGET_WORDS`, "none"), a bundled name, a folder or hub id, or a module.
 
     None stays None. A pair, or "NAME,WORD", gives a model with a lookup next to it. tokenizer: the target's; a language
     model's tokenizer is compared with it. Raises CheckpointError, ConfigError, and UnsupportedModelError if the drafter
@@ -52,7 +52,7 @@ def load_any_drafter(
         return WORDS[drafter]()
     if isinstance(drafter, str) and drafter.rpartition(",")[2] in WORDS:
         drafter = drafter.rpartition(",")[::2]
-    if isinstance(drafter, str) and drafter in OF_TARGET:
+    if isinstance(drafter, str) and drafter in TARGET_WORDS:
         return _drafter_of_target(drafter, target, options, tokenizer)
     if isinstance(drafter, (list, tuple)):
         return _model_and_lookup(drafter, target, options, tokenizer)
@@ -66,7 +66,7 @@ def load_any_drafter(
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *OF_TARGET))}, none") from error
+            raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *TARGET_WORDS))}, none") from error
     if callable(getattr(drafter, "bind", None)):
         bound: Drafter = drafter
         return bound
@@ -79,7 +79,7 @@ def load_any_drafter(
         return wrap_drafter(module, target)
     raise ConfigError(
         f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, "
-        f"{', '.join(map(repr, (*WORDS, *OF_TARGET)))}, 'none', a module or None"
+        f"{', '.join(map(repr, (*WORDS, *TARGET_WORDS)))}, 'none', a module or None"
     )
 
 
@@ -98,8 +98,8 @@ def require_options_used(drafter: Any, options: Mapping[str, Any] | None) -> Non
 def _drafter_of_target(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:
-    """Make the drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those modules,
-    else the published drafter if it is on disk, else "suffix". Only "mtp" raises."""
+    """Make the drafter for a word of `TARGET_WORDS`. "mtp": the modules in the target's checkpoint. "auto": those
+    modules, else the published drafter if it is on disk, else "suffix". Only "mtp" raises."""
     name = getattr(target.model.config, "name_or_path", "")
     checkpoint = None if not name else Checkpoint.from_name(name, options)
     if word == MTP:

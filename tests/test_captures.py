@@ -265,7 +265,7 @@ def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
 def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random_prompt, monkeypatch, caplog):
     """Not even where captures are required: it runs as it is, a warning names its size, and shorter ones are captured
     after it."""
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.LONG", 16)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_LONG_TOKENS", 16)
     monkeypatch.setattr(CapturedPrompts, "shared_bytes", property(lambda self: 0))
     prompts = [random_prompt(n) for n in (5, 40, 40, 40, 12, 12)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]

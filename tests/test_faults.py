@@ -117,7 +117,7 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
     captured: with rounds that are replayed, the next launched before the one in front is settled.
     """
     # a warning would be a call that comes once
-    monkeypatch.setattr(specdec.runtime.engine_stats, "LOOK_AFTER", 1 << 30)
+    monkeypatch.setattr(specdec.runtime.engine_stats, "REQUEST_ROUNDS_PER_CHECK", 1 << 30)
     layers = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
     model = make_target("gemma4-e2b", **layers)
     prompts = [random_prompt(n) for n in (5, 19, 8)]

@@ -8,7 +8,7 @@ import torch
 
 from specdec import SamplingParams
 from specdec.kvcache.page_pool import PagePool
-from specdec.runtime.engine_stats import LOOK_AFTER, PoolStats
+from specdec.runtime.engine_stats import REQUEST_ROUNDS_PER_CHECK, PoolStats
 
 from marks import examples
 
@@ -109,7 +109,7 @@ def test_the_peak_is_of_what_is_held_by_rows() -> None:
 def test_without_drafts_nothing_is_warned_of(make_target, make_engine, random_prompt, caplog) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=32)
     engine.generate([random_prompt(9)] * 32, SamplingParams(max_new_tokens=40, ignore_eos=True))
-    assert engine.stats().rounds > LOOK_AFTER and not caplog.records
+    assert engine.stats().rounds > REQUEST_ROUNDS_PER_CHECK and not caplog.records
 
 
 @pytest.mark.deep

@@ -79,11 +79,11 @@ def test_figures_of_all_rows_are_those_counted_for_each_request():
 
 def test_a_batch_is_made_when_its_requests_or_their_rows_change():
     batches, requests = Batches(), make_requests(3)
-    whole, few = batches.of(requests), batches.of(requests[:2])
-    assert batches.of(list(requests)) is whole and batches.of(requests[:2]) is few
+    whole, few = batches.batch_of(requests), batches.batch_of(requests[:2])
+    assert batches.batch_of(list(requests)) is whole and batches.batch_of(requests[:2]) is few
     assert whole.rows.tolist() == [0, 1, 2] and whole.max_total_len.tolist() == [42] * 3
     requests[1].lose_row()
     assert whole.present() == [0, 2]
     requests[1].row = 5
-    again = batches.of(requests)
-    assert again.rows.tolist() == [0, 5, 2] and batches.of(list(requests)) is again
+    again = batches.batch_of(requests)
+    assert again.rows.tolist() == [0, 5, 2] and batches.batch_of(list(requests)) is again

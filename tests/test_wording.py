@@ -91,3 +91,17 @@ def test_no_docstring_of_a_class_begins_with_a_field():
     assert classes_begun_with_a_field(seeded) == ["A"]
     texts = [path.read_text("utf-8") for folder in READ_FOLDERS[:-1] for path in (ROOT / folder).rglob("*.py")]
     assert [name for text in texts for name in classes_begun_with_a_field(text)] == []
+
+
+OF_OTHERS = {"MtpModel", "modeling_layers", "threading", "Condition", "traceparent", "x_to_y", "_len"}
+"""Names in backticks of another library, a standard, or a pattern."""
+
+
+def test_names_in_backticks_are_in_the_code():
+    """A renamed class kept its old name in other files' docstrings: `LayerCache`."""
+    texts = [path.read_text("utf-8") for folder in READ_FOLDERS[:4] for path in (ROOT / folder).rglob("*.py")]
+    named = {name for text in texts for found in re.findall(r"`([A-Za-z_][\w.]*)`", text) for name in found.split(".")}
+    files = {part for folder in READ_FOLDERS[:4] for path in (ROOT / folder).rglob("*.py") for part in path.parts}
+    code = {word for text in texts for word in re.findall(r"\w+", re.sub(r"`[^`\n]*`", "", text))}
+    known = code | {Path(file).stem for file in files} | OF_OTHERS
+    assert len(named) > 500 and sorted(name for name in named if name and name not in known) == []

@@ -1,4 +1,5 @@
-r"""Attention in which every row's bits depend on its own path only. Used for decode, chains, trees, prefill, drafting.
+r"""Attention in which every row's bits depend on its own path only: for decoding, chains, trees, a drafter's chunks and
+frozen drafters.
 
 Query n of request b is at position q = S + depth, S = committed_len[b], and sees the keys of its own path:
 

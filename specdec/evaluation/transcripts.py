@@ -14,7 +14,7 @@ from specdec.errors import ConfigError, naming_file
 
 Record = dict[str, Any]
 """One turn of one problem: index, turn, batch (hash of its problems), parting (position and logit_margin, or None), and
-its runs (`contest.Runs`)."""
+its runs (`timed_comparison.Runs`)."""
 
 NEUTRAL = {"data", "problems", "sha256", "max_model_len", "full_slots", "swa_slots", "cuda_graphs"}
 """Settings that change neither answers nor acceptance: which problems there are (records name their batch), room, and

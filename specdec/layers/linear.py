@@ -13,10 +13,10 @@ same bits next to any number of other rows. In any order, the cut and the kernel
     up to 256    `gemm_small`                  `gemm_medium`, the library      `packed_gemm`, in any order the library
     above        `gemm_large`                  the library                     `packed_gemm`, in any order the library
 
-If two are listed, the first runs if its weight fills the device (`choose_medium_tiles`) or its time model says that it
-is faster (`choose_packed_rows`). For a weight of at most 512 rows, `gemm_small` runs up to 512 rows of x in any order,
-and above 256 rows in order. If descriptors cannot be used (float32, odd strides, devices before Hopper), `gemm_small`
-or the library runs. For a packed weight the library first dequantises it into temporary memory.
+A cell with two kernels: `choose_medium_tiles` (plain weights) or the time model of `choose_packed_rows` (packed
+weights) decides for the first; otherwise the second runs. For a weight of at most 512 rows, `gemm_small` runs up to 512
+rows of x in any order, and above 256 rows in order. If descriptors cannot be used (float32, odd strides, devices before
+Hopper), `gemm_small` or the library runs. For a packed weight the library first dequantises it into temporary memory.
 """
 
 from math import inf

@@ -46,10 +46,10 @@ FEW_ROWS = 64
 """Rows up to which the activation goes into the loads of the second product."""
 
 FEW_FP8_ROWS = 56
-"""Rows up to which it does over FP8 weights. Programs for 64 rows would be more than one for each multiprocessor."""
+"""FEW_ROWS for FP8 weights. For 64 rows there would be more programs than multiprocessors."""
 
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
-"""Tiles above FEW_ROWS. They give more programs than `choose_tiles`, which assumes long weights."""
+"""Tiles above FEW_ROWS. They give more programs than `choose_small_tiles`, which assumes long weights."""
 
 ANY_ORDER_TILES = {192: MediumTiles(64, 32, 0, 128, 4, 2), MAX_MEDIUM_ROWS: MediumTiles(128, 64, 0, 64, 8, 4)}
 """Tiles by the largest number of rows that uses them, if bits may depend on that number."""

@@ -14,7 +14,7 @@ from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import TEXT_LEN, refusing
-from specdec.models.recurrent_layers import take_apart
+from specdec.models.recurrent_layers import replace_recurrent_modules
 from specdec.models.transformers_names import auto_class
 from specdec.models.unsupported import find_decoder, require_placed, require_supported
 from specdec.modules.module_watch import ModuleWatch
@@ -60,7 +60,7 @@ class DescribedModel:
             self.original = ModuleWatch(model, self.user_decoder, head)  # made before the copy: no change is missed
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
-            take_apart(name, self.decoder, self.layout)
+            replace_recurrent_modules(name, self.decoder, self.layout)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
             self.home: torch.device = self.embed.weight.device  # device of the user's weights
 

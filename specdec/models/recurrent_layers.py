@@ -130,7 +130,7 @@ MIXERS: dict[str, Callable[[nn.Module], Mixer]] = {
 }
 
 
-def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
+def replace_recurrent_modules(name: str, decoder: nn.Module, layout: KVLayout) -> None:
     """Replace the recurrent modules of a private copy by mixers. Raises UnsupportedModelError for a recurrent layer
     that is not in `MIXERS`, and for a convolution that a state cannot hold."""
     found = set()

@@ -195,9 +195,9 @@ SAMPLING = {field.name: "params=SamplingParams({})" for field in fields(Sampling
 ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
 ENGINE |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
 """Each setting and where it belongs; transformers knows a dtype as well."""
-CLOSE = 0.8
+MISSPELT_SIMILARITY = 0.8
 """Minimum similarity, 0 to 1, at which a keyword that could be meant for transformers counts as a misspelt setting."""
-NEAR = 0.55
+SUGGESTED_SIMILARITY = 0.55
 """Minimum similarity, 0 to 1, at which an error suggests a setting for an unknown keyword."""
 
 
@@ -222,7 +222,7 @@ def require_loading_arguments(options: Iterable[str], known: Collection[str]) ->
     """Raise ConfigError if an argument meant for transformers is a setting of ours, or is spelt almost like a setting
     or like one of `known`, the arguments of `from_pretrained`. Other arguments are left to transformers."""
     for name in options:
-        if name in ENGINE | SAMPLING or difflib.get_close_matches(name, [*known, *ENGINE], cutoff=CLOSE):
+        if name in ENGINE | SAMPLING or difflib.get_close_matches(name, [*known, *ENGINE], cutoff=MISSPELT_SIMILARITY):
             raise _unknown(f"Engine.from_pretrained takes no {name}", name, known)
 
 
@@ -232,6 +232,6 @@ def _unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
         what += ", which is a sampling parameter"
     elif name in ENGINE:
         what += ", which is a setting of the engine"
-    for meant in difflib.get_close_matches(name, places, n=1, cutoff=NEAR):
+    for meant in difflib.get_close_matches(name, places, n=1, cutoff=SUGGESTED_SIMILARITY):
         return ConfigError(f"{what}; did you mean {places[meant].format(meant + '=...')}?")
     return ConfigError(f"{what}; it takes {', '.join(known)}")

@@ -59,7 +59,8 @@ class AnsweredText(NamedTuple):
 class ConventionWatch:
     """Collects answers until they have WATCHED tokens, then judges them.
 
-    after_step: called with the requests that ended in a step and those that run; `rest` if there is nothing to judge.
+    after_step: called with the requests that ended in a step and those that run. `watch_nothing`: there is nothing to
+    judge.
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
@@ -67,7 +68,7 @@ class ConventionWatch:
         self._target, self._model = target, model
         self._ended: list[Request] = []
         self._waited = 0  # steps since the last forward of the judgement
-        self.after_step: Callable[[Sequence[Request], Sequence[Request]], None] = rest
+        self.after_step: Callable[[Sequence[Request], Sequence[Request]], None] = watch_nothing
         # dense forwards support neither recurrent layers nor several devices
         if isinstance(model, NativeMtpDrafter) and not target.recurrent and target.ranks is None:
             self.after_step = self._collect
@@ -95,10 +96,10 @@ class ConventionWatch:
                     return
         except Exception as error:  # such as out of memory: then no warning is given
             logger.info("the conventions of the MTP modules were not measured: %s", error)
-        self.after_step = rest
+        self.after_step = watch_nothing
 
 
-def rest(ended: Sequence[Request], running: Sequence[Request]) -> None:
+def watch_nothing(ended: Sequence[Request], running: Sequence[Request]) -> None:
     """Watch nothing."""
 
 

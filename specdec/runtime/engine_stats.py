@@ -22,15 +22,15 @@ from specdec.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LOOK_AFTER = 1000
+REQUEST_ROUNDS_PER_CHECK = 1000
 """Rounds of speculating requests between two checks of the acceptance of their drafts."""
 
 ENOUGH_DRAFTS = 16
 """Drafts (one per request and round) that a check needs."""
 
 MAX_ROUNDS_WITHOUT_CHECK = 8000
-"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts
-(request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
+"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. REQUEST_ROUNDS_PER_CHECK
+counts (request, round) pairs: 128 requests reach it in 8 rounds, when few drafts were tried."""
 
 FEW_ACCEPTED = 0.02
 """A pair counts as broken if fewer of its drafts have a right first token. A random draft is right once in the size of
@@ -75,7 +75,7 @@ def device_stats(target: TargetModel, cache: KVCache) -> tuple[DeviceStats, ...]
     )
 
 
-NOTHING = PoolStats(0, 0, 0, 0)
+EMPTY_POOL_STATS = PoolStats(0, 0, 0, 0)
 NO_CAPTURES = CaptureStats()
 NO_DRAFT_STATS = DraftStats()
 
@@ -98,8 +98,8 @@ class EngineStats(RequestStats):
     running: int = 0
     batches: int = 0
     batch_seconds: float = 0.0
-    full_slots: PoolStats = NOTHING
-    swa_slots: PoolStats = NOTHING
+    full_slots: PoolStats = EMPTY_POOL_STATS
+    swa_slots: PoolStats = EMPTY_POOL_STATS
     captures: CaptureStats = NO_CAPTURES
     drafts: DraftStats = NO_DRAFT_STATS
     prompt_gap_ms: float = 0.0
@@ -182,7 +182,7 @@ class DraftWatch:
         self._sums += rounds > 0, rounds, drafted, first_accepted
         batches, rounds, drafted, first_accepted = self._sums.tolist()
         seldom = drafted < ENOUGH_DRAFTS
-        if self._warned or (batches < MAX_ROUNDS_WITHOUT_CHECK if seldom else rounds < LOOK_AFTER):
+        if self._warned or (batches < MAX_ROUNDS_WITHOUT_CHECK if seldom else rounds < REQUEST_ROUNDS_PER_CHECK):
             return
         if first_accepted < max(1, FEW_ACCEPTED * drafted):
             self._warned = True

@@ -25,9 +25,9 @@ from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
-"""Called with each settled round: its shape, requests and result, the sum of the output tokens that its requests gained
-(0: not counted, in a round without drafts), and its seconds. Seconds count from the end of the previous round if the
-device ran both without a pause, else from the round's start."""
+"""Called with each settled round: (shape, requests, result, gained, seconds). gained: output tokens of all its requests
+together; 0 in a round without drafts, where they are not counted. seconds: since the end of the previous round if the
+device ran without a pause between them, else since the start of this round."""
 
 
 class Launches:

@@ -18,7 +18,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_shares import PromptBudget
-from specdec.runtime.rounds.captured_prompts import LONG
+from specdec.runtime.rounds.captured_prompts import MIN_LONG_TOKENS
 from specdec.runtime.rounds.prompt_parts import PartShare
 
 GAP_SHARE = 0.5
@@ -166,12 +166,12 @@ class PromptGap:
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def capped(self, budget: PromptBudget) -> PromptBudget:
-        """Cap this room to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at least
-        MIN_CAP, and rounded to few sizes."""
+        """Cap this budget to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at
+        least MIN_CAP, and rounded to few sizes."""
         if budget.user_set:
             return budget
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, budget.chunk)
-        cap = max(MIN_CAP, min(fitting, LONG) // 256 * 256, _captured_size(fitting))
+        cap = max(MIN_CAP, min(fitting, MIN_LONG_TOKENS) // 256 * 256, _captured_size(fitting))
         return budget._replace(while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle))
 
     def tokens(self, budget: PromptBudget, num_waiting: int, prefix: int) -> int:
@@ -241,9 +241,9 @@ class PromptGap:
 
 
 def _captured_size(tokens: int) -> int:
-    """Round down to a power of two, or from LONG on to a quarter step between two. Few shapes are captured, but padding
-    takes as long as tokens."""
-    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= LONG else 1))
+    """Round down to a power of two, or from MIN_LONG_TOKENS on to a quarter step between two. Few shapes are captured,
+    but padding takes as long as tokens."""
+    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= MIN_LONG_TOKENS else 1))
     return tokens // step * step
 
 

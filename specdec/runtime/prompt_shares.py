@@ -1,11 +1,12 @@
 """How the prompt tokens of a step are divided among requests.
 
-    in a step    the first by rank: at least half of the room | short prompts that pass it | the others, by rank
+    in a step    the first by rank: at least half of the budget | short prompts that pass it | the others, by rank
 
 Prompts are read by rank, with one exception: a prompt with at most half as many unread tokens as the first one passes
-it. So a short prompt does not wait for a long one. The first prompt keeps half of the room, so it always advances. A
+it. So a short prompt does not wait for a long one. The first prompt keeps half of the budget, so it always advances. A
 prompt that passes it waits for at most twice its own tokens, and for prompts shorter than itself. This file knows no
-pages: if pages are short, a prompt gets less than its share. `prompt_gap` decides the room while other requests decode.
+pages: if pages are short, a prompt gets less than its share. `prompt_gap` decides the budget while other requests
+decode.
 """
 
 from collections.abc import Sequence

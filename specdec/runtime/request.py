@@ -74,7 +74,7 @@ class RequestStats:
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Share of the rounds with drafts that deep in which that draft was accepted, by depth."""
+        """For each depth, the share of accepted drafts among the rounds that had a draft at this depth."""
         by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
@@ -157,8 +157,9 @@ class RequestState(Enum):
 class RequestProgress(NamedTuple):
     """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. stats: its figures, without the rounds that `row_totals` counts in `row`; None: no
-    round has been settled since it took the row, or its output ended within one. reader: decodes the output so far, for
+    num_tokens: prompt and output. stats: its figures, except those of the rounds that `row_totals` counts in
+    `row`. row_totals: None if no round was settled since the request got its row, or if the output ended within a
+    round. reader: decodes the output so far, for
     stop strings. grammar_state: None: it has no grammar.
     """
 

@@ -10,12 +10,13 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.request import Request, table_rows
 
 KEPT = 3
-"""Newest batches: of all that run, of those that decode, and of those of them that go on."""
+"""Number of batches kept: one of all running requests, one of those that decode, one of those in the next round."""
 
 
 class RequestBatch:
     """Requests, with the epochs, rows [B] and parameters that they had. max_total_len [B]: their lengths if only
-    max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
+    max_new_tokens ends them. constrained: those with a grammar or rules about tokens. fixed [B]: do they fix their
+    draft?"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._checked = Request.row_loss_epoch  # as of which all have their rows
@@ -26,7 +27,7 @@ class RequestBatch:
         self.params = [request.params for request in requests]
         self.logprobs = [each.logprobs for each in self.params]
         self.max_total_len: IntArray = np.array([request.max_total_len for request in requests], dtype=np.int64)
-        self.ruled = [request for request in requests if request.settled.grammar_state is not None]
+        self.constrained = [request for request in requests if request.settled.grammar_state is not None]
         self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
 
     def present(self) -> list[int]:
@@ -46,7 +47,7 @@ class Batches:
     def __init__(self) -> None:
         self._newest: deque[RequestBatch] = deque(maxlen=KEPT)
 
-    def of(self, requests: Sequence[Request]) -> RequestBatch:
+    def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
         """The batch of these requests, each of which has a row."""
         for batch in self._newest:
             same = requests is batch.requests or requests == batch.requests

@@ -132,7 +132,7 @@ class Scheduler:
         due = self._pages_to_come(self.running)
         available = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
-        counted: dict[int, int] = {}  # admissions already counted in a request's `passed`, by number
+        counted: dict[int, int] = {}  # admissions already counted in a request's `times_overtaken`, by number
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
@@ -194,13 +194,13 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            batch = self.batches.of(self._decoding())
+            batch = self.batches.batch_of(self._decoding())
             rows, wanted = batch.rows, self._lookahead(batch.rows)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
         self.table.ensure_slots_ahead(rows, wanted)
-        forced = max((len(request.forced) for request in restricted(batch.ruled)), default=0)
+        forced = max((len(request.forced) for request in restricted(batch.constrained)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)

@@ -126,7 +126,7 @@ def cache_needs(
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(
             budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE)
-        )  # a step reads `idle`; prefixes use the rest
+        )  # a step reads `while_idle`; prefixes use the rest
         in_flight = min(batch * min(budget.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)

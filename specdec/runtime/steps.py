@@ -94,7 +94,7 @@ class Steps:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
         with self.state.on_device(), self.state.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
-            if restricted(self.scheduler.batches.of(self.scheduler.running).ruled):
+            if restricted(self.scheduler.batches.batch_of(self.scheduler.running).constrained):
                 finished += self.launches.settle_all()  # a grammar's mask depends on every earlier token
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
@@ -111,7 +111,7 @@ class Steps:
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
-        batch = self.scheduler.batches.of(requests)
+        batch = self.scheduler.batches.batch_of(requests)
         known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
         remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
         going_on: Sequence[Request] = batch.requests
@@ -140,11 +140,11 @@ class Steps:
 
     def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
         """Launch one round of these requests. remaining: tokens that each may still get, at least 1."""
-        batch = self.scheduler.batches.of(requests)
+        batch = self.scheduler.batches.batch_of(requests)
         rows = batch.rows
         ending = end_drafts(self.state, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, remaining)
-        masked = len(restricted(batch.ruled)) > 0  # token rules may end before the request does
+        masked = len(restricted(batch.constrained)) > 0  # token rules may end before the request does
         shape = shape._replace(features=shape.features._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
@@ -184,7 +184,7 @@ class Steps:
     def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
         those of the draft ladder."""
-        batch = self.scheduler.batches.of(requests)
+        batch = self.scheduler.batches.batch_of(requests)
         drafting = self.state.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
         drafts = self._drafts(batch, remaining, drafting)
         shape = round_shape(self.state, batch.rows, batch.params, drafts, self._unsettled_nodes())

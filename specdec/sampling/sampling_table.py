@@ -105,7 +105,7 @@ class SamplingTable:
         self._last: tuple[list[SamplingParams], SamplerFeatures] = (
             [],
             SamplerFeatures.from_params([]),
-        )  # the last batch given to `uses`
+        )  # the last batch given to `features_of`
 
     @property
     def arrays(self) -> list[MirroredArray]:

@@ -66,7 +66,7 @@ class Observer(Protocol):
     wait."""
 
     def gained(self, sample: StreamedSample, now: float) -> None:
-        """The sample gained tokens; `seen` and `last_news` are not updated yet."""
+        """The sample gained tokens; `num_reported` and `last_news` are not updated yet."""
 
     def ended(self, sample: StreamedSample, now: float) -> None:
         """The sample finished, was aborted or failed."""

@@ -19,7 +19,7 @@ from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases.memory_floor import draft_bytes, read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
-from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
+from specdec.evaluation.phases.timed_rounds import TimedRun, drive, most_new_tokens
 from specdec.evaluation.transformers_peer import peers_for
 from specdec.kvcache.layout import KEEP_ALL
 from specdec.models.target import TargetModel
@@ -151,7 +151,7 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
 
 def _driven(
     subject: BenchSubject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int
-) -> tuple[Driven, float]:
+) -> tuple[TimedRun, float]:
     """The rounds, and the seconds that making the engine took."""
     config = EngineConfig(
         max_batch_size=len(prompts),
@@ -180,7 +180,7 @@ def _require_room(engine: Engine, batch: int, max_len: int) -> None:
         )
 
 
-def _timed(cell: Cell, driven: Driven, subject: BenchSubject) -> Cell:
+def _timed(cell: Cell, driven: TimedRun, subject: BenchSubject) -> Cell:
     rounds, spec = driven.rounds, cell.spec
     ms = {"round": Spread.of([one.wall for one in rounds])}
     for stage in STAGES if spec else STAGES[1:]:  # plain decoding drafts nothing

@@ -45,7 +45,7 @@ class RoundTime(NamedTuple):
     emitted: int
 
 
-class Driven(NamedTuple):
+class TimedRun(NamedTuple):
     """Times and tokens of some rounds. outputs: tokens of each request, including those of the warm-up.
 
     uncaptured: rounds whose kernels were launched one by one. idle: seconds per round in which none of its kernels
@@ -58,7 +58,7 @@ class Driven(NamedTuple):
     idle: float | None
 
 
-class _Passed(NamedTuple):
+class _ArrivedRound(NamedTuple):
     """A round whose result has arrived. at: when. waiting: seconds that the host waited for it."""
 
     at: float
@@ -68,13 +68,13 @@ class _Passed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedRound(LaunchedStep):
-    passed: list[_Passed]
+    passed: list[_ArrivedRound]
 
     def result(self) -> RoundResult:
         start = perf_counter()
         result = LaunchedStep.result(self)
         end = perf_counter()
-        self.passed.append(_Passed(end, end - start, result))
+        self.passed.append(_ArrivedRound(end, end - start, result))
         return result
 
 
@@ -83,7 +83,7 @@ class WatchedSteps(Steps):
 
     def __init__(self, steps: Steps) -> None:
         self.__dict__.update(vars(steps))
-        self.passed: list[_Passed] = []
+        self.passed: list[_ArrivedRound] = []
 
     def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
         super().launch_round(requests, remaining)
@@ -97,7 +97,7 @@ def most_new_tokens(rounds: int, depth: int) -> int:
     return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
 
 
-def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> Driven:
+def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> TimedRun:
     """Prefill the prompts, then time `rounds` rounds of all of them together. Greedy; end tokens are ignored."""
     watched = engine.steps = WatchedSteps(engine.steps)
     params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
@@ -127,10 +127,10 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     times = [round_time(before.at, one, engine.target.device.type == "cpu") for before, one in timed]
     if idle is not None:
         idle += median(time.wall - time.draft - time.verify - time.other for time in times)
-    return Driven(times, outputs, uncaptured, idle)
+    return TimedRun(times, outputs, uncaptured, idle)
 
 
-def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
+def round_time(before: float, one: _ArrivedRound, on_cpu: bool) -> RoundTime:
     """Times of a round. before: when the previous round ended."""
     seconds, wall = one.result.seconds, one.at - before
     busy = sum(seconds.values()) if on_cpu else one.waiting
@@ -143,7 +143,7 @@ def _next(stream: Any) -> StreamDelta:
     return delta
 
 
-def _gaps_within_rounds(passed: Sequence[_Passed], leader: Any, output: list[int]) -> float:
+def _gaps_within_rounds(passed: Sequence[_ArrivedRound], leader: Any, output: list[int]) -> float:
     """Seconds per round without a kernel between its first and last stamp, over some rounds under the profiler.
 
     Gaps between rounds are not taken from here, since the profiler itself delays launches: `drive` adds the wall time

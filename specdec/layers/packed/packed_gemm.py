@@ -9,9 +9,10 @@ waits while a program decodes, so two or three programs run per multiprocessor i
 The last row tile ends with the last row, and so recomputes some rows: a descriptor that reads past the end of x is
 slower (in tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
-Where programs do not fill the multiprocessors evenly, some tiles of the weight have high tiles of x, and the others
-fine ones: gate and up of Gemma 4 E4B at 256 rows are 320 programs, two or three for each of 132 multiprocessors, or 264
-and 224 of a quarter of the rows.
+If one tile size would load the multiprocessors unevenly, a launch mixes two: tall tiles of x for some tiles of the
+weight, and small ones (`fine`) for the others. Example: gate and up of Gemma 4 E4B at 256 rows. Tall tiles alone are
+320 programs, so some of the 132 multiprocessors run three and others two. Mixed, there are 264 tall programs, two for
+each, and 224 small ones with a quarter of the rows.
 
 A sum over a range of K has the bits of `gemm_small` for any tile (`packed_launch.py`). In order, the ranges are those
 of `gemm_small`; each has a program, or one program adds all ranges.
@@ -95,7 +96,7 @@ def _fine_place(
     BLOCK_M: tl.constexpr,
     FINE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The tile of the weight, and the first row, of fine tile `i`: those of rows that no high tile has come first."""
+    """Weight tile and first row of fine tile `i`. The first fine tiles cover the rows after the last high tile."""
     rest = tl.cdiv(tl.maximum(num_rows - row_tiles * BLOCK_M, 0), FINE_M)
     after = i - rest * high
     beside, every = tl.maximum(rest, 1), tl.cdiv(num_rows, FINE_M)

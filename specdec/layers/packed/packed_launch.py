@@ -103,7 +103,7 @@ L2_BANDWIDTH = 5e6
 ARITHMETIC = 7e8
 """Operations per microsecond of the vendor's products."""
 
-BESIDES = 10 << 10
+SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
 TURN = 0.8
@@ -112,7 +112,7 @@ TURN = 0.8
 PROGRAM = 0.4
 """Additional microseconds for each program of such a wave (see TURN)."""
 
-TWO_TILES_TAKE = 1.03
+TWO_TILES_FACTOR = 1.03
 """Factor on the predicted time of a launch with two tile sizes, so that it is chosen only if clearly faster."""
 
 PART = 0.7
@@ -290,7 +290,7 @@ def _equal_ranges(k: int, ranges: int) -> SplitK:
 
 def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
     stage = (2 * (tiles.block_m + tiles.tail_m) + tiles.block_n * shape.bits // 8) * tiles.block_k
-    if shape.kind not in PACES[tiles] or tiles.num_stages * stage + BESIDES > shared:
+    if shape.kind not in PACES[tiles] or tiles.num_stages * stage + SCALES_AND_STORES_BYTES > shared:
         return False
     if shape.bits == 4:  # scales are copied asynchronously if there are 4 bytes for each thread
         step = scale_step(tiles.block_n, tiles.block_k, shape.group)
@@ -307,7 +307,7 @@ def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multi
     else:
         fine = launch.fine_programs(num_rows, shape.n) / multiprocessors
         high = launch.programs(num_rows, shape.n) / multiprocessors - fine
-        for_128 = TWO_TILES_TAKE * pace.microseconds_with_others(high, PACES[launch.fine][shape.kind], fine)
+        for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(high, PACES[launch.fine][shape.kind], fine)
     begun = triton.cdiv(each, pace.programs) * TURN + each * PROGRAM
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + parts * (PART + num_rows * shape.n * 8 / L2_BANDWIDTH)

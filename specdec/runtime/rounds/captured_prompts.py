@@ -28,7 +28,7 @@ MAX_TOKENS = 8192
 """Largest captured chunks in tokens, padding included: the memory that captured forwards share grows with it. By
 default no step reads more."""
 
-LONG = 2048
+MIN_LONG_TOKENS = 2048
 """From this many tokens on sizes are closer together, since padding takes as long as tokens. Larger forwards are
 captured only if there is memory to spare."""
 
@@ -153,13 +153,13 @@ class CapturedPrompts(CaptureSet):
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
-        return SPARE_POOL if shape.tokens > LONG else self.kind
+        return SPARE_POOL if shape.tokens > MIN_LONG_TOKENS else self.kind
 
     def warning(self, shape: Hashable) -> str:
         """See `CaptureSet.warning`. For many tokens the text names the size, so that each size warns: smaller ones may
         be captured."""
         assert isinstance(shape, ChunkShape)
-        if shape.tokens > LONG:
+        if shape.tokens > MIN_LONG_TOKENS:
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
         return "prompts run without CUDA graphs: %s"
 
@@ -214,9 +214,10 @@ class CapturedPrompts(CaptureSet):
 
 
 def token_buckets(limit: int) -> list[int]:
-    """Sizes 16, 24, 32, 48, 64, 96, ..., `limit`: powers of two with one size between, or three from LONG on."""
+    """Sizes 16, 24, 32, 48, 64, 96, ..., `limit`: powers of two with one size between, or three from MIN_LONG_TOKENS
+    on."""
     sizes, size = [], MIN_TOKENS
     while size <= limit:
-        sizes += [size * quarters // 4 for quarters in ((4, 6) if size < LONG else (4, 5, 6, 7))]
+        sizes += [size * quarters // 4 for quarters in ((4, 6) if size < MIN_LONG_TOKENS else (4, 5, 6, 7))]
         size *= 2
     return [size for size in sizes if size <= limit]

@@ -7,9 +7,9 @@ from pydantic import ValidationError
 from specdec.serving.http.faults import invalid_body
 from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat, refused
 
-OF_RESPONSES = {"tools", "tool_choice", "stream_options", "store"}
+RESPONSES_ONLY = {"tools", "tool_choice", "stream_options", "store"}
 """Fields that chats have under the same name, but that have another form here, or that do not concern the chat."""
-SAME_AS_CHAT = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys() - OF_RESPONSES
+SAME_AS_CHAT = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys() - RESPONSES_ONLY
 
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
