@@ -12,6 +12,10 @@ commit permutes the row's slot numbers and no K/V moves; with larger pages it mo
 costs nothing: its slots are written again. Each windowed group has its own evicted_len and retain; the primary group
 evicts nothing.
 
+A tree over a window: its nodes lie side by side at S, S + 1, ..., though a node's position is S + its depth. Each group
+reads the committed keys from page_floor(S - retain) on (`kernels/page_table.py`), and each node finds its own keys by
+its parents (`kernels/own_keys.py`); no peer that a node of the round could see is evicted before the round is settled.
+
 The device commits within a round (a kernel in `closing`, or `commit_on_device` in plain torch). The host applies the
 same permutation when it settles the round (`commit_on_host`).
 """

@@ -4,7 +4,14 @@
 
 The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
 range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source (model
-or lookup), its account must cover the cost (`draft_account.py`). The target draws the same tokens with any draft.
+or lookup), its account must cover the cost. The target draws the same tokens with any draft.
+
+    draft_ladder.py      the drafts that an engine chooses among: none, chains or trees of a few depths, lookups
+    draft_acceptance.py  tokens of a round with each draft, by request
+    round_times.py       seconds of a round with each draft, by batch size
+    draft_account.py     what each source has saved, and may therefore risk
+    this file            one draft for all requests of a round; `Steps` asks for it, and reports the settled round
+    draft_stats.py       what was chosen and why, for `Engine.stats()`
 """
 
 from collections.abc import Sequence
