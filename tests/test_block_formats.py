@@ -123,7 +123,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
         drafter = None if spec is None else block_drafter(tmp_path, TargetModel(model))
         with Engine(TargetModel(model), drafter, spec=spec, config=EngineConfig(max_model_len=96)) as engine:
             seen = [] if drafter is None else watch_proposals(engine)
-            params = SamplingParams(max_new_tokens=examples(12, 40), ignore_eos=True)
+            params = SamplingParams(max_new_tokens=examples(6, 40), ignore_eos=True)
             answers.append(engine.generate([prompt], params)[0].token_ids)
         if drafter is None:
             continue
