@@ -42,7 +42,7 @@ from stand_ins import Proposal, watch_proposals
 SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
 OTHERS = ("exaone_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "qwen3-tuned")
-FUSED_ALONE = ("qwen3_5", "step3p7")
+OTHERWISE = ("qwen3_5", "step3p7", "mimo_v2_flash")
 FUSED_FIRST = ("exaone4", "qwen3_5", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
 NEW = examples(6, 9)
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
@@ -147,7 +147,7 @@ def test_rounds_are_as_many_as_a_simulation_has(name: str, spec: dict[str, int],
 
 @pytest.mark.parametrize("tree", [deep(False), True])
 @pytest.mark.parametrize(
-    "name", [deep(n) if n in {*OTHERS, *SIMULATED[1:], *FUSED_ALONE} else n for n in SHAPES if n not in SAME_DRAFTS]
+    "name", [deep(n) if n in {*OTHERS, *SIMULATED[1:], *OTHERWISE} else n for n in SHAPES if n not in SAME_DRAFTS]
 )
 def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, published: Any) -> None:
     """Texts shorter than the modules are many, a window shorter than the tree, prompts in chunks; the output is
@@ -215,7 +215,12 @@ def test_full_attention_modules_do_not_see_rows_before_their_first(
 
 @pytest.mark.parametrize(
     ("name", "page_size", "chunk", "slots"),
-    [("step-form", 1, 1, None), ("glm4_moe-3", 4, 5, 60), deep("mimo_v2-form", 1, 16, 60), deep("exaone4", 4, 1, 60)],
+    [
+        ("step-form", 1, 1, None),
+        deep("glm4_moe-3", 4, 5, 60),
+        deep("mimo_v2-form", 1, 16, 60),
+        deep("exaone4", 4, 1, 60),
+    ],
 )
 def test_carried_rows_follow_prefix_hits_chunks_and_preemption(
     name: str, page_size: int, chunk: int, slots: int | None, published: Any, monkeypatch: pytest.MonkeyPatch

@@ -77,7 +77,7 @@ CONVENTIONS = [
     for like in (0, -1)
 ]
 CASES = [
-    *(("eagle3", "gemma4-e2b"), ("eagle3", "llama"), deep("eagle3", "gpt_oss"), deep("eagle3", "mistral")),
+    *(deep("eagle3", "gemma4-e2b"), ("eagle3", "llama"), deep("eagle3", "gpt_oss"), deep("eagle3", "mistral")),
     *(
         deep("assistant", "llama"),
         ("assistant", "gemma2"),
