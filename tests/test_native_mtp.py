@@ -42,7 +42,7 @@ from stand_ins import Proposal, watch_proposals
 SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
 OTHERS = ("exaone_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "qwen3-tuned")
-OTHERWISE = ("qwen3_5", "step3p7", "mimo_v2_flash")
+OTHERWISE = ("qwen3_5", "step3p7")
 FUSED_FIRST = ("exaone4", "qwen3_5", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
 NEW = examples(6, 9)
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
