@@ -48,7 +48,7 @@ def test_kernels_of_a_share_make_the_bits_of_the_whole(monkeypatch: pytest.Monke
     """Half of the rows of these weights are summed over other ranges of K by themselves."""
     use_peers(monkeypatch)
     torch.manual_seed(0)
-    width, rotated = 1664, 16
+    width, rotated = 2560, 16
     heads = Heads(2, 2, 264, last=True, narrow_v_dim=24)
     gain = Norm(torch.rand(width) + 0.5, 1e-6)
     latent = LatentParts(
