@@ -67,7 +67,7 @@ def test_first_block_and_accepted_lengths_are_those_of_the_definition(
 ) -> None:
     model = narrow_target(narrow(name, tmp_path))
     checkpoint, prompt = Checkpoint.at(tmp_path), random_prompt(11, vocab=VOCAB)
-    want, lengths = accepted_lengths(checkpoint, model, prompt, examples(8, 40))
+    want, lengths = accepted_lengths(checkpoint, model, prompt, examples(5, 40))
     drafter, config = block_drafter(tmp_path, TargetModel(model)), EngineConfig(max_model_len=160, prefill_chunk=4)
     with Engine(TargetModel(model), drafter, spec=SpecConfig(drafter.spec.num_drafts), config=config) as engine:
         seen = watch_proposals(engine)
@@ -123,7 +123,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
         drafter = None if spec is None else block_drafter(tmp_path, TargetModel(model))
         with Engine(TargetModel(model), drafter, spec=spec, config=EngineConfig(max_model_len=96)) as engine:
             seen = [] if drafter is None else watch_proposals(engine)
-            params = SamplingParams(max_new_tokens=examples(12, 40), ignore_eos=True)
+            params = SamplingParams(max_new_tokens=examples(8, 40), ignore_eos=True)
             answers.append(engine.generate([prompt], params)[0].token_ids)
         if drafter is None:
             continue

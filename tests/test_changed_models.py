@@ -176,7 +176,7 @@ ADAPTERS = (switch, switch_in_place, disable, rescale, add_another)
 CHANGES = [
     *((change, "qwen2", "fused") for change in WEIGHTS),
     *(deep(change, "gemma4-e2b", "fused") for change in WEIGHTS),
-    (assigned_in_part, "qwen2", "fused, captured"),
+    deep(assigned_in_part, "qwen2", "fused, captured"),
     deep(assigned, "qwen2", "fused, captured"),
     deep(assigned, "qwen2", "captured"),
     *each_value((change, "adapted", how) for change in ADAPTERS for how in ("", "cleared")),

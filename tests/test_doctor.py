@@ -37,8 +37,8 @@ from marks import deep_cases, examples, is_deep
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
-TOKENS = examples(20, 32)
-BLOCK_TOKENS = examples(20, 32)
+TOKENS = examples(14, 32)
+BLOCK_TOKENS = examples(14, 32)
 QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")

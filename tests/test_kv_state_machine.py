@@ -329,7 +329,7 @@ def test_random_histories(page_size: int, pairs: bool, windows: tuple[int, ...])
     name = f"KVMachine{page_size}Windows{'_'.join(map(str, windows))}{'Pairs' if pairs else ''}"
     machine = type(name, (KVMachine,), {"page_size": page_size, "windows": windows, "pairs": pairs})
     machine.TestCase.settings = settings(
-        max_examples=examples(6, 40) if windows else examples(4, 20),
+        max_examples=examples(4, 40) if windows else examples(3, 20),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

@@ -77,7 +77,7 @@ CONVENTIONS = [
     for like in (0, -1)
 ]
 CASES = [
-    *(("eagle3", "gemma4-e2b"), ("eagle3", "llama"), deep("eagle3", "gpt_oss"), deep("eagle3", "mistral")),
+    *(deep("eagle3", "gemma4-e2b"), ("eagle3", "llama"), deep("eagle3", "gpt_oss"), deep("eagle3", "mistral")),
     *(
         deep("assistant", "llama"),
         ("assistant", "gemma2"),
@@ -87,7 +87,7 @@ CASES = [
     *(("dflash", "llama"), deep("dflash", "mistral"), ("jetspec", "gemma4-e2b")),
     *(deep("dspark", "gemma4-e2b"), ("dspark-rnn", "gemma4-e2b")),
     *(("mtp", "step-form"), deep("mtp", "mimo_v2-form")),
-    *(("mtp", each) if i in (0, 3, 10) else deep("mtp", each) for i, each in enumerate(CONVENTIONS)),
+    *(("mtp", each) if i in (3, 10) else deep("mtp", each) for i, each in enumerate(CONVENTIONS)),
 ]
 
 

@@ -189,7 +189,7 @@ def test_preempted_requests_have_all_their_scores(
         prefix_cache=prefix_cache,
     )  # fmt: skip
     prompts = [
-        random_prompt(length, seed=seed) for seed, length in enumerate((30, 27, 33, 5, 29, 31)[: examples(4, 6)])
+        random_prompt(length, seed=seed) for seed, length in enumerate((30, 27, 33, 5, 29, 31)[: examples(3, 6)])
     ]
     count = examples(10, 20)
     params = SamplingParams(max_new_tokens=count, prompt_logprobs=4, n=2)

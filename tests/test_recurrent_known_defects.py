@@ -58,14 +58,14 @@ def test_turns_of_a_conversation(truth, drafted, random_prompt) -> None:
     (vllm 36872, 53912)."""
     texts: list[list[int]] = []
     engine, text, cached = drafted(texts, page_size=4), random_prompt(21), []
-    for turn in range(4):
+    for turn in range(examples(3, 4)):
         expected = truth(text)
         texts.append(text + expected)
         [out] = engine.generate(text, PLAIN)
         cached.append(out.stats.cached_tokens)
         assert out.token_ids == expected, turn
         text = [*text, *expected, *random_prompt(3, seed=turn)]
-    assert cached == sorted(cached) and cached[-1] >= examples(48, 64)
+    assert cached == sorted(cached) and cached[-1] >= examples(32, 64)
 
 
 def test_a_prompt_is_asked_again_after_another_that_shares_a_part(truth, drafted, random_prompt) -> None:
@@ -74,7 +74,7 @@ def test_a_prompt_is_asked_again_after_another_that_shares_a_part(truth, drafted
     prompts = [base[:n] for n in ((16, 17, 32, 33, 48, 49) if is_deep() else (16, 33))]
     prompts += [*base[:20], 5, 6], [*base[:33], 7]
     texts = [prompt + truth(prompt, 4) for prompt in prompts]
-    for page_size in (1, 16):
+    for page_size in (1, 16) if is_deep() else (16,):
         engine = drafted(texts, page_size=page_size, prefill_chunk=64)
         for _ in range(2):
             for prompt, text in zip(prompts, texts, strict=True):
@@ -176,7 +176,7 @@ def test_16_bits_have_the_bits_of_plain_decoding(
     model = make_target(family, fresh=True).to(dtype)
     SHARED[id(model)] = model
     prompts = [random_prompt(n, seed=n) for n in (9, 33)]
-    ask = SamplingParams(max_new_tokens=examples(8, 24), ignore_eos=True, logprobs=1)
+    ask = SamplingParams(max_new_tokens=examples(5, 24), ignore_eos=True, logprobs=1)
     options = {"deterministic": True, "max_model_len": 64}
     alone = make_engine(model, max_batch_size=1, **options).generate(prompts, ask)
     texts = [prompt + out.token_ids for prompt, out in zip(prompts, alone, strict=True)]
@@ -188,7 +188,7 @@ def test_16_bits_have_the_bits_of_plain_decoding(
 
 def test_an_adaptive_head_that_reads_late(model, truth, make_engine, random_prompt) -> None:
     """Rounds without drafts between others, of which the head reads the states later."""
-    prompts, count = [random_prompt(n, seed=n) for n in (5, 36)], examples(16, 40)
+    prompts, count = [random_prompt(n, seed=n) for n in (5, 36)], examples(10, 40)
     expected = [truth(prompt, count) for prompt in prompts]
     engine = make_engine(model, random_eagle3(model), spec=SpecConfig(3, 2, 6, adaptive=True), page_size=4)
     for _ in range(2):

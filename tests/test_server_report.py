@@ -30,7 +30,7 @@ def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_sa
 
 @pytest.mark.usefixtures("shallow_pair")
 def test_the_start_says_what_is_served_and_traffic_is_reported():
-    with running_server("--stats-seconds", "1", "--served-model-name", "a", "--served-model-name", "b") as server:
+    with running_server("--stats-seconds", "0.2", "--served-model-name", "a", "--served-model-name", "b") as server:
         fields = {"prompt": "a", "max_tokens": 8}
 
         def told() -> bool:

@@ -1,5 +1,6 @@
 """Published shapes without weights: their sizes against published ones, their floor by hand, and smaller ones."""
 
+import functools
 from functools import partial
 
 import pytest
@@ -50,7 +51,7 @@ ROUTERS = {
 @usual_cases(
     *("gemma4-e2b-4628569344-77731328", "gpt-oss-20b-20914757184-307641600", "llama-8b-8030261248-424689664"),
     *("qwen3-8b-dspark-8190735360-2371077376", "ernie-21b-a3b-21825437888-807577664"),
-    *("mimo-7b-7622619136-210790400", "qwen3.5-4b-4205751296-120599552"),
+    "qwen3.5-4b-4205751296-120599552",
 )
 @pytest.mark.parametrize(
     ("name", "target", "drafter"),
@@ -134,7 +135,7 @@ def test_every_depth_of_e4b_has_an_owner_for_each_layer():
 
 
 def test_weights_are_seeded_and_keep_activations_near_one():
-    made = [make_target(SHAPES["gemma4-26b-a4b"], SMALL, CPU, torch.float32, seed) for seed in (0, 0, 1)]
+    made = [make_target(SHAPES["mellum2-12b-a2.5b"], SMALL, CPU, torch.float32, seed) for seed in (0, 0, 1)]
     first, again, other = (next(model.parameters()) for model in made)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -175,10 +176,16 @@ def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
     assert weight.group in {"int4-g32": (32,), "int4-g128": (32, 64, 128), "fp8": (columns,), "mxfp4": (32,)}[name]
 
 
+@functools.cache
+def packed_target(shape, form):
+    """A small model of this shape, which no test changes. form: None if its weights are plain."""
+    return make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, form and FORMS[form])
+
+
 @pytest.mark.parametrize(("shape", "form"), [("gpt-oss-20b", "mxfp4"), ("gemma4-e4b", "int4-g32"), ("llama-8b", None)])
 def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
     """`specdec recipe` has the floor that `specdec bench` prints."""
-    model = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, form and FORMS[form])
+    model = packed_target(shape, form)
     there = ModelOnMeta(shape, weights.build_model(SHAPES[shape].target(PACKED), weights.META, torch.float32))
     if form is not None:
         pack_layers(there.model, FORMS[form], partial(weights.empty_packed, FORMS[form], weights.META))
@@ -193,7 +200,7 @@ def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
 def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
     """Gives the same buffers, other weights, activations near 1, and as many bytes as were foretold."""
     plain = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0)
-    model = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, FORMS[form])
+    model = packed_target(shape, form)
     buffers = dict(model.named_buffers())
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0)
@@ -318,7 +325,7 @@ def test_of_a_mixture_the_expected_experts_are_read():
 @pytest.mark.parametrize("name", ["ernie-21b-a3b", "mellum2-12b-a2.5b"])
 def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name):
     """ERNIE's correction outweighed its scores, so that eight rows read half of what their floor counted."""
-    model = make_target(SHAPES[name], Shrink(layers=2, divisor=8), CPU, torch.float32, 0)
+    model = make_target(SHAPES[name], Shrink(layers=2, divisor=16), CPU, torch.float32, 0)
     router = next(part for part in map(router_of, model.modules()) if part is not None)
     x = torch.randn(50 * 8, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
     chosen = reference_route(x, router).experts.view(50, -1)

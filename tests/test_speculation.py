@@ -44,7 +44,7 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
 @pytest.mark.parametrize(
     ("drafter", "page_size", "captured"),
     [
-        *(("mtp", 1, False), ("eagle3", 4, False), deep("mtp", 4, True), slow("ngram", 1, True)),
+        *(deep("mtp", 1, False), ("eagle3", 4, False), deep("mtp", 4, True), slow("ngram", 1, True)),
         *(deep("suffix", 4, True), slow("language_model", 4, True)),
         *(deep("mtp", 1, True), deep("eagle3", 4, True), deep("mtp", 4, False), deep("ngram", 1, False)),
     ],

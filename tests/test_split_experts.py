@@ -96,7 +96,7 @@ def test_every_rank_selects_each_part_from_its_owner(kind: type[Ranks]):
 
 def test_rows_beyond_the_room_of_an_exchange_are_whole_in_blocks(random_prompt: Callable[..., list[int]]):
     target = target_of("qwen3_moe")
-    asked = [random_prompt(60, seed=4)] * 3
+    asked = [random_prompt(20, seed=4)] * 2
     alone = answers(engine_of(target, 1), asked)
     engine = engine_of(target, 2)
     ranks = engine.target.ranks

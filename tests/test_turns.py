@@ -87,7 +87,7 @@ def test_no_interrupt_leaves_a_turn_taken(interrupts):
 class Scene:
     """`work` is interrupted, `answer` is asked then. longest: seconds until an interrupt."""
 
-    longest, count = 8e-3, examples(20, 200)
+    longest, count = 8e-3, examples(10, 200)
 
     def __init__(self, engine, prompts):
         self.engine, self.prompts = engine, prompts
