@@ -21,7 +21,7 @@ from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
-from marks import deep, deep_cases, examples, slow
+from marks import deep, deep_cases, examples, is_deep, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
@@ -100,7 +100,8 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
 def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     """Every setting in one batch: the rows do not meet."""
     torch.manual_seed(len(kind))
-    assert wrong_draws(SETTINGS, logits_of(kind, len(SETTINGS), 1, 150), CUTS[cut]) == {}
+    settings = SETTINGS if is_deep() or kind == "masked" else SETTINGS[::2]
+    assert wrong_draws(settings, logits_of(kind, len(settings), 1, 150), CUTS[cut]) == {}
 
 
 @deep_cases("2-torch.float32", "300-torch.float16")
@@ -142,7 +143,7 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
 
 @pytest.mark.parametrize(
     ("k", "kind"),
-    [(5, "masked"), slow(1, "random"), slow(3, "ties"), deep(5, "ties"), deep(3, "random"), deep(1, "masked")],
+    [(5, "masked"), deep(1, "random"), slow(3, "ties"), deep(5, "ties"), deep(3, "random"), deep(1, "masked")],
 )
 def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     torch.manual_seed(k)

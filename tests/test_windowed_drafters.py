@@ -21,7 +21,7 @@ from tiny_models import random_eagle3
 
 CHAIN = SpecConfig(3, adaptive=False)
 TREE = SpecConfig(3, topk=2, num_draft_tokens=7, adaptive=False)
-PARAMS = SamplingParams(max_new_tokens=examples(12, 18), ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=examples(8, 18), ignore_eos=True)
 KINDS = ("eagle3", "block", "anchored", "language model", "mtp")
 
 
