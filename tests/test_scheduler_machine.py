@@ -320,7 +320,7 @@ def run(page_size: int, cached: bool, examples: int) -> int:
 
 @pytest.mark.parametrize(
     ("page_size", "cached", "examples"),
-    [(1, True, 6), (4, False, 4), deep(1, True, 60), deep(4, True, 60), deep(1, False, 60)],
+    [(1, True, 10), (4, False, 4), deep(1, True, 60), deep(4, True, 60), deep(1, False, 60)],
 )
 def test_random_histories(page_size: int, cached: bool, examples: int) -> None:
     # how many depends on what else is imported: hypothesis draws constants of all modules there are
