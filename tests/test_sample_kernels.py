@@ -21,7 +21,7 @@ from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
-from marks import deep, deep_cases, examples, is_deep, slow
+from marks import deep, deep_cases, examples, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
@@ -100,8 +100,7 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
 def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     """Every setting in one batch: the rows do not meet."""
     torch.manual_seed(len(kind))
-    settings = SETTINGS if is_deep() or kind == "masked" else SETTINGS[::2]
-    assert wrong_draws(settings, logits_of(kind, len(settings), 1, 150), CUTS[cut]) == {}
+    assert wrong_draws(SETTINGS, logits_of(kind, len(SETTINGS), 1, 150), CUTS[cut]) == {}
 
 
 @deep_cases("2-torch.float32", "300-torch.float16")
