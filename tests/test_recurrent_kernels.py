@@ -53,7 +53,7 @@ def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
     for one in (oracle, scene):
         assert [one.table.open_row() for _ in range(2)] == [0, 1]
     rows = np.arange(2)
-    in_depth, usual = (0, 0, 1, 18, draw.choice((4, 33))), (0, 0, 18, 1) if shape == DELTA else (0, 6)
+    in_depth, usual = (0, 0, 1, 18, draw.choice((4, 33))), (0, 0, 1, 18, 4) if shape == DELTA else (0, 6)
     for step, num_nodes in enumerate(in_depth if is_deep() else usual):
         if num_nodes == 0:
             length = ints(*(draw.randrange(1, 29) for _ in rows))
