@@ -163,7 +163,8 @@ def test_a_log_that_nobody_reads_is_waited_for_a_moment_only(monkeypatch):
 @pytest.mark.slow
 def test_tls_serves_and_a_key_that_does_not_fit_is_one_sentence(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost", "-days", "2"]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    make += ["-pkeyopt", "ec_paramgen_curve:prime256v1"]
     make += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     try:
         subprocess.run(make, check=True, capture_output=True)
