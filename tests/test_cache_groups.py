@@ -83,7 +83,7 @@ def test_groups_are_those_of_all_models_the_primary_first() -> None:
     page_size=st.sampled_from([1, 4, 16]),
     sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), min_size=5, max_size=5),
 )
-@settings(max_examples=examples(20, 100), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(15, 100), deadline=None, derandomize=True, database=None)
 def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page_size, sizes) -> None:
     layers = [
         dataclasses.replace(layer_spec(i, window), fields=attention_fields(*size))
@@ -146,7 +146,7 @@ def test_a_peer_that_is_released_in_one_group_stays_in_another() -> None:
     beyond=st.lists(st.integers(0, 17), min_size=5, max_size=5),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(20, 300), deadline=None, derandomize=True, database=None)
 def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, beyond, seed) -> None:
     """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool. beyond: how
     late each group is read."""
@@ -248,7 +248,7 @@ def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
     page_size=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(20, 300), deadline=None, derandomize=True, database=None)
 def test_random_matches_are_the_longest_by_the_definition(windows, page_size, seed) -> None:
     """Peers are lost here and there in each group; a second row of the same text then revives some of them."""
     draw = np.random.default_rng(seed)

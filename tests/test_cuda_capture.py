@@ -14,6 +14,12 @@ from specdec.gpu.cuda_capture import CudaCapture, DeviceGraphs
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def others_stay() -> None:
+    """What other tests of the process hold is not looked through at each collection."""
+    gc.freeze()
+
+
 class TwoDevices:
     """In the place of `torch.cuda`: a graph takes 100 bytes of its pool on device 0 and 30 on device 1, and 7 and 40
     beside torch once it is instantiated. All that is not of a capture is another pool's."""

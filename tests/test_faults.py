@@ -184,7 +184,7 @@ def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, scenes) 
         broken |= last.keys()
         if stage == "prompt":
             BROKEN_BY_PROMPTS.update(last)
-        chosen = sorted(last.values())[:: 1 if is_deep() else 40]
+        chosen = sorted(last.values())[:: 1 if is_deep() else 64]
         for at in range(1, len(made) + 1) if ALL else chosen:
             calls = break_step(scene(), stage, at)
             if not calls.raised:  # what the device has already is not sent again: a call or two fewer than there were

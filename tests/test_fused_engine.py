@@ -89,7 +89,7 @@ def test_tokens_are_those_of_unfused_layers(
             assert generate(model, drafter, prompts, params, fused=True, **settings) == want
 
 
-@usual_cases("cohere-False", "glm4-True", "exaone_moe-False", "step3p7-False", "deepseek_v3-True")
+@usual_cases("glm4-True", "step3p7-False", "deepseek_v3-True")
 @pytest.mark.parametrize(
     ("family", "deterministic"),
     usual(itertools.product(NEWER, [False, True]), lambda family, bitwise: NEWER.index(family) % 4 == 2 * bitwise),
@@ -150,7 +150,7 @@ def test_tokens_are_the_same_on_the_kernels(
         small["layer_types"] = ["sliding_attention", "full_attention"]
     model = make_target(family, **small)
     drafter = make_assistant(model, ordered=ordered) if family.startswith("gemma4") else None
-    prompts, new = [random_prompt(examples(6, 10)), random_prompt(3)], examples(3, 4)
+    prompts, new = [random_prompt(examples(5, 10)), random_prompt(3)], examples(2, 4)
     params = [SamplingParams(max_new_tokens=new), SamplingParams(max_new_tokens=new, temperature=0.9, seed=1)]
     settings = {"spec": DRAFTS[shape], "prefill_chunk": 4}
     want = generate(model, drafter, prompts, params, fused=False, **settings)

@@ -59,7 +59,7 @@ def walk(state):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, grammars, monkeypatch):
     """On the code before, a chain of 4,000 references ended the process with SIGSEGV."""
-    monkeypatch.setattr(grammar_trial, "SECONDS", examples(20, 50) / 100)
+    monkeypatch.setattr(grammar_trial, "SECONDS", examples(10, 50) / 100)
     kind, text = HOSTILE[name]
     try:
         walk(start(grammars, **{kind: text}))

@@ -190,13 +190,14 @@ def of_gated_projection(draw: Draw) -> Arguments:
 
 
 def of_experts(draw: Draw) -> Arguments:
-    """Six rows that choose two of three experts; listed or not."""
+    """Rows that choose two of three experts; listed or not."""
     form = draw.one(CODES)
     up, down = random_weight(form, 3, 256, 128), random_weight(form, 3, 128, 128)
     biases = draw.tensor(3, 256), draw.tensor(3, 128)
     experts = Experts(up, down, "swiglu_clamped", *biases, interleaved=True, alpha=1.702, limit=7.0)
-    chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [0, 1]], dtype=torch.int32, device=DEVICE)
-    return (draw.tensor(6, 128), Routing(chosen, torch.rand(6, 2, device=DEVICE)), experts), {}
+    rows = examples(3, 6)
+    chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [0, 1]], dtype=torch.int32, device=DEVICE)[:rows]
+    return (draw.tensor(rows, 128), Routing(chosen, torch.rand(rows, 2, device=DEVICE)), experts), {}
 
 
 DELTA_HEADS = [

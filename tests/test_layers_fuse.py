@@ -237,8 +237,8 @@ def test_fused_assistant_is_the_module_it_replaces(
     torch.testing.assert_close(decoder(**options).last_hidden_state, want, rtol=1e-4, atol=1e-4)
 
 
-def test_every_entry_of_the_table_is_tested(make_text_model: Callable[[str], Any]):
-    assert {family_name(make_text_model(name)) for name in [*DENSE, *MIXED]} == set(FAMILIES)
+def test_every_entry_of_the_table_is_tested(make_target: Callable[..., Any]):
+    assert {family_name(text_model(make_target(name))) for name in [*DENSE, *MIXED]} == set(FAMILIES)
 
 
 def test_weights_stay_the_users(make_target: Callable[..., Any], tmp_path: Any):

@@ -122,7 +122,7 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "hidden", "width"),
-    [("gpt_oss", 40, 24), ("glm4_moe", 40, 24), slow("gemma4-moe", 520, 40), slow("gpt_oss", 520, 40)],
+    [deep("gpt_oss", 40, 24), ("glm4_moe", 40, 24), slow("gemma4-moe", 520, 40), slow("gpt_oss", 520, 40)],
 )
 def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison_empty):
     """520 channels are several ranges of the router's."""
@@ -336,7 +336,15 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("hidden", "dense_width", "num_rows"),
-    [(40, 36, 1), (40, 36, 7), slow(520, 600, 2), deep(520, 600, 7), slow(40, 36, 70), deep(520, 600, 70)],
+    [
+        (40, 36, 1),
+        (40, 36, 7),
+        (40, 600, 2),
+        deep(520, 600, 2),
+        deep(520, 600, 7),
+        slow(40, 36, 70),
+        deep(520, 600, 70),
+    ],
 )
 def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense_width, num_rows, poison_empty):
     """600 channels are several ranges of the dense product; 70 rows are launched one by one."""

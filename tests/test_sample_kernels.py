@@ -142,7 +142,7 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
 
 @pytest.mark.parametrize(
     ("k", "kind"),
-    [(5, "masked"), slow(1, "random"), slow(3, "ties"), deep(5, "ties"), deep(3, "random"), deep(1, "masked")],
+    [(5, "masked"), deep(1, "random"), slow(3, "ties"), deep(5, "ties"), deep(3, "random"), deep(1, "masked")],
 )
 def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     torch.manual_seed(k)

@@ -5,13 +5,14 @@ one device, one after the other; `PeerRanks` run in Triton's interpreter (`test_
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mtp_checkpoints import publish
-from split_engines import DETERMINISTIC, TREE, answers, engine_of, new_target, target_of, use_peers
+from split_engines import DETERMINISTIC, PARAMS, TREE, answers, engine_of, new_target, target_of, use_peers
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker
@@ -21,7 +22,7 @@ from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layout import KEEP_ALL, KVLayout, LayerSpec, Retention, attention_fields
 
-from marks import deep, pairs
+from marks import deep, examples, pairs
 from tiny_models import FULL, SLIDING, VOCAB
 
 
@@ -118,6 +119,7 @@ def test_what_rank_0_collects_is_as_it_was_in_blocks_of_any_size(monkeypatch: py
 def test_an_assistant_on_peers(make_assistant: Callable[..., Any], drafts: list[Any], monkeypatch: pytest.MonkeyPatch):
     """K/V move, too."""
     use_peers(monkeypatch)
+    monkeypatch.setattr("split_engines.PARAMS", [replace(PARAMS[0], max_new_tokens=examples(3, 10))])
     small = new_target("gemma4-31b", num_hidden_layers=2, layer_types=[SLIDING, FULL])
     drafter = Gemma4MTPDrafter(make_assistant(small.model), small)
     outs = []
