@@ -27,7 +27,7 @@ SHORT_POOLS = {"page_size": 4, "full_slots": 88, "swa_slots": 88}
 
 def requests(count: int, seed: int = 1) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts and outputs of many lengths, greedy and sampled, some with edits of logits and log-probabilities."""
-    crowd = make_crowd(count, 24, 87, seed=seed)
+    crowd = make_crowd(count, examples(12, 24), 87, seed=seed)
     prompts = [[token + 3 for token in each.prompt] for each in crowd]
     return prompts, [replace(each.params, speculation=None) for each in crowd]
 
@@ -116,7 +116,7 @@ def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, 
 
 def test_any_load_takes_few_shapes(small_engine) -> None:
     """Once a shape was (batch, width, prefix): there were up to a thousand."""
-    graphs = small_engine(max_batch_size=256, max_model_len=64).steps.prefill.captured_prompts
+    graphs = small_engine(None, layers=few_layers(), max_batch_size=256).steps.prefill.captured_prompts
     draw = random.Random(0)
     shapes = set()
     for states in (StatesNeeded.LAST, StatesNeeded.NONE):
