@@ -88,18 +88,18 @@ def small_engine(monkeypatch, make_target, make_engine):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: the tape records interpreted ones")
 def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
-    """Tables, attention and tree selection as interpreted kernels on the tape."""
+    """Tables, attention and tree selection as interpreted kernels on the tape; tokens are those of plain torch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
     layers = few_layers()
     assistant = make_assistant(make_target("gemma4-e2b", **layers))
-    outputs = []
-    for on in (True, False):
-        settings = {"spec": SpecConfig(2, 2, 4), "page_size": 2, "max_batch_size": 1, "attention": "triton"}
-        settings["layers"] = layers
-        engine = small_engine(assistant, on, **settings)
-        outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]))
-    assert outputs[0] == outputs[1]
+    asked = [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]
+    settings = {"spec": SpecConfig(2, 2, 4), "page_size": 2, "max_batch_size": 1, "attention": "triton"}
+    captured = small_engine(assistant, layers=layers, **settings)
+    outputs = serve(captured, *asked)
+    assert captured_rounds(captured) and captured_prompts(captured)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert outputs == serve(small_engine(None, on=False, layers=layers, attention="torch"), *asked)
 
 
 @deep_cases("32-shapes0", "15-shapes2")
