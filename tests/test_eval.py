@@ -33,11 +33,7 @@ SMALL = {
     "params": SamplingParams(NEW),
     "config": EngineConfig(max_batch_size=2),
 }
-COMMAND = [
-    "eval",
-    "gsm8k",
-    *f"--limit {LIMIT} --shots 1 --compare --max-new-tokens {NEW} --batch-size 2 --fixed-drafts".split(),
-]
+COMMAND = f"eval gsm8k --limit {LIMIT} --shots 1 --compare --max-new-tokens {NEW} --batch-size 2 --fixed-drafts".split()
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
