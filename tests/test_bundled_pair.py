@@ -21,7 +21,9 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
-SOLVED = 8
+from marks import examples
+
+SOLVED = examples(5, 8)
 FEW = 3  # of them, where acceptance differs by so much that all would show no more
 MTP_ACCEPTANCE = 4.5  # of 5; all 200 held-out problems give 4.80
 EAGLE3_ACCEPTANCE, TOLERANCE = 2.928, 0.015  # of the first 24, in float32; other kernels may flip a tie or two
@@ -113,10 +115,10 @@ def test_a_tree_is_accepted_further_than_a_chain():
 
 @pytest.mark.slow
 def test_the_eagle3_head_is_accepted_and_a_tree_further(problems, solved):
-    prompts = [problem.text for problem in problems[:FEW]]
+    prompts = [problem.text for problem in problems[: examples(2, FEW)]]
     chain, chain_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4)
     tree, tree_stats = run(prompts, "tiny-gemma4-eagle3", num_steps=4, topk=4, num_draft_tokens=16)
-    plain = [out.token_ids for out in solved[0][:FEW]]
+    plain = [out.token_ids for out in solved[0][: len(prompts)]]
     assert [out.token_ids for out in chain] == [out.token_ids for out in tree] == plain
     assert chain_stats.acceptance_length >= 2.5
     assert tree_stats.acceptance_length >= chain_stats.acceptance_length + 0.4

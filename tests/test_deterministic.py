@@ -25,7 +25,8 @@ from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
 from inside import capture_on_tape
-from marks import deep, deep_cases, examples, slow
+from marks import deep, deep_cases, examples, is_deep, slow
+from proved_models import SHARED
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
 NEW = examples(6, 12)
@@ -107,6 +108,12 @@ def requests(
     return [random_prompt(length, seed=i) for i, length in enumerate(lengths)], params
 
 
+def typed(make_target: Callable[..., Any], family: str, dtype: torch.dtype) -> Any:
+    """A model of this dtype that nobody changes: it is proved once for all engines."""
+    model = make_target(family, fresh=dtype != torch.float32).to(dtype)
+    return SHARED.setdefault(id(model), model)
+
+
 # shared K/V and an embedding a layer; sinks; experts
 USUAL = [("gemma4-e2b", BF16), ("gpt_oss", torch.float32), ("gemma4-moe", torch.float32)]
 
@@ -125,7 +132,7 @@ def test_bits_are_those_of_a_request_alone(
     family, dtype, make_target, engine, random_prompt, scripted, tree_script, seen
 ):
     """Alone; with others that join and leave; in chunks of 16 and 256; preempted; chains and trees of any size."""
-    model = make_target(family, fresh=True).to(dtype)
+    model = typed(make_target, family, dtype)
     prompts, params = requests(random_prompt, (40, 5, 21, 1), new=examples(8, 12))
     alone = engine(model, prefill_chunk=256, max_batch_size=1)
     expected = answers(alone, prompts, params)
@@ -135,11 +142,12 @@ def test_bits_are_those_of_a_request_alone(
     assert answers(engine(model, "ngram", max_batch_size=3, page_size=4), prompts, params) == expected
     tight = engine(model, trees, num_steps=15, full_slots=80, swa_slots=80, max_batch_size=4)
     assert answers(tight, prompts, params) == expected
-    assert tight.stats().preemptions > 0
-    large = engine(model, trees, num_steps=examples(24, 199), max_model_len=300, prefill_chunk=7)
-    assert answers(large, prompts[:2], params[:2]) == expected[:2]
-    assert sum(large.stats().accepted_counts) > 0
-    assert seen.again > 60
+    assert tight.stats().preemptions > 0 and sum(tight.stats().accepted_counts) > 0
+    if is_deep():
+        large = engine(model, trees, num_steps=199, max_model_len=300, prefill_chunk=7)
+        assert answers(large, prompts[:2], params[:2]) == expected[:2]
+        assert sum(large.stats().accepted_counts) > 0
+    assert seen.again > 50
 
 
 @deep_cases("mtp-centroids-SpecConfig(num_steps=6, topk=5, num_draft_tokens=100, adaptive=False)")
@@ -169,7 +177,7 @@ def test_every_drafter(drafter, spec, make_target, make_assistant, make_engine, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kv_that_others_made_have_the_same_bits(dtype, make_target, engine, random_prompt, seen):
     """A prefix found in the cache, beside requests that do not speculate."""
-    model = make_target("gemma4-e2b", fresh=True).to(dtype)
+    model = typed(make_target, "gemma4-e2b", dtype)
     common = random_prompt(37, seed=9)
     prompts = [common + random_prompt(length, seed=length) for length in (1, 9, 14)]
     params = [SamplingParams(max_new_tokens=NEW, logprobs=VOCAB, speculation=each) for each in (None, False, None)]

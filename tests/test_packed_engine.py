@@ -13,7 +13,7 @@ import pytest
 import torch
 from packed_checkpoints import FORMS, quantise, set_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import Mxfp4Config, PreTrainedModel
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -28,10 +28,10 @@ from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from inside import packed_values
-from marks import deep, deep_cases, usual_cases
+from marks import deep, deep_cases, examples, is_deep, usual_cases
 from tiny_models import VOCAB, build_target, random_eagle3, spread
 
-NEW = 16
+NEW = examples(8, 16)
 GREEDY = SamplingParams(max_new_tokens=NEW)
 CPU = torch.device("cpu")
 WIDE = {"intermediate_size": 64}  # packed weights take columns in multiples of 32
@@ -263,17 +263,17 @@ def test_an_assistant_may_be_quantised_itself(packed_pair, make_assistant, make_
 
 
 @pytest.fixture(scope="module")
-def bundled(tmp_path_factory):
-    """(folder of tiny-gemma4 in int4, the model of the same values)"""
-    packed, plain = quantise(BUNDLED_DIR / "tiny-gemma4", FORMS["int4-g32"], tmp_path_factory.mktemp("bundled"))
-    return packed, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+def bundled(shallow_folder, tmp_path_factory):
+    """The folder of tiny-gemma4 in int4."""
+    models = BUNDLED_DIR if is_deep() else shallow_folder
+    return quantise(models / "tiny-gemma4", FORMS["int4-g32"], tmp_path_factory.mktemp("bundled"))[0]
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), "tiny-gemma4-eagle3"])
 def test_drafters_have_16_bits_next_to_a_packed_target_in_16_bits(drafter, bundled):
     config = EngineConfig(max_model_len=64, dtype=torch.bfloat16)
-    with Engine.from_pretrained(str(bundled[0]), drafter, config=config) as engine:
+    with Engine.from_pretrained(str(bundled), drafter, config=config) as engine:
         assert engine.target.dtype == torch.bfloat16
         module = getattr(engine.drafter, "assistant", None) or engine.drafter.head
         assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
@@ -288,7 +288,7 @@ def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
     with caplog.at_level(logging.INFO, logger="specdec"):
         Engine.from_pretrained(folder, tokenizer="tiny-gemma4", config=EngineConfig(max_model_len=32)).close()
     assert re.search(rf"^target {folder}: {words} \(\d+ MB\)$", "\n".join(caplog.messages), re.MULTILINE)
-    result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", str(bundled[0])])
+    result = CliRunner().invoke(app, ["generate", "Hi", "--max-new-tokens", "2", "--target", str(bundled)])
     assert result.exit_code == 0 and f"; {words} (" in result.stderr, result.stderr
     plain = build_target("llama")
     assert not is_quantised(plain) and re.fullmatch(r"float32 \(\d+ MB\)", weights_in_words(plain))

@@ -15,6 +15,8 @@ from server_process import running_server
 
 from specdec import Engine, SamplingParams
 
+from marks import examples
+
 pytestmark = pytest.mark.usefixtures("shallow_pair")
 QUESTION = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 CHUNKS = "**/v1/chat/completions"
@@ -33,17 +35,30 @@ def browser():
         yield browser
 
 
-@pytest.fixture
-def page(browser, server):
-    """Light, and whatever goes wrong in it fails the test."""
-    page = browser.new_page(viewport={"width": 1180, "height": 900}, color_scheme="light")
+@pytest.fixture(scope="module")
+def faults():
+    return []
+
+
+@pytest.fixture(scope="module")
+def tab(browser, faults):
+    page = browser.new_page(viewport={"width": 1180, "height": 900})
     page.set_default_timeout(SECONDS)
-    faults = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
-    page.goto(f"{server.url}/")
     yield page
     page.close()
+
+
+@pytest.fixture
+def page(tab, server, faults):
+    """Light, loaded anew in the one tab, and whatever goes wrong in it fails the test."""
+    faults.clear()
+    tab.unroute_all()
+    tab.emulate_media(color_scheme="light")
+    tab.goto("about:blank")  # what was filled in is gone
+    tab.goto(f"{server.url}/")
+    yield tab
     assert faults == []
 
 
@@ -74,14 +89,14 @@ def test_nothing_is_loaded_from_elsewhere_and_only_its_own_script_may_run(server
 @pytest.mark.slow
 def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     expect(page.locator("#model")).to_have_text("tiny-gemma4")
-    page.fill("#prompt", "")
-    page.locator("#prompt").press_sequentially(QUESTION)
-    page.fill("#max-tokens", "64")
+    page.fill("#prompt", QUESTION[:-5])
+    page.locator("#prompt").press_sequentially(QUESTION[-5:])
+    page.fill("#max-tokens", str(most := examples(32, 64)))
     page.uncheck("#markdown")
     page.click("#go")
     expect(page.locator("#verdict")).to_contain_text("Texts equal: yes", timeout=SECONDS)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        [out] = engine.chat(QUESTION, SamplingParams(max_new_tokens=64))
+        [out] = engine.chat(QUESTION, SamplingParams(max_new_tokens=most))
     for run in ("with", "without"):
         assert page.text_content(f"#{run} .answer") == out.text
         assert figure(page, run, "tokens") == len(out.token_ids)

@@ -269,7 +269,7 @@ def test_the_table_says_what_is_supposed_and_what_was_shrunk():
 
 def test_a_shape_from_the_shell(tmp_path):
     files = ("--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png"))
-    result = bench("--shape", "gemma4-e4b", *SMALL, "--batches", "1", "--contexts", "24", "--rounds", "3", *files)
+    result = bench("--shape", "gemma4-e4b", *SMALL, "--batches", "1", "--contexts", "24", "--rounds", "2", *files)
     assert result.exit_code == 0, result.output
     assert "SHRUNK to 2 layers, widths / 16" in result.stdout
     record = json.loads((tmp_path / "o.json").read_text())
@@ -295,7 +295,7 @@ def test_a_shape_from_the_shell(tmp_path):
 
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")
 def test_a_pair_from_the_shell():
-    words = ("--phases", "--device", "cpu", "--fixed-drafts", "--batches", "2", "--contexts", "24", "--rounds", "2")
+    words = ("--phases", "--device", "cpu", "--fixed-drafts", "--batches", "2", "--contexts", "12", "--rounds", "2")
     record = json.loads(bench(*words, "--json", "-").stdout)
     assert (record["subject"], record["shrunk"]) == ("tiny-gemma4 with tiny-gemma4-mtp", "")
     assert [(cell["run"], cell["parity"]["passed"]) for cell in record["cells"]] == [("plain", True), ("chain", True)]
@@ -314,7 +314,7 @@ def test_a_pair_from_the_shell():
 )
 def test_packed_weights_and_only_the_drafts_that_were_asked_for(shape, weights, draft, published, form):
     result = bench("--shape", shape, *SMALL, "--weights", weights, "--drafts", draft, "--batches", "1",
-                   "--contexts", "16", "--rounds", "2", "--json", "-")  # fmt: skip
+                   "--contexts", "8", "--rounds", "2", "--json", "-")  # fmt: skip
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["subject"].startswith(f"random weights ({weights}) at the shape of {published}")

@@ -16,7 +16,7 @@ from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
 from tiny_models import random_eagle3
 
-NEW = 8
+NEW = examples(6, 8)
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
 DRAFTERS = {
     "plain": ("gemma4-e2b", None, CHAIN),
@@ -77,7 +77,7 @@ def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_pr
     assert ends(engine, turn) == (greedy_oracle(model, turn, NEW), pages(40 + NEW - 1))
     assert ends(engine, prompt[:21]) == (greedy_oracle(model, prompt[:21], NEW), pages(20))
     assert ends(engine, other) == (greedy_oracle(model, other, NEW), 0)
-    assert engine.stats().cached_tokens == pages(39) + pages(32 - look) + pages(47) + pages(20)
+    assert engine.stats().cached_tokens == pages(39) + pages(32 - look) + pages(39 + NEW) + pages(20)
 
 
 @usual_cases("eagle3-chain-1")
