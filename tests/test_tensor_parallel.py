@@ -103,7 +103,7 @@ def test_shares_of_fewer_than_16_rows_have_the_bits_of_one_device(intermediate, 
     assert answers(engine_of(target, count), asked) == alone
 
 
-@usual_cases("llama")
+@pytest.mark.deep  # test_split_loading.py has both on a loaded checkpoint
 @pytest.mark.parametrize("name", TARGETS)
 def test_drafts_of_a_lookup_and_of_a_head_change_no_bit(name: str, three_prompts: list[list[int]]):
     target, asked = target_of(name), three_prompts[:2]
