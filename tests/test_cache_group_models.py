@@ -23,7 +23,7 @@ from marks import deep, each_value, examples
 from tiny_models import build_target
 
 FAMILIES = ["two_windows", "deepseek_v3", "mimo_v2_flash"]
-NEW = examples(10, 12)
+NEW = 12
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
