@@ -62,7 +62,7 @@ FEWER_LAYERS: dict[str, dict[str, Any]] = {  # but with `make test-deep`: one of
 }
 TREE = SpecConfig(6, 2, 8, adaptive=False)
 PARAMS = [
-    SamplingParams(max_new_tokens=examples(4, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    SamplingParams(max_new_tokens=examples(6, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
     for i in range(3)
 ]
 DETERMINISTIC: dict[str, Any] = {"max_model_len": 128, "deterministic": True, "fused": True}
