@@ -14,8 +14,9 @@ from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks
 from specdec.models.target import TargetModel
 
-from marks import examples
-from tiny_models import TWO_OWNERS, VOCAB, build_target, spread
+from marks import examples, is_deep
+from proved_models import SHARED
+from tiny_models import FULL, LINEAR, SLIDING, TWO_OWNERS, VOCAB, build_target, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
 WIDE |= {"num_key_value_heads": 4}  # four ranges of K in every sum
@@ -51,6 +52,14 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         {**RECURRENT, "linear_num_value_heads": 4, "linear_value_head_dim": 16, "num_experts": 8},
     ),
 }
+FEWER_LAYERS: dict[str, dict[str, Any]] = {  # but with `make test-deep`: one of each kind
+    "olmo2": {"num_hidden_layers": 2},
+    "qwen2": {"num_hidden_layers": 2},
+    "gemma4-moe": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]},
+}
 TREE = SpecConfig(6, 2, 8, adaptive=False)
 PARAMS = [
     SamplingParams(max_new_tokens=examples(6, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
@@ -74,13 +83,17 @@ def new_target(name: str, **fields: Any) -> TargetModel:
     """A deterministic target of `TARGETS`, whole."""
     torch.manual_seed(0)
     family, own = TARGETS[name]
-    model = spread(build_target(family, **{**WIDE, **own, **fields})).eval()
+    fewer = {} if is_deep() else FEWER_LAYERS.get(name, {})
+    model = spread(build_target(family, **{**WIDE, **own, **fewer, **fields})).eval()
     return TargetModel(model, REFERENCE, deterministic=True)
 
 
 @cache
 def target_of(name: str) -> TargetModel:
-    return new_target(name)
+    """A target that tests share, and none of them changes."""
+    target = new_target(name)
+    SHARED[id(target.model)] = target.model
+    return target
 
 
 def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecConfig = TREE, **config: Any) -> Engine:

@@ -23,7 +23,7 @@ from bench.humaneval import Programming, grade, passes, program_of  # noqa: E402
 from bench.registry import CASES  # noqa: E402
 from bench.report import Report, Row  # noqa: E402
 
-QUICK = ("readme", "host", "adaptive-bits")
+QUICK = ("readme", "host")
 """Cases of `make test`; the others take longer, most of them in Triton's interpreter."""
 PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if "results" not in path.parts)
 GPU = re.compile(r"\b[HA][12]00\b")

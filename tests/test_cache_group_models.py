@@ -19,7 +19,7 @@ from specdec.training.assistant_training import new_assistant
 from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
-from marks import deep, each_value
+from marks import deep, each_value, examples
 from tiny_models import build_target
 
 FAMILIES = ["two_windows", "deepseek_v3", "mimo_v2_flash"]
@@ -49,10 +49,10 @@ def test_tokens_are_the_models_own(
     engine.table.check()
 
 
-@pytest.mark.parametrize("family", ["two_windows", "deepseek_v3", deep("mimo_v2_flash")])
+@pytest.mark.parametrize("family", ["two_windows", deep("deepseek_v3"), deep("mimo_v2_flash")])
 def test_deterministic_answers_do_not_depend_on_company(family, make_target, make_engine, random_prompt) -> None:
     model, prompts = make_target(family), [random_prompt(n, seed=n) for n in (18, 7)]
-    params = SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=2)
+    params = SamplingParams(max_new_tokens=examples(3, 4), ignore_eos=True, logprobs=2)
     engine = make_engine(model, "ngram", deterministic=True, max_batch_size=2)
     together = [(out.token_ids, out.logprobs) for out in engine.generate(prompts, params)]
     lone = make_engine(model, None, deterministic=True, max_batch_size=1, prefill_chunk=5)
@@ -69,10 +69,10 @@ def test_kernels_read_the_group_of_each_layer(
     """Interpreted, under the sanitizer."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    model, prompt = make_target(family), random_prompt(13)
+    model, prompt, new = make_target(family), random_prompt(13), examples(2, 3)
     engine = make_engine(model, "ngram", attention="triton", page_size=4, max_batch_size=1, num_steps=2)
-    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
-    assert out.token_ids == greedy_oracle(model, prompt, 3)
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=new, ignore_eos=True))
+    assert out.token_ids == greedy_oracle(model, prompt, new)
 
 
 @pytest.mark.parametrize("last", [8, 3])

@@ -191,10 +191,11 @@ def test_logits_and_kv_equal_a_dense_head(
         config=EngineConfig(max_model_len=64, prefill_chunk=8, page_size=page_size, max_batch_size=2),
     )
     seen = watch_proposals(engine)
-    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 20) for prompt in prompts]
+    new = examples(14, 20)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new, ignore_eos=True))
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, new) for prompt in prompts]
     assert any(0 < sum(out.stats.accepted_counts) < 4 * out.stats.rounds for out in outputs)
-    assert_best(Dense(spec, tensors, model), seen[:: 1 + len(seen) // examples(10, 100)], topk, 2e-3)
+    assert_best(Dense(spec, tensors, model), seen[:: 1 + len(seen) // examples(8, 100)], topk, 2e-3)
 
 
 def test_drafts_draw_with_the_noise_of_the_request(make_target, random_prompt) -> None:

@@ -357,7 +357,7 @@ def test_two_engines_share_a_model(make_target, make_assistant, make_engine, gre
 @pytest.mark.parametrize("num_steps", [1, 9])
 def test_pools_sized_by_the_engine_serve_the_longest_request(family, page_size, num_steps, make_target, make_engine):
     """A one-request engine with small windows and large pages once made an SWA pool that no request fitted."""
-    length = examples(60, 100)
+    length = examples(40, 100)
     settings = {"max_batch_size": 1, "page_size": page_size, "prefill_chunk": 1, "max_model_len": length}
     engine = make_engine(make_target(family), "ngram", num_steps=num_steps, **settings)
     [out] = engine.generate([[7] * (length - 10)], SamplingParams(max_new_tokens=10))

@@ -28,8 +28,8 @@ from specdec.errors import LocationError
 from inside import capture_on_tape
 from marks import deep_cases, examples, usual
 
-NEW = examples(7, 12)
-LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
+NEW = examples(5, 12)
+LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)[: examples(8, 10)]
 TREE, CHAIN = SpecConfig(3, 2, 6), SpecConfig(3)
 LOAD = {"max_batch_size": 6, "full_slots": 150, "swa_slots": 150, "prefill_chunk": 16, "prefix_cache": False}
 NEARLY_FULL = {"max_batch_size": 4, "prefill_chunk": 64, "full_slots": 300, "swa_slots": 66}

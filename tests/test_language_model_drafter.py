@@ -15,10 +15,11 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases
+from marks import deep, deep_cases, examples
 from tiny_models import FAMILIES, fast_ones
 
-GREEDY, FEW = SamplingParams(max_new_tokens=21), SamplingParams(max_new_tokens=8)
+NEW = examples(12, 21)
+GREEDY, FEW = SamplingParams(max_new_tokens=NEW), SamplingParams(max_new_tokens=8)
 CHAIN, TREE = SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tokens=10)
 
 
@@ -36,7 +37,7 @@ def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, gr
     prompts = [random_prompt(n, seed=n) for n in (2, 17, 40)]
     engine = engine_of(model, model, (CHAIN, TREE)[tree], page_size=page_size, max_batch_size=2)
     outputs = engine.generate(prompts, GREEDY)
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, NEW) for p in prompts]
     for out in outputs:
         assert out.stats.accepted_per_position[0] == 1.0
 
@@ -47,7 +48,7 @@ def test_its_own_cache_follows_the_prefix_cache_and_preemption(temperature, make
     model = make_target("gpt_oss")
     shared = random_prompt(30)
     prompts = [[*shared, *random_prompt(n, seed=n)] for n in (3, 11, 20, 1)]
-    params = SamplingParams(max_new_tokens=31, temperature=temperature, seed=4)
+    params = SamplingParams(max_new_tokens=examples(24, 31), temperature=temperature, seed=4)
     engine = engine_of(model, model, max_batch_size=3, full_slots=120, swa_slots=120)
     for _ in range(2):
         outputs = engine.generate(prompts, params)
@@ -69,7 +70,7 @@ def test_it_drafts_beyond_its_stated_length_where_its_rope_can(spec, make_target
     model, short = make_target("llama"), make_target("llama", max_position_embeddings=SHORT)
     prompts = [random_prompt(n, seed=n) for n in (SHORT - 9, SHORT + 30)]
     outputs = engine_of(model, short, spec).generate(prompts, GREEDY)
-    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, NEW) for p in prompts]
     assert all(out.stats.accepted_per_position[0] == 1.0 for out in outputs)
 
 
@@ -124,7 +125,7 @@ def test_no_draft_is_made_beyond_a_drafters_last_position(
     prompts = [random_prompt(n, seed=n) for n in (5, SHORT - 9, SHORT + 30)]
     for _ in range(2):  # side by side, and out of the prefix cache
         outputs = engine.generate(prompts, GREEDY)
-        assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
+        assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, NEW) for p in prompts]
         assert outputs[-1].stats.drafted_rounds == 0
     engine.table.check()
 
@@ -132,7 +133,7 @@ def test_no_draft_is_made_beyond_a_drafters_last_position(
 # as users give it
 
 
-@pytest.mark.usefixtures("shallow_pair")
+@pytest.mark.usefixtures("shallow_pair", "bundled_once")
 def test_by_name_and_by_module(random_prompt):
     """The bundled target drafts for itself; as a module it needs no tokenizer where the sizes are equal."""
     plain = Engine.from_pretrained("tiny-gemma4")

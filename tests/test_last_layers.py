@@ -28,7 +28,7 @@ from tiny_models import FAMILIES, FAST_FAMILIES, FULL, SLIDING, TWO_OWNERS, rand
 SHARING = ["gemma4-e2b", "gemma4-multimodal"]
 WHOLE, LAYERS = 2, 6  # the third stores the last K/V
 FEWER_LAYERS = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2}
-NEW = 6
+NEW = examples(5, 6)
 GREEDY = SamplingParams(max_new_tokens=NEW)
 DRAFTERS = [None, "ngram", "suffix", "mtp", "mtp-tree", "eagle3-low", "eagle3-middle", "eagle3-all", "eagle3-final"]
 EAGLE3_LAYERS = {"low": (0, 1, 2), "middle": (0, 2, 3), "all": (0, 1, LAYERS), "final": ()}
@@ -183,12 +183,12 @@ def test_tokens_are_those_of_transformers(family, drafter, make_target, engine, 
     assert tokens == [greedy_oracle(model, prompt, NEW, said) for prompt, said in zip(prompts, tokens, strict=True)]
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "eagle3-middle"])
+@pytest.mark.parametrize("drafter", [deep("mtp"), "eagle3-middle"])
 def test_a_resumed_request_drafts_from_its_last_state(drafter, make_target, engine, random_prompt, monkeypatch):
     """A drafter that is shown another state only drafts worse, so what it proposes is compared. What a resumed request
     had is read again, in chunks; none of them draws a token, yet the next draft starts where they end."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(30, seed=1), random_prompt(21, seed=2)]
-    seen, new = [], examples(10, 20)
+    seen, new = [], examples(7, 20)
     for whole in (False, True):
         if whole:
             run_whole(monkeypatch)
@@ -235,7 +235,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     """Replayed for other rows and lengths, scored chunks among them, with the same outputs; shapes do not mix."""
     model = make_target("gemma4-e2b")
     draw = random.Random(5)
-    count = examples(7, 16)
+    count = examples(5, 16)
     prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(count)]
     params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(count)]
     expected = outputs(engine(model, drafter, max_batch_size=4), prompts, params)

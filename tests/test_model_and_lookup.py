@@ -40,7 +40,7 @@ def in_turn(engine):
 
 def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(make_target, make_engine, random_prompt):
     model, asked = make_target("gemma4-e2b"), [random_prompt(n, seed=n) for n in (5, 20)]
-    params = SamplingParams(max_new_tokens=examples(14, 30), logprobs=2)
+    params = SamplingParams(max_new_tokens=examples(9, 30), logprobs=2)
     plain = make_engine(model, None, deterministic=True, max_model_len=128).generate(asked, params)
     target = TargetModel(model, deterministic=True)
     drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama")), target), SuffixDrafter())
@@ -50,7 +50,7 @@ def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(mak
     for _ in range(2):
         outs = engine.generate(asked, params)
         assert [(out.token_ids, out.logprobs) for out in outs] == [(out.token_ids, out.logprobs) for out in plain]
-    assert engine.state.finished.num_tokens > examples(40, 70)
+    assert engine.state.finished.num_tokens > examples(30, 70)
 
 
 def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target, random_prompt):
@@ -172,7 +172,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, num
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_drafts_are_those_that_each_makes_alone(model, spec):
-    params = SamplingParams(max_new_tokens=examples(14, 40), ignore_eos=True)
+    params = SamplingParams(max_new_tokens=examples(10, 40), ignore_eos=True)
     outs = {}
     for drafter, number in ((f"{model},suffix", 1), (f"{model},suffix", 2), (model, 1), ("suffix", 1)):
         with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=CONFIG) as engine:
@@ -188,11 +188,12 @@ def test_drafts_are_those_that_each_makes_alone(model, spec):
 def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     """All drafts are captured when the engine is made, and none later."""
     config = EngineConfig(max_batch_size=examples(1, 2), max_model_len=200, finished_tokens=300, device="cpu")
+    spec = SpecConfig(examples(2, 4), adaptive=True)
     params = SamplingParams(max_new_tokens=examples(10, 40), ignore_eos=True)
     outputs = []
     for captured in (False, True):
         capture_on_tape(monkeypatch, captured)
-        with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=CHAIN, config=config) as engine:
+        with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=spec, config=config) as engine:
             in_turn(engine)
             outs = engine.generate((prompts(engine) * 2)[: examples(2, 6)], params)
             outputs.append([out.token_ids for out in outs])

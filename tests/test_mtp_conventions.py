@@ -87,7 +87,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     outputs = engine.generate(prompts[:48], sampled)
     documents = [(np.array(out.prompt_token_ids + out.token_ids, np.int32), 4) for out in outputs]
     target = TargetModel(engine.target.model.requires_grad_(False))
-    return Planted(folder, prompts[48:], trainer(target, documents, examples(36, 90), 12, 3))
+    return Planted(folder, prompts[48:], trainer(target, documents, examples(36, 90), examples(8, 12), 3))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,8 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
     monkeypatch.setattr(convention_watch, "judge", judge)
     config = EngineConfig(max_batch_size=8, max_model_len=72)
     with Engine.from_pretrained(small.folder, "mtp", config=config) as engine:
-        engine.submit_many(small.prompts + small.prompts[:4], SamplingParams(max_new_tokens=66, ignore_eos=True))
+        long, short = (SamplingParams(max_new_tokens=new, ignore_eos=True) for new in (66, 48))
+        engine.submit_many([*small.prompts, small.prompts[0]], [long] * 8 + [short])
         counts = [0]
         while engine.step():
             counts.append(len(done))
@@ -209,11 +210,11 @@ def test_observations_are_by_token() -> None:
 def test_conventions_that_make_no_difference_are_named_once_in_a_hundred_times() -> None:
     """At any scale, and ones that are better by a fifth of a standard deviation nearly always, on 512 tokens."""
     drawn = torch.Generator().manual_seed(0)
-    own, others = torch.zeros(512), torch.randn((4000, 5, 512), generator=drawn) * 0.07
+    own, others = torch.zeros(512), torch.randn((2000, 5, 512), generator=drawn) * 0.07
     named = [any(is_clearly_better(other, own, 5) for other in each) for each in others]
     assert 0.005 < sum(named) / len(named) < 0.015
-    better = others[:1000, 0] + 0.07 / 5
-    assert sum(is_clearly_better(each, own, 5) for each in better) > 940
+    better = others[:500, 0] + 0.07 / 5
+    assert sum(is_clearly_better(each, own, 5) for each in better) > 470
     assert not is_clearly_better(better[0][:31] + 1, own[:31], 1)  # too few
     assert not is_clearly_better(own + 1e-6, own, 1)  # rounding
 

@@ -16,7 +16,7 @@ from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 
 from inside import RequestStats, record_round
-from marks import deep_cases
+from marks import deep_cases, examples
 from tiny_models import build_target
 
 
@@ -70,7 +70,7 @@ def test_metrics_say_what_is_captured_and_what_ran_without(
 ) -> None:
     """A budget of a few captures, and one in which none fits."""
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: WeighedTape())
-    sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
+    sizes = {"max_batch_size": examples(2, 4), "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
     engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
     monkeypatch.setattr(type(engine.steps.prefill.captured_prompts), "shared_bytes", property(lambda self: 0))
     figures, use = figures_after(engine, [random_prompt(n) for n in (5, 9, 3)])

@@ -27,7 +27,7 @@ from marks import deep, deep_cases, is_deep
 from tiny_models import FULL, build_target, random_eagle3, spread
 
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
-NARROW |= {"num_key_value_heads": 4}  # one range of K, and three
+NARROW |= {"num_key_value_heads": 4, "num_hidden_layers": 2}  # one range of K, and three
 LATENTS = {"num_key_value_heads": 8, "head_dim": 8, "qk_rope_head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32}
 RECURRENT = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 RECURRENT |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", FULL]}
@@ -42,6 +42,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent": ("qwen3_next", {**NARROW, **RECURRENT, "num_experts": 4}),
     "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
 }
+if not is_deep():
+    CASES["experts"][1].update(num_hidden_layers=1, layer_types=[FULL])
 QUICK_FORMS = [("mistral", "fp8-block"), ("gpt_oss", "mxfp4"), ("qwen3_5", "int4-g32"), ("deepseek_v3", "fp8-block")]
 DEEP_FORMS = [
     *(("llama", "int4-g32"), ("deepseek_v3", "int4-g32"), ("glm4_moe_lite", "awq"), ("qwen2", "awq")),
@@ -200,6 +202,7 @@ def test_weights_that_change_after_they_were_split_are_refused(read: bool, tmp_p
             engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
 
 
+@pytest.mark.usefixtures("shallow_pair", "bundled_once")
 def test_transformers_assists_no_target_in_host_memory():
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
         assert len(assisted_peer(engine, SamplingParams(), 2)) == 1

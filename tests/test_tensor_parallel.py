@@ -37,7 +37,7 @@ from specdec.layers.split.layer_shares import embedding_share
 from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
-from marks import deep_cases, usual_cases
+from marks import deep_cases, examples, is_deep, usual_cases
 from tiny_models import VOCAB, build_target, random_eagle3
 
 CPUS = [torch.device("cpu")] * 2
@@ -83,7 +83,8 @@ def test_ranks_have_the_bits_of_one_device(
 ):
     """In trees, whose accepted paths move within pages, in chunks, and next to others."""
     monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: Forgetful([device] * count))
-    engine = accepted_trees(target_of(name), count, three_prompts, scripted, tree_script, page_size=page_size)
+    asked = three_prompts if is_deep() else three_prompts[::2]
+    engine = accepted_trees(target_of(name), count, asked, scripted, tree_script, page_size=page_size)
     assert engine.stats().acceptance_length > 1.2
     assert target_of(name).ranks is None, "the engine splits a copy"
 
@@ -102,7 +103,7 @@ def test_shares_of_fewer_than_16_rows_have_the_bits_of_one_device(intermediate, 
     assert answers(engine_of(target, count), asked) == alone
 
 
-@usual_cases("llama")
+@pytest.mark.deep  # test_split_loading.py has both on a loaded checkpoint
 @pytest.mark.parametrize("name", TARGETS)
 def test_drafts_of_a_lookup_and_of_a_head_change_no_bit(name: str, three_prompts: list[list[int]]):
     target, asked = target_of(name), three_prompts[:2]
@@ -331,14 +332,14 @@ def test_a_word_that_was_read_is_not_there_when_its_target_comes_again():
     assert EMPTY >> 32 == -1  # the target of a last step, which no round has: see STEPS
 
 
-@deep_cases("gemma4-moe")
+@usual_cases("gpt_oss")  # a dense model: test_split_recurrent.py
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma4-moe"])
 def test_an_engine_on_peers_answers_as_on_one_device(name: str, monkeypatch: pytest.MonkeyPatch):
     layer: dict[str, Any] = {"num_hidden_layers": 1} | (
         {} if name == "llama" else {"layer_types": ["full_attention"], "vocab_size_per_layer_input": VOCAB}
     )
     target = new_target(name, **layer)
-    params = SamplingParams(max_new_tokens=3, logprobs=VOCAB, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=examples(2, 3), logprobs=VOCAB, ignore_eos=True)
     [alone] = engine_of(target, 1).generate([1, 2, 3, 4], params)
     use_peers(monkeypatch)
     [out] = engine_of(target, 2).generate([1, 2, 3, 4], params)
