@@ -106,9 +106,8 @@ class Watched:
 SHAPES = {"chain": CHAIN, "tree": TREE, "long": SpecConfig(20, adaptive=True)}  # longer than what may be unread
 EAGLE3, MODEL = "tiny-gemma4-eagle3", "tiny-gemma4"
 LAGGING = [
-    *(("tree", 5, EAGLE3, "one token"), ("long", 2, EAGLE3, "one token")),
+    *(("chain", 9, EAGLE3, "one token"), ("tree", 5, EAGLE3, "one token"), ("long", 2, EAGLE3, "one token")),
     *(("tree", 5, MODEL, "text"), ("chain", 1, EAGLE3, "plain")),
-    deep("chain", 9, EAGLE3, "one token"),
     *(deep("chain", 3, MODEL, "one token"), deep("chain", 1, MODEL, "text"), deep("long", 2, MODEL, "text")),
     *(deep("chain", rounds, EAGLE3, "plain") for rounds in (5, 15, 16, 17, 40)),
     *(deep("chain", rounds, MODEL, "plain") for rounds in (1, 16, 17)),
