@@ -1,6 +1,9 @@
 """Requests in hand: `submit`, `step` and `abort`, what handles give out, and who may call them from where."""
 
+import threading
+
 import pytest
+from side_by_side import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import CapacityError, ConfigError, SpecDecError
@@ -111,3 +114,28 @@ def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, rando
     other = engine._in_turn(step_of_this_thread)
     assert handle.finished and other.output().finish_reason == "length"
     assert_idle(engine)
+
+
+def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):
+    """A thread that steps without pause once kept the others out for as long as it liked."""
+    engine = make_engine(make_target("llama"))
+    inside, waiting, order = threading.Event(), threading.Event(), []
+
+    def first_turn():
+        inside.set()
+        waiting.wait()
+        while not engine._turns.awaited:  # the other stands in the queue
+            pass
+
+    def busy():
+        engine._in_turn(first_turn)
+        for _ in range(50):
+            engine._in_turn(lambda: order.append("busy"))
+
+    def patient():
+        inside.wait()
+        waiting.set()
+        engine._in_turn(lambda: order.append("patient"))
+
+    in_threads([busy, patient])
+    assert order[0] == "patient" and len(order) == 51
