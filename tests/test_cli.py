@@ -284,7 +284,7 @@ def test_ctrl_c_in_a_benchmark_prints_what_all_have_done(monkeypatch):
 
     def interrupted(engine, *args, **kwargs):
         calls.append(engine)
-        if len(calls) == 6:  # two warm up, one prompt by both, then the second contestant of the second prompt
+        if len(calls) == 6:  # two warm up, one prompt by both, then the second run of the second prompt
             raise KeyboardInterrupt
         return generate(engine, *args, **kwargs)
 

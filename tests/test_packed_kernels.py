@@ -337,9 +337,8 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
         assert split_k.splits == splits and split_k.split_len % 256 == 0, f"{n=} {k=} {split_k=}"
     assert split_k == SplitK(1, 256)
     assert split_k_of(empty_weight("e4m3-row", 256, 2560)) == SplitK(5, 512)
-    assert split_k_of(empty_weight("e4m3-block", 256, 2560)) == SplitK(
-        10, 256
-    )  # tiles of more than a block have two scales
+    # tiles of more than a block have two scales
+    assert split_k_of(empty_weight("e4m3-block", 256, 2560)) == SplitK(10, 256)
 
 
 @pytest.mark.parametrize("multiply", [linear, vendor_linear], ids=["in order", "any order"])

@@ -65,7 +65,7 @@ def diagnose(
     started = time.perf_counter()
     if engine.drafter is None:
         raise ConfigError("this engine has no drafter, so there is nothing to diagnose; make one with drafter=...")
-    prompts = list(prompts) if prompts is not None else default_questions(engine)
+    prompts = list(prompts) if prompts is not None else default_prompts(engine)
     if len(prompts) < 4:
         raise ConfigError(f"{len(prompts)} prompts; 4 or more are needed to tell a gain from chance")
     drafter = model_of(engine.drafter)
@@ -114,16 +114,15 @@ class Examination:
         self.pair = pair
         self.num_steps = pair.engine.spec.num_steps
         if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
-            self.num_steps = max(
-                self.num_steps, min(MEASURED_STEPS, max_new_tokens - 1)
-            )  # deep enough to show a wrong carry
+            # deep enough to show a wrong carry
+            self.num_steps = max(self.num_steps, min(MEASURED_STEPS, max_new_tokens - 1))
         self.outputs = pair.generate(pair.prompt_ids(), self.params)
         self.as_loaded = Acceptance.from_outputs(self.outputs)
         self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
         self.measured = self._measure(pair)
 
     def repair(self, cause: Cause, symptom: Symptom) -> Finding:
-        """The finding for a sign, with the gain of its repair; the repaired drafter is used from now on."""
+        """The finding for a symptom, with the gain of its repair; the repaired drafter is used from now on."""
         before = after = None
         if symptom.repaired is not None and self.texts:
             before = self.measured.length
@@ -223,7 +222,7 @@ def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Meas
     return measured.length > best[2].length
 
 
-def default_questions(engine: Engine) -> list[str | list[int]]:
+def default_prompts(engine: Engine) -> list[str | list[int]]:
     """The bundled word problems. Raises ConfigError without a tokenizer."""
     if engine.tokenizer is None:
         raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")

@@ -21,7 +21,7 @@ from specdec.runtime.request import GenerationOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminedPair:
-    """A pair and its questions.
+    """A pair and its prompts.
 
     prompts: texts, or token ids, to which no template is applied. chat: texts are turns of a chat; False: raw text.
     template: arguments of the chat template, such as enable_thinking.
@@ -46,7 +46,7 @@ class ExaminedPair:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
     def prompt_ids(self) -> list[list[int]]:
-        """Token ids of each question."""
+        """Token ids of each prompt."""
         return [self._ids(prompt) for prompt in self.prompts]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationOutput]:

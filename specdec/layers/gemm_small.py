@@ -259,12 +259,10 @@ def gemm_small(
     if not isinstance(weight, PackedWeight):
         assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    assert split_k.splits == 1 or split_k.split_len % tiles.block_k == 0, (
-        f"{split_k=} {tiles=}"
-    )  # each tile is within one range
-    assert tiles.tail_m == 0 or split or split_k.splits == 1, (
-        f"{split_k=} {tiles=}"
-    )  # a tail has no accumulator per range
+    # each tile is within one range
+    assert split_k.splits == 1 or split_k.split_len % tiles.block_k == 0, f"{split_k=} {tiles=}"
+    # a tail has no accumulator per range
+    assert tiles.tail_m == 0 or split or split_k.splits == 1, f"{split_k=} {tiles=}"
     if num_rows == 0:
         return
     # for a gated weight, a program has as many gate rows as up rows

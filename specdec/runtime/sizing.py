@@ -124,9 +124,8 @@ def cache_needs(
         keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
         # keys that it holds and the slack; chunks in flight are added below
         each = min(whole_pages(keys + page_size, page_size), full_each)
-        together = max(
-            budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE)
-        )  # a step reads `while_idle`; prefixes use the rest
+        # a step reads `while_idle`; prefixes use the rest
+        together = max(budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE))
         in_flight = min(batch * min(budget.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)

@@ -102,10 +102,8 @@ class SamplingTable:
         self.cells = MirroredArray((num_rows, len(INT_COLUMNS) + len(FLOAT_COLUMNS)), device)
         self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
         self._biased: set[tuple[int, int]] = set()  # rooms and rows that have held entries
-        self._last: tuple[list[SamplingParams], SamplerFeatures] = (
-            [],
-            SamplerFeatures.from_params([]),
-        )  # the last batch given to `features_of`
+        # the last batch given to `features_of`
+        self._last: tuple[list[SamplingParams], SamplerFeatures] = ([], SamplerFeatures.from_params([]))
 
     @property
     def arrays(self) -> list[MirroredArray]:
