@@ -1,4 +1,5 @@
-"""What tests run on: one CPU thread, memory poisoned on request, a GPU or Triton's interpreter.
+"""What tests run on: one CPU thread, memory poisoned on request, a GPU or Triton's interpreter; and how near a kernel's
+results must be there.
 
 A plugin of conftest.py.
 """
@@ -11,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+"""Dtypes of kernels that multiply: the interpreter has no products of bfloat16."""
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 torch.set_num_threads(1)
 gc.disable()  # until the modules and the tests, millions of objects that live to the end, are all there
@@ -54,6 +60,12 @@ class PoisonEmpty(TorchFunctionMode):
         return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
 
 
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to what sums in another order round off."""
+    tolerance = TOLERANCES[got.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
 @pytest.fixture(scope="module")
 def kernels_run() -> Iterator[None]:
     """Kernels are launched: compiled on a GPU, and in Triton's interpreter without one."""
@@ -77,3 +89,20 @@ def poison_empty() -> Iterator[None]:
 def seeded() -> None:
     """Random numbers of a test are the same each time."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """watched(module, name, what): what `what` says of the arguments of each call of this function from now on."""
+
+    def watch(module: Any, name: str, what: Callable[[tuple[Any, ...]], Any]) -> list[Any]:
+        own, seen = getattr(module, name), list[Any]()
+
+        def noting(*given: Any, **options: Any) -> Any:
+            seen.append(what(given))
+            return own(*given, **options)
+
+        monkeypatch.setattr(module, name, noting)
+        return seen
+
+    return watch

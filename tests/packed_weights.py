@@ -4,7 +4,8 @@ import torch
 
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, pack_words
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from devices import DEVICE
+
 CODES = ["int4", "int4-zeros", "int4-g16", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
 
 

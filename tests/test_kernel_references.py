@@ -26,11 +26,9 @@ from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
 from specdec.layers.product import Product, finish, reference_finish, split_k_of
 from specdec.layers.rope_store import Destination, Heads, Rotary, rope_store, rotary
 
+from devices import DEVICE, DTYPES, TOLERANCES
 from marks import examples
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])  # no bf16 dots elsewhere
 FORMS = [*CODES, None, None, None]  # of weights; None: plain
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")

@@ -1,10 +1,14 @@
 """The kernels of specdec.layers against their references: odd sizes, strides, every option; rows that do not meet."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from specdec.layers import gemm_large, gemm_medium, gemm_small
+from specdec.layers import gemm_medium, gemm_small
+from specdec.layers import linear as linear_module
 from specdec.layers.activation import reference_activate
 from specdec.layers.gemm_medium import MediumTiles, choose_medium_tiles
 from specdec.layers.gemm_medium import gemm_medium as multiply_medium
@@ -31,28 +35,14 @@ from specdec.layers.rope_store import (
     rotary,
 )
 
+from devices import DEVICE, DTYPES, close
 from marks import deep, deep_cases, slow
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float32, torch.float16] + (
-    [torch.bfloat16] if DEVICE.type == "cuda" else []
-)  # interpreter: no bf16 dots
-
-pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[got.dtype]
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -64,12 +54,6 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 # products
-
-
-def test_linear_by_eye():
-    x = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]], device=DEVICE)
-    weight = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]], device=DEVICE)
-    assert finish(linear(x, weight, torch.tensor([10.0, 20.0], device=DEVICE))).tolist() == [[11, 23], [10, 22]]
 
 
 def test_a_gate_of_any_size_is_exact():
@@ -84,11 +68,11 @@ def test_a_gate_of_any_size_is_exact():
 
 
 @pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 328), deep(400, 1100, 328)])
-def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
+def test_many_rows_are_multiplied_in_tiles_of_their_own(
+    num_rows: int, n: int, k: int, watched: Callable[..., list[Any]]
+):
     """With ranges of K and without, biased, gated; rows that descriptors cannot describe go the usual way."""
-    launched = []
-    kernel = gemm_large.gemm_large_kernel
-    monkeypatch.setattr(gemm_large, "gemm_large_kernel", Launches(kernel, launched))
+    launched = watched(linear_module, "gemm_large", len)
     x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
     bias = randn(n, dtype=torch.float16)
     close(finish(linear(x, weight, bias)), reference_linear(x, weight, bias).parts[0])
@@ -114,10 +98,9 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
         close(gated, reference_gated_linear(x, weight, "gelu_tanh"))
 
 
-def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
+def test_who_multiplies_some_rows(watched: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch):
     """Weights that fill the device: 33 to 128 rows; of a gated weight also 193 to 256. Not what has no descriptors."""
-    launched: list[object] = []
-    monkeypatch.setattr(gemm_medium, "gemm_medium_kernel", Launches(gemm_medium.gemm_medium_kernel, launched))
+    launched = watched(linear_module, "gemm_medium", len)
 
     def launches(num_rows: int, *, gated: bool = False, dtype: torch.dtype = torch.float16, columns: int = 64) -> int:
         launched.clear()
@@ -160,17 +143,6 @@ def test_tiles_by_descriptors(
         if tiles is not None:
             stage = (tiles.block_m + tiles.block_n + tiles.tail_n) * tiles.block_k * 2
             assert tiles.num_stages == 1 or tiles.num_stages * stage <= shared
-
-
-class Launches:
-    """A kernel that counts how often it is launched."""
-
-    def __init__(self, kernel: object, launched: list[object]) -> None:
-        self.kernel, self.launched = kernel, launched
-
-    def __getitem__(self, grid: object) -> object:
-        self.launched.append(grid)
-        return self.kernel[grid]
 
 
 def test_a_part_is_its_range_of_columns():
@@ -233,12 +205,6 @@ def test_two_tiles_of_rows_in_one_program(rows: int):
     gated = gated_linear(x, weight, "silu", tiles=two)
     same_bits(gated, gated_linear(x, weight, "silu", tiles=one))
     close(gated, reference_gated_linear(x, weight, "silu"))
-
-
-def test_two_tiles_hold_the_rows():
-    for rows in range(65, 193):
-        first, second = gemm_small.two_tiles(rows)
-        assert first in (64, 128) and second in (0, 16, 32, 64) and rows <= first + second < rows + 32
 
 
 @pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")

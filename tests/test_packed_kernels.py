@@ -33,11 +33,9 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised,
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Product, SplitK, Tiles, finish, reference_finish, split_k_of
 
+from devices import DEVICE, DTYPES, close
 from marks import is_deep, usual_cases
 from packed_times import GATED, TIMES
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
 
@@ -54,28 +52,6 @@ def empty_weight(form: str, n: int, k: int) -> PackedWeight:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are chosen for 132 multiprocessors with 227 KiB each."""
     monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """watched(module, name, what): what `what` says of the arguments of each call of this function from now on."""
-
-    def watch(module: Any, name: str, what: Callable[[tuple[Any, ...]], Any]) -> list[Any]:
-        own, seen = getattr(module, name), list[Any]()
-
-        def noting(*given: Any, **options: Any) -> Any:
-            seen.append(what(given))
-            return own(*given, **options)
-
-        monkeypatch.setattr(module, name, noting)
-        return seen
-
-    return watch
-
-
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[got.dtype]
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def test_words_by_eye():
