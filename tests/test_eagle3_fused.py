@@ -15,7 +15,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput,
 from specdec.draft_models.heads.fused_form import EchoContext, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
-from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
+from specdec.layers.embedding import embed_and_norm
 from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import Weights
 from specdec.layers.linear import gated_linear
@@ -23,7 +23,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.norm import Norm
 from specdec.layers.product import Product
 
-from marks import deep_cases, each_value, usual
+from marks import deep_cases, usual
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, H = 24, 32
@@ -146,27 +146,6 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation, *_: x[:, : len(weight) // 2] * 0})
     form, reason = proved_form("head", plain, lambda: fuse(plain, wrong))
     assert form is plain and reason == "its fused layers compute something else than its own"
-
-
-@pytest.mark.parametrize(
-    ("width", "parts", "dtype"),
-    each_value(itertools.product([1, 24, 130], ["whole", "bias", "split"], [torch.float32, torch.float16])),
-    ids=str,
-)
-def test_embed_and_norm_is_the_reference(width: int, parts: str, dtype: torch.dtype) -> None:
-    tokens, table = torch.tensor([3, 0, 3, 5], device=DEVICE), torch.randn(6, 2 * width, device=DEVICE).to(dtype)
-    one, two, bias = torch.randn(3, width, device=DEVICE).to(dtype)
-    gains = Norm(one, 1e-3, round_first=True), Norm(two, 1.0)
-    product = {
-        "whole": Product.from_value(torch.randn(4, width, device=DEVICE).to(dtype)),
-        "bias": Product(torch.randn(1, 4, width, device=DEVICE), bias, dtype),
-        "split": Product(torch.randn(3, 4, width, device=DEVICE), None, dtype),
-    }[parts]
-    table = table[:, :width]  # rows at a distance
-    got = embed_and_norm(tokens, table, product, *gains)
-    want = reference_embed_and_norm(tokens, table, product, *gains)
-    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 def test_embed_and_norm_by_eye() -> None:

@@ -15,6 +15,7 @@ from packed_weights import CODES, random_weight
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.index_spaces import PrimaryLoc
+from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm
 from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.linear import gated_linear, linear
@@ -83,6 +84,22 @@ def of_gated_linear(draw: Draw) -> Arguments:
     (x, weight, _), _ = of_linear(draw, (2, 64, 66, 130))
     limit = {"limit": 0.5} if draw.one([False, False, True]) else {}
     return (x, weight, draw.one(["silu", "gelu_tanh"])), limit
+
+
+def of_embed(draw: Draw) -> Arguments:
+    rows, width, dtype = draw.one([0, 1, 5, 4]), draw.one([3, 512, 700, 33]), draw.one(DTYPES)
+    scale, beside = draw.one([None, torch.tensor(50.5964, device=DEVICE)]), draw.one([None, 512, 5, 1030])
+    tokens = torch.randint(0, 11, (rows, 3), device=DEVICE)[:, 1]
+    right = None if beside is None else draw.strided(rows, beside, dtype=dtype)
+    return (tokens, draw.tensor(11, width, dtype=dtype), scale, right), {}
+
+
+def of_embed_and_norm(draw: Draw) -> Arguments:
+    width, dtype = draw.one([1, 24, 130]), draw.one(DTYPES)
+    one, two = draw.tensor(2, width, dtype=dtype)
+    tokens, product = torch.tensor([3, 0, 3, 5], device=DEVICE), draw.product(4, width, dtype)
+    table = draw.strided(6, width, dtype=dtype)
+    return (tokens, table, product, Norm(one, 1e-3, round_first=True), Norm(two, 1.0)), {}
 
 
 def of_norm(draw: Draw) -> Arguments:
@@ -227,6 +244,8 @@ def of_gate_norm(draw: Draw) -> Arguments:
 ARGUMENTS: dict[Callable[..., Any], Callable[[Draw], Arguments]] = {
     linear: of_linear,
     gated_linear: of_gated_linear,
+    embed: of_embed,
+    embed_and_norm: of_embed_and_norm,
     norm: of_norm,
     qk_norm: of_qk_norm,
     fork_norm: of_fork_norm,
@@ -242,6 +261,10 @@ ARGUMENTS: dict[Callable[..., Any], Callable[[Draw], Arguments]] = {
     delta_heads: of_delta_heads,
     gate_norm: of_gate_norm,
 }
+
+
+APART = {rotary: 1e-3, embed: 0.0}
+"""Operations with a tolerance of their own."""
 
 
 def values(found: Any, end: Callable[[Product], torch.Tensor]) -> list[torch.Tensor]:
@@ -281,7 +304,7 @@ def test_an_operation_is_its_reference(operation: Callable[..., Any], seed: int)
         found = values(kernel(*given, **options), finish)
         assert [x.dtype for x in found] == [x.dtype for x in want]
         for got, expected in zip([*found, *pools_of(given)], [*want, *kept], strict=True):
-            tolerance = 1e-3 if operation is rotary else TOLERANCES[got.dtype]
+            tolerance = APART.get(operation, TOLERANCES[got.dtype])
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     if operation is linear:
         product = linear(*given)

@@ -8,11 +8,10 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
 from specdec.gpu.operations import KERNELS, REFERENCE
-from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.fuse import FusedEmbedding, fuse_embedding
 from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 
-from marks import deep_cases, usual_cases
+from marks import deep_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter cuts off where a GPU rounds
@@ -73,29 +72,6 @@ def test_a_cheap_tangent_of_a_bfloat16_rounds_as_the_exact_one_does():
 
 
 # embeddings
-
-
-@usual_cases(
-    "0-3-None-plain-torch.float32",
-    *("1-3-None-plain-torch.float32", "1-3-None-scaled-torch.bfloat16", "5-512-512-scaled-torch.float16"),
-    *("4-700-5-plain-torch.bfloat16", "4-700-5-scaled-torch.float32", "2-33-1030-plain-torch.float16"),
-    "2-33-1030-scaled-torch.float32",
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, ON_GPU], ids=str)
-@pytest.mark.parametrize("scale", [None, 50.5964], ids=["plain", "scaled"])
-@pytest.mark.parametrize(
-    ("rows", "width", "beside"), [(0, 3, None), (1, 3, None), (5, 512, 512), (4, 700, 5), (2, 33, 1030)]
-)
-def test_embed_is_the_reference(rows: int, width: int, beside: int | None, scale: float | None, dtype: torch.dtype):
-    table = torch.randn(11, width, device=DEVICE).to(dtype)
-    tokens = torch.randint(0, 11, (rows, 3), device=DEVICE)[:, 1]
-    factor = None if scale is None else torch.tensor(scale, device=DEVICE)
-    right = None if beside is None else torch.randn(rows, 2, beside, device=DEVICE).to(dtype)[:, 1]
-    want = table[tokens] if factor is None else table[tokens] * factor.to(dtype)
-    want = want if right is None else torch.cat([want, right], dim=1)
-    for function in (embed, reference_embed):
-        got = function(tokens, table, factor, right)
-        assert got.dtype == dtype and got.equal(want), function.__name__
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])
