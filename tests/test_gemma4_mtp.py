@@ -131,24 +131,11 @@ def test_a_failing_step_thaws_the_cache(
     assert out.token_ids == greedy_oracle(target, prompt, 5)
 
 
-@pytest.mark.parametrize("operation", ["alloc", "commit", "write"])
-def test_a_step_cannot_change_the_cache(
-    operation, make_target, make_assistant, make_engine, random_prompt, monkeypatch
-):
+def test_a_step_cannot_change_the_cache(make_target, make_assistant, make_engine, random_prompt, monkeypatch):
+    """`test_frozen_kv.py` has all that a frozen cache refuses."""
     target = make_target("gemma4-e2b")
     engine = make_engine(target, make_assistant(target))
-    table, worker, step = engine.table, engine.state.worker, Gemma4MTPDrafter.step
-
-    def meddling(self, tokens, hidden, context):
-        if operation == "alloc":
-            table.allocator.alloc(1)
-        elif operation == "commit":
-            table.commit_chunk_on_host(table.active_rows, table.active_rows * 0 + 1)
-        else:
-            worker.view.writable_layer(0)
-        return step(self, tokens, hidden, context)
-
-    monkeypatch.setattr(Gemma4MTPDrafter, "step", meddling)
+    monkeypatch.setattr(Gemma4MTPDrafter, "step", lambda *_: engine.table.allocator.alloc(1))
     with pytest.raises(FrozenKVError, match=r"frozen"):
         engine.generate(random_prompt(9), SamplingParams(max_new_tokens=5))
 

@@ -15,11 +15,10 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing, startup_timing
 
-from marks import deep, deep_cases, examples, is_deep, slow
+from marks import deep, examples, is_deep
 
 NEW = examples(14, 24)  # answers cross a fold, at 16, 32 or 48 tokens
 NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
-FAMILIES = [slow(name) if name in ("qwen3_5", "lfm2") else deep(name) for name in NAMES]
 SPECS = {
     "chain": SpecConfig(3, adaptive=False),
     "tree": SpecConfig(3, 2, 6, adaptive=False),
@@ -121,36 +120,6 @@ def test_fused_layers_give_the_tokens_of_full_forwards(
         for _ in range(2):
             assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
         require_empty(engine)
-
-
-def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[tuple[list[int], Any]]:
-    asked = SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=2, **params)
-    return [(out.token_ids, out.logprobs) for out in engine.generate(prompts, asked)]
-
-
-@deep_cases("lfm2")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bits_do_not_depend_on_company_chunks_or_drafts(family, make_target, make_engine, prompts, drafter_of) -> None:
-    model, options = make_target(family), {"deterministic": True, "max_model_len": 128}
-    prompts = prompts[: examples(2, 4)]
-    lone = make_engine(model, max_batch_size=1, prefill_chunk=64, **options)
-    alone = [scored(lone, prompt)[0] for prompt in prompts]
-    for spec, page_size, chunk in (("deep tree", 4, 5), ("tree", 1, 16), ("chain", 1, 33))[: examples(1, 3)]:
-        trees = drafter_of("trees", model, prompts, [tokens for tokens, _ in alone])
-        crowd = make_engine(
-            model, trees, spec=SPECS[spec], max_batch_size=3, page_size=page_size, prefill_chunk=chunk, **options
-        )
-        assert scored(crowd, prompts) == alone, spec
-
-
-def test_an_answer_has_its_bits_when_it_is_read_as_a_prompt(make_target, make_engine, random_prompt) -> None:
-    """A preempted request reads its own answer again: the same text is cut everywhere between prompt and answer."""
-    engine = make_engine(make_target("qwen3_5"), deterministic=True, prefill_chunk=64, max_batch_size=1)
-    prompt = random_prompt(3)
-    count = examples(18, 36)
-    [(tokens, scores)] = scored(engine, prompt, count)
-    for cut in (1, 12, 13, 14, 28, 29, 30, 35) if is_deep() else (13, 14):
-        assert scored(engine, prompt + tokens[:cut], count - cut) == [(tokens[cut:], scores[cut:])], cut
 
 
 # what other engines do wrong

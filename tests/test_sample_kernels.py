@@ -17,7 +17,6 @@ from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tok
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import SeenTokens
-from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -245,21 +244,6 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     expected = slow.sample(penalised, positions)
     assert sample(logits, positions, fast, None, seen, vocab_split=CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
-
-
-@pytest.mark.slow
-def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
-    torch.manual_seed(2)
-    params = [SamplingParams(**settings) for settings in SETTINGS[1 :: examples(8, 4)]]
-    logits = logits_of("ties", len(params), 1, 200)
-    positions = torch.arange(len(params), device=DEVICE)[:, None]
-    fast, _ = batch_of(params)
-    together = best_tokens(logits, positions, fast, 3, vocab_split=CUTS["many tiles"])
-    for i in range(len(params)):
-        one = ParamVectors(*(p[:, i : i + 1].contiguous() for p in fast))
-        alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, vocab_split=CUTS["many tiles"])
-        assert torch.equal(alone.tokens[0], together.tokens[i])
-        assert torch.equal(alone.scores[0], together.scores[i])
 
 
 @triton.jit

@@ -226,22 +226,6 @@ def test_noise_does_not_depend_on_the_batch():
     assert torch.equal(gumbel_noise(seeds, positions, 20)[:, :, :11], whole)  # nor on the size of the vocabulary
 
 
-def test_noise_is_uniform_and_uncorrelated():
-    """Moments of u = exp(-exp(-g)) over consecutive seeds, positions and tokens, within 4 standard errors."""
-    noise = gumbel_noise(torch.arange(64), torch.arange(64).expand(64, 64), 64).double()
-    u = torch.exp(-torch.exp(-noise))
-    count = u.numel()
-    assert abs(u.mean() - 1 / 2) < 4 * math.sqrt(1 / 12 / count)
-    assert abs((u**2).mean() - 1 / 3) < 4 * math.sqrt(4 / 45 / count)
-    assert abs((u**3).mean() - 1 / 4) < 4 * math.sqrt(9 / 112 / count)
-    centred = (u - 1 / 2) * math.sqrt(12)
-    for axis in range(3):
-        for lag in (1, 2, 7):
-            length = 64 - lag
-            pairs = centred.narrow(axis, 0, length) * centred.narrow(axis, lag, length)
-            assert abs(pairs.mean()) < 4 / math.sqrt(pairs.numel()), f"{axis=} {lag=}"
-
-
 # the output is a function of model, prompt, parameters and seed
 
 SETTINGS = {

@@ -10,7 +10,7 @@ from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig, Qwen3_5Tex
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
 from specdec.evaluation.phases import random_weights as weights
-from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, read_bandwidth, step_bytes
+from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, step_bytes
 from specdec.evaluation.phases.random_weights import (
     COLUMN_MULTIPLE,
     FORMS,
@@ -21,7 +21,6 @@ from specdec.evaluation.phases.random_weights import (
     make_target,
     pack_layers,
     random_packed,
-    randomise,
     require_room,
 )
 from specdec.layers.moe.moe_families import router_of
@@ -48,58 +47,49 @@ ROUTERS = {
 """Numbers of routers that stay in float32: ERNIE's, and the others' from transformers 5.24 on."""
 
 
-@usual_cases(
-    *("gemma4-e2b-4628569344-77731328", "gpt-oss-20b-20914757184-307641600", "llama-8b-8030261248-424689664"),
-    *("qwen3-8b-dspark-8190735360-2371077376", "ernie-21b-a3b-21825437888-807577664"),
-    "qwen3.5-4b-4205751296-120599552",
-)
-@pytest.mark.parametrize(
-    ("name", "target", "drafter"),
-    [
-        ("gemma4-e2b", 4_628_569_344, 77_731_328),  # 2.28e9 and its table: "2.3B effective", "5.1B" with its encoders
-        # E4B: 4.64e9 beside its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
-        ("gemma4-e4b", 7_463_013_376, 78_517_760),
-        ("gemma4-12b", 11_923_078_912, 422_856_960),
-        ("gemma4-26b-a4b", 25_233_141_760, 419_711_232),  # "25.2B"
-        ("gemma4-31b", 30_697_345_280, 469_518_592),  # "30.7B"
-        ("gpt-oss-20b", 20_914_757_184, 307_641_600),  # "20.91B"
-        ("gpt-oss-120b", 116_829_156_672, 307_641_600),  # "116.83B"
-        ("llama-8b", 8_030_261_248, 424_689_664),
-        ("llama-70b", 70_553_706_496, 1_576_034_304),  # "70.6B"
-        ("qwen3-8b", 8_190_735_360, 399_523_840),  # "8.2B"
-        ("qwen3-8b-dflash", 8_190_735_360, 1_048_626_432),  # "1B"
-        ("qwen3-8b-dspark", 8_190_735_360, 2_371_077_376),  # with its own copies of the table and the head
-        ("qwen3-30b-a3b", 30_532_122_624, 145_235_968),  # "30.5B"
-        ("mistral-small-24b", 23_572_403_200, 829_706_240),  # "23.6B"
-        ("glm-4.7-flash", 29_943_390_976, 643_706_112),  # "30B"
-        ("exaone-4.0-32b", 32_003_216_384, 1_279_391_488),  # "32.0B", "1.28B"
-        ("mellum2-12b-a2.5b", 12_149_923_072, 428_371_456),  # "12.15B"
-        ("step-3.7-flash", 198_936_477_696, 2_427_187_968),  # "198B" with its encoder
-        ("mimo-7b", 7_622_619_136, 210_790_400),  # "7.83B" with its module
-        ("exaone-4.5-33b", 32_527_504_384, 536_110_336),  # "33B", with its module and without its vision tower
-        ("glm-4.5-air", 106_852_245_504, 2_375_059_456),  # "106B"
-        ("ernie-21b-a3b", 21_825_437_888, 807_577_664),  # "21B"
-        ("mimo-v2-flash", 308_778_768_832, 987_820_224),  # "309B"
-        ("k-exaone", 236_571_150_336, 528_513_280),  # "236B"
-        ("qwen3.5-4b", 4_205_751_296, 120_599_552),  # "4B"
-        ("qwen3.5-9b", 8_953_803_264, 243_290_624),  # "9B"
-        ("qwen3.5-27b", 26_895_998_464, 424_699_392),  # "27B"
-        ("qwen3.5-35b-a3b", 34_660_610_688, 844_640_768),  # "35B"
-        ("qwen3-next-80b-a3b", 79_674_391_296, 1_650_471_424),  # "80B"
-    ],
-)
-def test_shapes_have_the_published_number_of_parameters(name, target, drafter):
-    found = count_weights(find_shape(name), Shrink())
+PUBLISHED = {  # numbers of a target and of its drafter
+    "gemma4-e2b": (4_628_569_344, 77_731_328),  # 2.28e9 and its table: "2.3B effective", "5.1B" with its encoders
+    # E4B: 4.64e9 beside its table of 2.82e9 per-layer embeddings; the assistants' own tables are counted
+    "gemma4-e4b": (7_463_013_376, 78_517_760),
+    "gemma4-12b": (11_923_078_912, 422_856_960),
+    "gemma4-26b-a4b": (25_233_141_760, 419_711_232),  # "25.2B"
+    "gemma4-31b": (30_697_345_280, 469_518_592),  # "30.7B"
+    "gpt-oss-20b": (20_914_757_184, 307_641_600),  # "20.91B"
+    "gpt-oss-120b": (116_829_156_672, 307_641_600),  # "116.83B"
+    "llama-8b": (8_030_261_248, 424_689_664),
+    "llama-70b": (70_553_706_496, 1_576_034_304),  # "70.6B"
+    "qwen3-8b": (8_190_735_360, 399_523_840),  # "8.2B"
+    "qwen3-8b-dflash": (8_190_735_360, 1_048_626_432),  # "1B"
+    "qwen3-8b-dspark": (8_190_735_360, 2_371_077_376),  # with its own copies of the table and the head
+    "qwen3-30b-a3b": (30_532_122_624, 145_235_968),  # "30.5B"
+    "mistral-small-24b": (23_572_403_200, 829_706_240),  # "23.6B"
+    "glm-4.7-flash": (29_943_390_976, 643_706_112),  # "30B"
+    "exaone-4.0-32b": (32_003_216_384, 1_279_391_488),  # "32.0B", "1.28B"
+    "mellum2-12b-a2.5b": (12_149_923_072, 428_371_456),  # "12.15B"
+    "step-3.7-flash": (198_936_477_696, 2_427_187_968),  # "198B" with its encoder
+    "mimo-7b": (7_622_619_136, 210_790_400),  # "7.83B" with its module
+    "exaone-4.5-33b": (32_527_504_384, 536_110_336),  # "33B", with its module and without its vision tower
+    "glm-4.5-air": (106_852_245_504, 2_375_059_456),  # "106B"
+    "ernie-21b-a3b": (21_825_437_888, 807_577_664),  # "21B"
+    "mimo-v2-flash": (308_778_768_832, 987_820_224),  # "309B"
+    "k-exaone": (236_571_150_336, 528_513_280),  # "236B"
+    "qwen3.5-4b": (4_205_751_296, 120_599_552),  # "4B"
+    "qwen3.5-9b": (8_953_803_264, 243_290_624),  # "9B"
+    "qwen3.5-27b": (26_895_998_464, 424_699_392),  # "27B"
+    "qwen3.5-35b-a3b": (34_660_610_688, 844_640_768),  # "35B"
+    "qwen3-next-80b-a3b": (79_674_391_296, 1_650_471_424),  # "80B"
+}
+
+
+@usual_cases("gemma4-e2b", "gpt-oss-20b", "llama-8b", "qwen3-8b-dspark", "ernie-21b-a3b", "qwen3.5-4b")
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_published_number_of_parameters(name):
+    (target, drafter), found = PUBLISHED[name], count_weights(find_shape(name), Shrink())
     assert (found.target.numbers, found.drafter.numbers) == (target, drafter)
     config = find_shape(name).target(Shrink())
     kept = auto_class(config)._model_mapping[type(config)]._keep_in_fp32_modules_strict or ()
     float32 = ROUTERS[name] if any("gate.weight" in part for part in kept) else 0
     assert (found.target.bytes, found.drafter.bytes) == (2 * (target + float32), 2 * drafter)
-
-
-def test_shapes_that_are_counted_are_all():
-    [mark] = [m for m in test_shapes_have_the_published_number_of_parameters.pytestmark if m.name == "parametrize"]
-    assert [name for name, *_ in mark.args[1]] == list(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +133,6 @@ def test_weights_are_seeded_and_keep_activations_near_one():
         logits = made[0](torch.arange(40)[None]).logits
     assert logits.isfinite().all()
     assert 0.5 < float(logits.std()) < 2.0
-
-
-def test_bfloat16_activations_stay_finite_through_all_layers():
-    model = make_target(SHAPES["llama-8b"], Shrink(divisor=16), CPU, torch.bfloat16, 0)
-    with torch.no_grad():
-        logits = model(torch.arange(20)[None]).logits
-    assert logits.isfinite().all()
-
-
-def test_tied_weights_are_filled_once():
-    table, head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
-    head.weight = table.weight
-    randomise(torch.nn.ModuleList([table, head]), 0)
-    alone = torch.nn.Embedding(5, 4)
-    randomise(alone, 0)
-    assert torch.equal(table.weight, alone.weight)
 
 
 @pytest.mark.parametrize("columns", [64, 96, 2880])
@@ -348,10 +322,6 @@ def test_packed_weights_are_read_as_words_and_scales():
     assert saved == linears * 4 - linears // 2 - linears // 32 * 2
     rows = 32 + 16 + 16 + 32
     assert counted("mxfp4", 1).weights - counted("fp8", 1).weights == linears * 3 - rows * 2
-
-
-def test_read_bandwidth_is_that_of_some_machine():
-    assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
 @usual_cases("gemma4-e2b", "llama-8b", "qwen3-8b-dspark", "mimo-7b")
