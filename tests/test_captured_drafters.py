@@ -8,19 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from block_heads import random_block
 from capturable import capture
 from mtp_checkpoints import publish
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.gpu.triton_shim import INTERPRETED
-from specdec.models.target import TargetModel
 
 from inside import captured_rounds
 from marks import examples, usual_cases
-from tiny_models import random_eagle3
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -34,7 +30,7 @@ PARAMS = SamplingParams(max_new_tokens=examples(6, 9), ignore_eos=True)
 
 
 @pytest.fixture
-def made(make_target, make_assistant, tmp_path) -> Callable[[str, str], tuple[Any, Any]]:
+def made(make_target, make_drafter, tmp_path) -> Callable[[str, str], tuple[Any, Any]]:
     """made(family, kind): a model, or the folder of one with MTP modules, and a drafter for it."""
 
     def make(family: str, kind: str) -> tuple[Any, Any]:
@@ -42,15 +38,7 @@ def made(make_target, make_assistant, tmp_path) -> Callable[[str, str], tuple[An
         if kind == "mtp" and not family.startswith("gemma4"):
             return publish(family, tmp_path, **fields).folder, kind
         model = make_target(family, **fields)
-        drafters: dict[str, Callable[[], Any]] = {
-            "mtp": lambda: make_assistant(model),
-            "ordered": lambda: make_assistant(model, ordered=True),
-            "eagle3": lambda: random_eagle3(model),
-            "block": lambda: random_block(model),
-            "lm": lambda: LanguageModelDrafter(TargetModel(make_target("llama")), TargetModel(model)),
-            "none": lambda: None,
-        }
-        return model, drafters[kind]() if kind in drafters else kind
+        return model, make_drafter(kind, model)
 
     return make
 

@@ -16,7 +16,7 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
 from marks import deep, examples, usual_cases
-from tiny_models import few_layers, random_eagle3
+from tiny_models import few_layers
 
 NEW = examples(8, 12)
 CPU = torch.device("cpu")
@@ -88,22 +88,15 @@ assert len(CASES) >= 100
 @usual_cases("gemma4-moe-mtp-tree-4-False", "gpt_oss-eagle3-tree-4-False", "mimo_v2_flash-lm-chain-1-False")
 @pytest.mark.parametrize(("family", "drafter", "spec", "page_size", "deterministic"), CASES)
 def test_drafts_change_no_token(
-    family, drafter, spec, page_size, deterministic, make_target, make_engine, make_assistant, random_prompt, scripted,
-    tree_script,
-) -> None:  # fmt: skip
+    family, drafter, spec, page_size, deterministic, make_target, make_engine, make_drafter, random_prompt
+) -> None:
     """Next to plain decoding with K/V of 8 bits: chunks, cached prefixes, and preemption in tight pools."""
     model, base = make_target(family), random_prompt(30)
     prompts = [base, [*base[:20], 7, 9], random_prompt(41, seed=1), base[:3], [*base, 5]]
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     options: dict[str, Any] = {"kv_dtype": "fp8", "deterministic": deterministic, "page_size": page_size}
     plain = [out.token_ids for out in make_engine(model, max_batch_size=1, **options).generate(prompts, params)]
-    made = {
-        "trees": lambda: scripted(tree_script([p + t for p, t in zip(prompts, plain, strict=True)])),
-        "ngram": lambda: "ngram",
-        "mtp": lambda: make_assistant(model),
-        "eagle3": lambda: random_eagle3(model),
-        "lm": lambda: model,
-    }[drafter]()
+    made = make_drafter(drafter, model, prompts, plain)
     tight = make_engine(model, made, spec=SPECS[spec], max_batch_size=4, full_slots=120, **options)
     assert [out.token_ids for out in tight.generate(prompts, params)] == plain
     again = tight.generate(prompts[-1], params)[0]
@@ -142,7 +135,7 @@ def test_a_kernel_stores_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     ],
 )
 def test_kernels_give_the_tokens_of_plain_torch(
-    family, drafter, fused, make_target, make_engine, make_assistant, random_prompt, scripted, tree_script, monkeypatch
+    family, drafter, fused, make_target, make_engine, make_drafter, random_prompt, monkeypatch
 ) -> None:
     """Interpreted, fused and not, under the sanitizer: prompts in chunks, trees, a draft's own keys, moves."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -152,24 +145,19 @@ def test_kernels_give_the_tokens_of_plain_torch(
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     options: dict[str, Any] = {"kv_dtype": "fp8", "page_size": 4, "max_batch_size": 2, "max_model_len": 64}
     plain = [out.token_ids for out in make_engine(model, **options).generate(prompts, params)]
-    made = {
-        "trees": lambda: scripted(tree_script([p + t for p, t in zip(prompts, plain, strict=True)])),
-        "mtp": lambda: make_assistant(model),
-        "eagle3": lambda: random_eagle3(model),
-        "lm": lambda: model,
-    }[drafter]()
+    made = model if drafter == "lm" else make_drafter(drafter, model, prompts, plain)
     engine = make_engine(model, made, spec=SPECS["tree"], attention="triton", fused=fused, prefill_chunk=8, **options)
     assert [out.token_ids for out in engine.generate(prompts, params)] == plain
 
 
 @pytest.mark.parametrize("family", ["gemma4-e2b", deep("two_windows")])
-def test_bits_do_not_depend_on_company(family, make_target, make_engine, random_prompt, scripted, tree_script) -> None:
+def test_bits_do_not_depend_on_company(family, make_target, make_engine, make_drafter, random_prompt) -> None:
     model, prompts = make_target(family), [random_prompt(n, seed=n) for n in (30, 7, 18)]
     params = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=2)
     options = {"deterministic": True, "kv_dtype": "fp8"}
     lone = make_engine(model, max_batch_size=1, prefill_chunk=5, **options)
     alone = [lone.generate(prompt, params)[0] for prompt in prompts]
-    trees = scripted(tree_script([p + out.token_ids for p, out in zip(prompts, alone, strict=True)]))
+    trees = make_drafter("trees", model, prompts, [out.token_ids for out in alone])
     crowd = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, **options)
     expected = [(out.token_ids, out.logprobs) for out in alone]
     assert [(out.token_ids, out.logprobs) for out in crowd.generate(prompts, params)] == expected

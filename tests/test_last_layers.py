@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, SamplingParams, SpecConfig
 from specdec.attention.pack import locate_pack
-from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import SpecDecError
-from specdec.gpu.operations import FAST, REFERENCE, Operations
+from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layer_context import EarlyExit
 from specdec.models.target import StatesNeeded, TargetModel
 from specdec.runtime.rounds.device_state import DeviceState
@@ -47,23 +46,17 @@ def make_target(make_target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def engine(make_assistant: Callable[..., Any]) -> Callable[..., Engine]:
-    """engine(model, drafter=None, ops=REFERENCE, **config): on fused layers."""
+def engine(make_engine: Callable[..., Engine], make_drafter: Callable[..., Any]) -> Callable[..., Engine]:
+    """engine(model, drafter=None, **config): on fused layers."""
 
-    def make(model: Any, kind: str | None = None, ops: Operations = REFERENCE, **config: Any) -> Engine:
-        drafter: Any = kind
-        target = TargetModel(model, ops, deterministic=bool(config.get("deterministic")))
-        if kind is not None and kind.startswith("eagle3-"):
-            drafter = random_eagle3(model, aux_layers=EAGLE3_LAYERS[kind.removeprefix("eagle3-")])
-        elif kind is not None and kind.startswith("mtp"):
-            drafter = make_assistant(model)
-        elif kind == "suffix":
-            drafter = SuffixDrafter()
-        spec = SpecConfig(3, 2, 6) if kind == "mtp-tree" else SpecConfig(3)
-        settings = {"max_model_len": 256, "prefill_chunk": 16, "fused": True, **config}
-        if kind is None or hasattr(drafter, "propose"):
-            return Engine(target, drafter, spec=spec, config=EngineConfig(**settings))
-        return Engine.from_pretrained(target.model, drafter, spec=spec, config=EngineConfig(**settings))
+    def make(model: Any, kind: str | None = None, **config: Any) -> Engine:
+        name, _, which = (kind or "").partition("-")
+        if name == "eagle3":
+            drafter = random_eagle3(model, aux_layers=EAGLE3_LAYERS[which])
+        else:
+            drafter = make_drafter(name or None, model)
+        spec = SpecConfig(3, 2, 6) if which == "tree" else SpecConfig(3)
+        return make_engine(model, drafter, spec=spec, fused=True, **config)
 
     return make
 
@@ -258,7 +251,7 @@ def test_under_the_sanitizer(backend, make_target, engine, random_prompt, monkey
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     config = {"attention": backend, "prefill_chunk": 8, "max_batch_size": 2}
     prompts = [random_prompt(20), random_prompt(3)]
-    made = engine(make_target("gemma4-e2b"), "ngram", FAST if backend == "triton" else REFERENCE, **config)
+    made = engine(make_target("gemma4-e2b"), "ngram", **config)
     outs = made.generate(prompts, SamplingParams(max_new_tokens=3))
     assert all(len(out.token_ids) == 3 for out in outs)
 
@@ -289,7 +282,7 @@ def test_bits_are_those_of_every_layer_on_the_kernels(drafter, chunk, make_targe
     for whole in (False, True):
         if whole:
             run_whole(monkeypatch)
-        made = engine(model, drafter, FAST, max_model_len=64, **config)
+        made = engine(model, drafter, max_model_len=64, **config)
         rows = rows_of_layers(made.target)
         assert made.target.narrows_at() == 1
         got.append(outputs(made, prompts, params))

@@ -55,24 +55,10 @@ def truths(make_engine, greedy_oracle) -> Callable[..., list[list[int]]]:
     return found
 
 
-@pytest.fixture
-def drafter_of(make_target, scripted, tree_script) -> Callable[..., Any]:
-    from tiny_models import random_eagle3
-
-    def make(name: str | None, model: Any, prompts: Sequence[list[int]], answers: Sequence[Sequence[int]]) -> Any:
-        if name == "trees":
-            return scripted(
-                tree_script([prompt + list(answer) for prompt, answer in zip(prompts, answers, strict=True)])
-            )
-        return random_eagle3(model) if name == "eagle3" else make_target("llama") if name == "lm" else name
-
-    return make
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *map(deep, range(1, 10))])
 def test_tokens_are_those_of_full_forwards(
-    part, make_target, make_engine, random_prompt, truths, greedy_oracle, drafter_of
+    part, make_target, make_engine, random_prompt, truths, greedy_oracle, make_drafter
 ) -> None:
     """300 of families x drafters x chains and trees x pages x chunks x hits x preemption; `make test` has each family
     once, with one prompt and a part of it."""
@@ -96,7 +82,7 @@ def test_tokens_are_those_of_full_forwards(
             "prefix_cache": draw.random() < 0.8,
             "deterministic": seed % 2 == 1,
         }
-        engine = make_engine(model, drafter_of(drafter, model, prompts, answers), spec=spec, **sizes)
+        engine = make_engine(model, make_drafter(drafter, model, prompts, answers), spec=spec, **sizes)
         for prompt, out in zip(prompts, engine.generate(prompts, replace(PLAIN, max_new_tokens=count)), strict=True):
             truth = list(greedy_oracle(model, prompt, count, out.token_ids))
             assert out.token_ids == truth, (seed, drafter, spec, sizes)
@@ -106,7 +92,7 @@ def test_tokens_are_those_of_full_forwards(
 @pytest.mark.parametrize("deterministic", [False, deep(True)])
 @pytest.mark.parametrize("family", ["qwen3_5", deep("qwen3_next"), deep("qwen3_5_moe")])
 def test_fused_layers_give_the_tokens_of_full_forwards(
-    family, deterministic, make_target, prompts, truths, drafter_of
+    family, deterministic, make_target, prompts, truths, make_drafter
 ) -> None:
     """Trees, chunks, hits, a last layer that is recurrent and runs for the last token of a prompt alone."""
     model = make_target(family)
@@ -114,7 +100,7 @@ def test_fused_layers_give_the_tokens_of_full_forwards(
     config = EngineConfig(deterministic=deterministic, max_batch_size=3, prefill_chunk=16, page_size=4)
     target = TargetModel(model, REFERENCE)
     for drafter in ("trees", None):  # which reads all states of a prompt, and none
-        trees = drafter and drafter_of(drafter, model, prompts, expected)
+        trees = drafter and make_drafter(drafter, model, prompts, expected)
         engine = Engine(target, trees, spec=SPECS["deep tree"], config=config)
         assert engine.target.unfused is None and engine.target.narrows_at() == (None if deterministic else 3)
         for _ in range(2):
@@ -126,12 +112,12 @@ def test_fused_layers_give_the_tokens_of_full_forwards(
 
 
 def test_a_round_without_drafts_between_rounds_with_drafts(
-    make_target, make_engine, prompts, truths, drafter_of
+    make_target, make_engine, prompts, truths, make_drafter
 ) -> None:
     model = make_target("qwen3_5")
     count = examples(24, 40)
     expected = truths(model, prompts, count)
-    engine = make_engine(model, drafter_of("trees", model, prompts, expected), spec=SPECS["tree"], max_batch_size=4)
+    engine = make_engine(model, make_drafter("trees", model, prompts, expected), spec=SPECS["tree"], max_batch_size=4)
     handles = engine.submit_many(prompts, replace(PLAIN, max_new_tokens=count))
     widths = set()
     for step in itertools.count():
@@ -154,23 +140,23 @@ def test_an_aborted_request_leaves_no_state(make_target, make_engine, prompts, t
 
 
 def test_a_request_ends_at_the_maximum_length(
-    make_target, make_engine, random_prompt, greedy_oracle, drafter_of
+    make_target, make_engine, random_prompt, greedy_oracle, make_drafter
 ) -> None:
     """Drafts reach beyond the last position; the tokens before it are right."""
     model, prompt = make_target("qwen3_5"), random_prompt(44)
     truth = list(greedy_oracle(model, prompt, 20))
-    trees = drafter_of("trees", model, [prompt], [truth])
+    trees = make_drafter("trees", model, [prompt], [truth])
     engine = make_engine(model, trees, spec=SPECS["deep tree"], max_model_len=64, max_batch_size=2)
     [out] = engine.generate(prompt, replace(PLAIN, max_new_tokens=20))
     assert out.token_ids == truth
 
 
-def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, truths, drafter_of) -> None:
+def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, truths, make_drafter) -> None:
     """One request in a batch of four seats; the padding row has a state of its own, which stays empty."""
     model = make_target("qwen3_5")
     [prompt] = prompts[-1:]
     [truth] = truths(model, [prompt])
-    trees = drafter_of("trees", model, [prompt], [truth])
+    trees = make_drafter("trees", model, [prompt], [truth])
     engine = make_engine(model, trees, spec=SPECS["deep tree"], max_batch_size=4)
     assert engine.generate(prompt, PLAIN)[0].token_ids == truth
     states = [layer.state for layer in engine.cache.stores[0].layers.values() if layer.state is not None]
@@ -194,12 +180,12 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
     assert max(seen) > (100, 100) and all(0 <= prefix - folded < 16 for prefix, folded in seen)
 
 
-def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of, monkeypatch) -> None:
+def test_slots_are_checked(make_target, make_engine, prompts, truths, make_drafter, monkeypatch) -> None:
     """SPECDEC_SANITIZE=1: freed records are NaN, and no answer is."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     model = make_target("qwen3_5")
     expected = truths(model, prompts)
-    trees = drafter_of("trees", model, prompts, expected)
+    trees = make_drafter("trees", model, prompts, expected)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
 

@@ -9,15 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from block_heads import random_block
 from crowd import require_empty
 from mtp_checkpoints import publish
 
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
-from specdec.models.target import TargetModel
 
 from marks import deep, is_deep, slow, usual
-from tiny_models import random_eagle3
 
 VOCAB = 300  # more than byte_tokenizer has
 TREE = SpecConfig(3, 2, 6, adaptive=False)
@@ -74,20 +71,14 @@ def source(make_target, tmp_path_factory) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def engine_for(source, scripted, tree_script, byte_tokenizer) -> Callable[..., Engine]:
+def engine_for(source, make_drafter, byte_tokenizer) -> Callable[..., Engine]:
     """engine_for(family, kind, texts=(), mtp=False, **config): mtp: over the model that has MTP modules."""
 
     def make(family: str, kind: str | None, texts: Any = (), mtp: bool = False, **config: Any) -> Engine:
         model = source(family, mtp or kind == "mtp")
-        drafter: Any = kind
-        if kind == "trees":
-            drafter = scripted(tree_script([list(text) for text in texts], VOCAB))
-        elif kind in ("eagle3", "block"):
-            drafter = random_eagle3(model) if kind == "eagle3" else random_block(model)
         spec = SpecConfig(3, adaptive=False) if kind in ("ngram", "suffix", "block") else TREE
         options = EngineConfig(**{"max_model_len": 160, "prefill_chunk": 16, **config})
-        if hasattr(drafter, "bind"):
-            return Engine(TargetModel(model), drafter, tokenizer=byte_tokenizer, spec=spec, config=options)
+        drafter = make_drafter(kind, model, texts)
         return Engine.from_pretrained(model, drafter, tokenizer=byte_tokenizer, spec=spec, config=options)
 
     return make

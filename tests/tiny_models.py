@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from block_heads import random_block
 from transformers import (
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
@@ -471,7 +472,7 @@ def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., Sequence[int]
 def make_engine() -> Callable[..., Engine]:
     """make_engine(model, drafter=None, *, num_steps=3, spec=None, tokenizer=None, **engine_config).
 
-    `drafter`: a module or a name, or any drafter.
+    `drafter`: a module, a name, or any drafter.
     """
 
     def make(
@@ -485,8 +486,6 @@ def make_engine() -> Callable[..., Engine]:
     ) -> Engine:
         spec = spec or SpecConfig(num_steps=num_steps)
         settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, **config})
-        if hasattr(drafter, "bind"):
-            return Engine(TargetModel(model), drafter, tokenizer=tokenizer, spec=spec, config=settings)
         return Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=settings)
 
     return make
@@ -517,26 +516,52 @@ def random_eagle3(
 
 
 @pytest.fixture
+def make_drafter(
+    make_target: Callable[..., PreTrainedModel],
+    make_assistant: Callable[..., Gemma4AssistantForCausalLM],
+    scripted: Any,
+    tree_script: Callable[..., Any],
+) -> Callable[..., Any]:
+    """make_drafter(kind, model, prompts=(), answers=()): a drafter for the model. Other words are returned as they are.
+
+    "trees": random trees, of which many paths follow the answers to the prompts, or whole texts in their place. "mtp"
+    and "ordered": an assistant of Gemma 4. "eagle3" and "block": a head of random weights. "lm": a tiny Llama.
+    """
+
+    def make(kind: str | None, model: Any, prompts: Sequence[Any] = (), answers: Sequence[Any] = ()) -> Any:
+        match kind:
+            case "trees":
+                if answers:
+                    prompts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+                return scripted(tree_script(prompts, model.get_input_embeddings().num_embeddings))
+            case "mtp" if type(model).__name__.startswith("Gemma4"):
+                return make_assistant(model)
+            case "ordered":
+                return make_assistant(model, ordered=True)
+            case "eagle3":
+                return random_eagle3(model)
+            case "block":
+                return random_block(model)
+            case "lm":
+                return make_target("llama")
+        return kind
+
+    return make
+
+
+@pytest.fixture
 def engine_of(
     model: PreTrainedModel,
     make_engine: Callable[..., Engine],
-    make_assistant: Callable[..., Gemma4AssistantForCausalLM],
+    make_drafter: Callable[..., Any],
     byte_tokenizer: Any,
-    scripted: Any,
-    tree_script: Callable[..., Any],
 ) -> Callable[..., Engine]:
     """engine_of(kind, truths, **config): an engine over the `model` of a test's file, whatever drafts for it."""
+    specs = {"tree": SpecConfig(3, 3, 12), "eagle3": SpecConfig(3, 2, 6), "scripted": SpecConfig(5)}
+    kinds = {"tree": "mtp", "scripted": "trees"}
 
     def make(kind: str | None = None, truths: Sequence[Sequence[int]] = (), **config: Any) -> Engine:
-        drafter: Any = kind
-        spec = SpecConfig(3)
-        if kind in ("mtp", "tree"):
-            drafter, spec = make_assistant(model), SpecConfig(3) if kind == "mtp" else SpecConfig(3, 3, 12)
-        elif kind == "eagle3":
-            drafter, spec = random_eagle3(model), SpecConfig(3, 2, 6)
-        elif kind == "scripted":
-            vocab_size = model.get_input_embeddings().num_embeddings
-            drafter, spec = scripted(tree_script(truths, vocab_size)), SpecConfig(5)
+        drafter, spec = make_drafter(kinds.get(kind, kind), model, truths), specs.get(kind)
         return make_engine(model, drafter, spec=spec, tokenizer=byte_tokenizer, **{"max_model_len": 320, **config})
 
     return make
