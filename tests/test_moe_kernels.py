@@ -26,14 +26,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
 FAMILIES = ["gemma4-moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw", "glm4_moe", "step3p7"]
-CORRECTED = [
-    "glm4_moe",
-    "glm4_moe-raw",
-    "hy_v3",
-    "ernie4_5_moe",
-    "step3p7",
-]  # by a bias that weighs nothing
-NAMES = {  # of a config's numbers of experts, of those that a token chooses, and of channels, where others have others
+CORRECTED = ["glm4_moe", "glm4_moe-raw", "hy_v3", "ernie4_5_moe", "step3p7"]
+"""Families that choose experts by a bias that weighs nothing."""
+NAMES = {  # a config's numbers of experts, of those that a token chooses, and of channels, where they have other names
     "gemma4-moe": ("num_experts", "top_k_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),

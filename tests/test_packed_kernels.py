@@ -113,7 +113,7 @@ def test_many_rows_over_packed_weights(form: str):
 
 @pytest.mark.parametrize(
     ("form", "num_rows", "n", "k", "want"),
-    [  # rows of the weight, of x and their tail, ranges of K, of 132 multiprocessors
+    [  # rows of the weight, of x and their tail, ranges of K, of 132 multiprocessors; `TIMES` has other weights
         ("int4", 64, 20480, 2560, (64, 64, 0, 1)),  # Gemma 4 E4B, gate and up
         ("int4", 128, 20480, 2560, (128, 64, 0, 1)),
         ("int4", 512, 20480, 2560, (64, 128, 0, 1)),
@@ -121,14 +121,7 @@ def test_many_rows_over_packed_weights(form: str):
         ("int4", 2048, 20480, 2560, None),
         ("int4", 160, 28672, 4096, (128, 128, 32, 1)),  # Llama 8B
         ("int4-g128", 160, 28672, 4096, (128, 64, 0, 1)),  # scales of groups of 64 are too few for 8 warps
-        ("e4m3-row", 96, 20480, 2560, (64, 64, 32, 1)),
         ("e4m3-row", 160, 20480, 2560, (64, 128, 32, 1)),
-        ("e4m3-row", 192, 20480, 2560, (256, 64, 0, 1)),
-        ("e4m3-row", 256, 20480, 2560, (64, 256, 0, 1)),
-        ("e4m3-row", 512, 20480, 2560, (64, 256, 0, 1)),
-        ("e4m3-row", 320, 4096, 14336, (128, 128, 32, 2)),  # rows in whole tiles of 160
-        ("e4m3-row", 512, 6144, 4096, (64, 128, 0, 1)),  # 384 programs in one wave of 396; of 128 x 128, 192 in two
-        ("e4m3-row", 128, 2560, 10240, (64, 128, 0, 6)),
         ("e4m3-block", 128, 20480, 2560, (64, 64, 0, 1)),
         ("e4m3-block", 640, 20480, 2560, None),  # a sum of each block takes registers, so tiles are small
         ("int4", 64, 2560, 10240, (64, 64, 0, 6)),  # E4B, down
