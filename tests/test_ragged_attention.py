@@ -16,7 +16,8 @@ from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_at
 from specdec.attention.pack import Pack, RunSlots
 from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.kvcache.fp8_pool import Fp8Pool
-from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
+from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
+from specdec.runtime.rounds.prompt_sizes import token_buckets
 
 from dense_oracle import attend
 from marks import deep_cases, each_value, examples, pairs

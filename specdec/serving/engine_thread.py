@@ -25,7 +25,7 @@ import torch
 
 from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
-from specdec.runtime.handle import Handle
+from specdec.runtime.calls.handle import Handle
 from specdec.serving.fair_pool import settle
 
 logger = logging.getLogger(__name__)
