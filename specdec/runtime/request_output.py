@@ -144,7 +144,7 @@ class RowTotals:
         counts = dict(zip(COUNTS, map(int, sums), strict=False))
         by_depth = {"accepted_counts": accepted, "drafted_counts": drafted}
         seconds = dict(zip(SECONDS, sums[len(COUNTS) :], strict=True))
-        return RequestStats(**counts, **seconds, **by_depth, output_tokens=counts["round_tokens"])
+        return RequestStats(**counts, **seconds, **by_depth, output_tokens=counts["round_tokens"])  # type: ignore[arg-type]
 
     def of_last_round(self, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
         """Figures of the newest round for a request that ended with its first `taken` tokens: see `Request.settle`."""
