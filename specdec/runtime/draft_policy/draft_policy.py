@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.gpu.buckets import next_power_of_two
+from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.draft_policy.draft_acceptance import DraftAcceptance
 from specdec.runtime.draft_policy.draft_account import DraftAccount

@@ -13,7 +13,7 @@ draws the same token in any class that covers it: penalties of 1 and 0, empty bi
 logit. Larger biases have classes of 8 times as many entries each; more alternatives have classes by powers of two.
 """
 
-from specdec.gpu.buckets import next_power_of_two, step_up
+from specdec.gpu.captures import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, SamplerFeatures
 

@@ -20,7 +20,6 @@ import torch
 
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
-from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import (
     SPARE_POOL,
     Capture,
@@ -29,6 +28,7 @@ from specdec.gpu.captures import (
     OverBudget,
     Program,
     is_out_of_memory,
+    next_power_of_two,
 )
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.capture_classes import is_rare, widen_to_class
