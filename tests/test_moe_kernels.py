@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_shim import TL_DTYPES, pdl_options, triton
 from specdec.layers.linear import Mlp, gated_linear, linear
 from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe import experts as moe_experts

@@ -1,7 +1,7 @@
 """Checks that the bits of a row do not depend on the other rows of a forward. Every deterministic model must pass.
 
 Among kernels, `layers/linear.py` cuts sums by the weight only, and `attention/kernels/tree_attention.py` cuts keys by
-position. Layers without such kernels run in tiles of a fixed number of rows (`attention/row_tiles.py`).
+position. Layers without such kernels run in tiles of a fixed number of rows (`attention/path_attention.py`).
 
 The 12 rows of two texts run at once; then again in several forwards: some rows, one row alone, and the rest in reverse
 order among rows of other texts. Queries, keys, values, states and logits must be bitwise equal. Attention treats each
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles, tile_context
+from specdec.attention.path_attention import ROWS, pad_rows, row_tiles, tile_context
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.batch_invariant_torch import VectorwiseMode
 from specdec.models.probe import ProbeContext, Run

@@ -27,8 +27,7 @@ from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
-from specdec.models.cache_geometry import GeometryContext, measured_layout
-from specdec.models.described_model import DescribedModel
+from specdec.models.described_model import DescribedModel, GeometryContext, measured_layout
 from specdec.models.paused_forward import PausedForward, collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite

@@ -20,8 +20,7 @@ of `gemm_small`; each has a program, or one program adds all ranges.
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm_medium import store_columns
 from specdec.layers.gemm_small import sum_range
 from specdec.layers.packed.packed_launch import PackedLaunch
