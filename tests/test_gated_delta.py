@@ -9,16 +9,16 @@ from one_text import OneText
 from specdec.evaluation.phases.random_weights import FORMS, random_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
+from specdec.layers.description.families import described_mixer
+from specdec.layers.description.merge import WeightGroups
 from specdec.layers.gated_delta import (
     DeltaHeads,
     delta_inputs,
 )
-from specdec.layers.linear import linear
-from specdec.layers.merged_weights import WeightGroups
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
-from specdec.layers.product import Product
-from specdec.layers.recurrent_families import described_mixer
 
 from marks import slow, usual_cases
 from tiny_models import build_target

@@ -11,7 +11,7 @@ import torch
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.product import Product, reference_finish, sum_parts
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 
 
 def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from specdec.layers.fuse import watched_weights
+from specdec.modules.weight_watch import watched_weights
 
 
 class RoundWeights:

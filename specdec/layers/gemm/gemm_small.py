@@ -13,7 +13,7 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, KEEP, tl, triton
-from specdec.layers.activation import activate
+from specdec.layers.gemm.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles, activate
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -24,7 +24,6 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
-from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles
 
 HELD_ROWS = 512
 """Up to this many rows of x a program holds its tile of a low weight."""

@@ -19,9 +19,8 @@ import torch
 from specdec.gpu.dependent_launch import has_pdl, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, KEEP, tl, triton
-from specdec.layers.activation import activate
+from specdec.layers.gemm.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product, activate
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product
 
 ONE_TILE_ROWS = 128
 """Up to this many rows, x is one tile."""

@@ -16,8 +16,7 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import tl, triton
-from specdec.layers.activation import activate
-from specdec.layers.product import SplitK
+from specdec.layers.gemm.product import SplitK, activate
 
 GROUP = 8
 """Row tiles that consecutive programs take for the same weight tile."""
