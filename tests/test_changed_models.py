@@ -385,9 +385,8 @@ def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, m
 
 def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):
     """An address says nothing once its tensor is gone: weights that are re-pointed twice may be where they were."""
-    monkeypatch.setattr(
-        weight_watch, "_addresses", lambda tensors: [4096] * len(tensors)
-    )  # an allocator that likes one place
+    # an allocator that likes one place
+    monkeypatch.setattr(weight_watch, "_addresses", lambda tensors: [4096] * len(tensors))
     layer = nn.Linear(4, 4, bias=False)
     watch = StorageWatch(layer)
     assert not watch.moved()

@@ -71,7 +71,7 @@ def test_a_mixer_is_the_module_it_replaces(family: str, form: str, ops: Operatio
         gates = name in ("in_proj_ba", "in_proj_b", "in_proj_a")
         if form != "plain" and name.startswith("in_proj") and not (gates and form != "packed"):
             setattr(module, name, packed(child))
-    parts = described_mixer(module, WeightGroups(unmerged=False), lambda name: name)
+    parts = described_mixer(module, WeightGroups(unmerged=False))
     x = randn(9, module.hidden_size)
     want = module(x[None])[0]
     rows = parts["mixer"].run(ops(linear)(x, parts["qkv"]), x, 0, OneText(), ops)

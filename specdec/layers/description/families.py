@@ -115,9 +115,10 @@ class LlamaLike:
     def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int = 0) -> LayerParts:
         """Describe layer `index` of a model, or of a head with layers like a model's."""
         attention = _first(layer, "self_attn")
-        mixing = (
-            _mixer(layer.linear_attn, merged) if attention is None else self._attention(attention, model, merged, index)
-        )
+        if attention is None:
+            mixing = described_mixer(layer.linear_attn, merged)
+        else:
+            mixing = self._attention(attention, model, merged, index)
         norms: dict[str, Any] = {
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
@@ -254,7 +255,7 @@ def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
     }
 
 
-def _mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
+def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
     """Fields of `LayerParts` for a recurrent layer: its first and last weight, and the mixer between them."""
     module = getattr(module, "source", module)  # of a stand-in (`models/recurrent_layers.py`)
     if family_name(module).partition(".")[2] not in GATED_DELTA:
