@@ -17,7 +17,7 @@ from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdow
 from specdec.evaluation.tasks import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
 from specdec.evaluation.transcripts import append_record, open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
-from specdec.models.bundled import resolve_name
+from specdec.models.published import resolve_name
 from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem
 

@@ -29,7 +29,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 
 Head = TypeVar("Head", bound=HeadModule)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from specdec.attention.bridge import AttentionCall
 from specdec.draft_models.heads.head_spec import HeadForm
-from specdec.layers.fusable import Unfusable
-from specdec.layers.merge import held_storages
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.merge import held_storages
 
 logger = logging.getLogger("specdec")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec.errors import ConfigError, first_line, require_one_of
 from specdec.evaluation.gsm8k_report import final_number
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import Problem, json_lines, parse_problem
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

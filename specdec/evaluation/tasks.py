@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.published import BUNDLED_DIR
 from specdec.text.prompt_files import Problem, read_prompts
 from specdec.text.prompts import chat_ids
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.activation import activate
-from specdec.layers.product import SplitK
+from specdec.layers.gemm.product import SplitK, activate
 
 GROUP = 8
 """Row tiles that consecutive programs take for the same weight tile."""

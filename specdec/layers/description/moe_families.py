@@ -14,8 +14,8 @@ from transformers.activations import GELUTanh, SiLUActivation
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Norm
-from specdec.layers.packed.packed_experts import PackedExperts
-from specdec.modules.family_name import family_name
+from specdec.layers.packed.packed_modules import PackedExperts
+from specdec.modules.transformers_names import family_name
 
 
 class MoeTraits(NamedTuple):

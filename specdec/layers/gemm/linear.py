@@ -27,24 +27,25 @@ import torch.nn.functional as F
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
-from specdec.layers.gemm_large import gemm_large
-from specdec.layers.gemm_medium import can_describe, choose_medium_tiles, gemm_medium
-from specdec.layers.gemm_small import HELD_ROWS, can_hold, choose_small_tiles, gemm_small
-from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.packed_gemm import packed_gemm
-from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
-from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import (
+from specdec.layers.gemm.gemm_large import gemm_large
+from specdec.layers.gemm.gemm_medium import can_describe, choose_medium_tiles, gemm_medium
+from specdec.layers.gemm.gemm_small import HELD_ROWS, can_hold, choose_small_tiles, gemm_small
+from specdec.layers.gemm.product import (
+    ACTIVATIONS,
     LOW_HEIGHT,
     MAX_MEDIUM_ROWS,
     MAX_SMALL_ROWS,
     Product,
     SplitK,
     Tiles,
+    activate,
     finish,
+    reference_activate,
     split_k_of,
 )
+from specdec.layers.packed.packed_gemm import dequantise, packed_gemm
+from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 
 ENOUGH_PROGRAMS = 256
 """From this many programs on, one program adds all ranges of K: separate parts would cost more bytes than they gain."""

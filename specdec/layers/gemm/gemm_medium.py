@@ -27,9 +27,8 @@ from specdec.gpu.triton_shim import (
     triton,
     wait_for_previous,
 )
-from specdec.layers.activation import activate
+from specdec.layers.gemm.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product, activate
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product
 
 ONE_TILE_ROWS = 128
 """Up to this many rows, x is one tile."""

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from specdec.layers.gated_delta import DeltaMixer
+from specdec.layers.gemm.linear import Mlp
+from specdec.layers.gemm.product import SplitK
 from specdec.layers.latent import LatentParts
-from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import SplitK
 from specdec.layers.rope_store import Heads
 
 NO_HEADS = Heads(0, 0, 0)

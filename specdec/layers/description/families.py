@@ -13,18 +13,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from specdec.layers.activation import reference_activate
-from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
-from specdec.layers.fusable import Unfusable, check_tree
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.description.fusable import Unfusable, check_tree
+from specdec.layers.description.merge import WeightGroups, are_alike
+from specdec.layers.description.moe_families import experts_of, router_of
+from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
+from specdec.layers.gemm.linear import Mlp
+from specdec.layers.gemm.product import reference_activate
 from specdec.layers.latent import LatentParts
-from specdec.layers.linear import Mlp
-from specdec.layers.merged_weights import WeightGroups
-from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Norm
-from specdec.layers.packed.packed_linear import weight_of
+from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.recurrent_families import described_mixer
 from specdec.layers.rope_store import Heads
+from specdec.modules.transformers_names import family_name
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """RoPE types whose frequencies do not depend on the sequence."""
@@ -34,6 +35,9 @@ SCALED_EMBEDDINGS = frozenset(
     | {"gemma4.Gemma4TextScaledWordEmbedding", "gemma4_unified.Gemma4UnifiedTextScaledWordEmbedding"}
 )
 """Embeddings [V, H] that are multiplied by their `embed_scale`, by `family_name`."""
+
+GATED_DELTA = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+"""Recurrent modules with a fused form, which several families have."""
 
 _proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # verified activations and their names
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -111,11 +115,10 @@ class LlamaLike:
     def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int = 0) -> LayerParts:
         """Describe layer `index` of a model, or of a head with layers like a model's."""
         attention = _first(layer, "self_attn")
-        mixing = (
-            described_mixer(layer.linear_attn, merged, _known_activation)
-            if attention is None
-            else self._attention(attention, model, merged, index)
-        )
+        if attention is None:
+            mixing = described_mixer(layer.linear_attn, merged)
+        else:
+            mixing = self._attention(attention, model, merged, index)
         norms: dict[str, Any] = {
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
@@ -249,6 +252,32 @@ def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
         "qkv_bias": merged.rows(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
+    }
+
+
+def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
+    """Fields of `LayerParts` for a recurrent layer: its first and last weight, and the mixer between them."""
+    module = getattr(module, "source", module)  # of a stand-in (`models/recurrent_layers.py`)
+    if family_name(module).partition(".")[2] not in GATED_DELTA:
+        raise Unfusable(f"its recurrent layers ({type(module).__name__}) have no fused form")
+    by_head = hasattr(module, "in_proj_qkvz")
+    rows = [module.in_proj_qkvz] if by_head else [module.in_proj_qkv, module.in_proj_z]
+    gates = [module.in_proj_ba] if by_head else [module.in_proj_b, module.in_proj_a]
+    apart = not are_alike([*rows, *gates])  # quantised checkpoints keep b and a in 16 bits
+    groups = module.num_k_heads if by_head else 1
+    return {
+        "qkv": merged.linears(rows if apart else [*rows, *gates]),
+        "out": weight_of(module.out_proj),
+        "mixer": DeltaMixer(
+            heads=DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, groups),
+            conv=module.conv1d.weight[:, 0],
+            conv_bias=module.conv1d.bias,
+            activation=_known_activation(module.activation),
+            decay=module.A_log,
+            step_bias=module.dt_bias,
+            norm=Norm(module.norm.weight, module.norm.variance_epsilon, round_first=True),
+            gates=merged.linears(gates) if apart else None,
+        ),
     }
 
 

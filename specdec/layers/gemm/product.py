@@ -1,9 +1,9 @@
-r"""A product before its last sum, which the reading kernel computes; and the cut of K into ranges.
+r"""What kernels of products share: a product before its last sum, the cut of K into ranges, and activations.
 
     y = dtype(((0 + p_0) + p_1) + ... + p_{S-1} + bias)          p_s [M, N] float32: sums over ranges of K
 
-Kernels in this folder call `sum_parts`; for other readers `finish` is a launch. The cut of K affects bits, so it
-depends only on the weight's shape and form, never on the device or the number of rows. Tiles do not affect bits.
+The kernel that reads a product calls `sum_parts`; for other readers `finish` is a launch. The cut of K affects bits, so
+it depends only on the weight's shape and form, never on the device or the number of rows. Tiles do not affect bits.
 `linear.py` chooses the kernel.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
@@ -49,6 +50,10 @@ PACKED_WAVE = 396
 PACKED_PROGRAMS = 640
 """If no number of ranges fills a wave, use at most this many programs over a packed weight: they hide the time to
 unpack."""
+
+
+ACTIVATIONS = ("gelu_tanh", "silu")
+"""Activations that gate a product: act(g) u."""
 
 
 class Product(NamedTuple):
@@ -204,3 +209,17 @@ def choose_packed_cut(n: int, k: int, low_range: int) -> SplitK:
         splits = triton.cdiv(k, low_range)
     split_steps = triton.cdiv(steps, splits)
     return SplitK(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)
+
+
+def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """float32 in and out."""
+    return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
+
+
+@triton.jit
+def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """float32 in and out."""
+    b_u = b_x
+    if ACTIVATION == "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
+        b_u = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
+    return b_x * tl.sigmoid(tl.maximum(b_u, -80.0))  # e^80 is a float32

@@ -20,7 +20,7 @@ from specdec.gpu.triton_shim import (
     triton,
     wait_for_previous,
 )
-from specdec.layers.activation import activate
+from specdec.layers.gemm.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles, activate
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -31,7 +31,6 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
-from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles
 
 HELD_ROWS = 512
 """Up to this many rows of x a program holds its tile of a low weight."""

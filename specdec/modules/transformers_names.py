@@ -1,5 +1,5 @@
-"""Names in transformers: the auto class of a config, a substitute for unknown model types, and a forward's cache
-argument (`cache` from 5.24 on, `past_key_values` before)."""
+"""Names in transformers: a module's family, the auto class of a config, a substitute for unknown model types, and a
+forward's cache argument (`cache` from 5.24 on, `past_key_values` before)."""
 
 import functools
 import inspect
@@ -11,6 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 READ_AS = {"mimo": "qwen2"}
 """Model types that transformers does not know, with the types that have the same layers. Their own code is not run."""
+
+
+def family_name(module: nn.Module) -> str:
+    """The class of a transformers module as "folder.Class"; "" for any other class."""
+    kind = type(module)
+    folder = kind.__module__.removeprefix("transformers.models.").partition(".")[0]
+    known = kind.__module__ == f"transformers.models.{folder}.modeling_{folder}"
+    return f"{folder}.{kind.__qualname__}" if known else ""
 
 
 def auto_class(config: Any) -> Any:

@@ -1,16 +1,48 @@
-"""The experts of a mixture with packed weights. In a quantised model they replace the family's experts.
+"""Modules with packed weights, for quantised checkpoints: they replace `nn.Linear` and the experts of a mixture.
 
-They are called like transformers' experts and compute the same with dequantised weights, expert after expert; each
-expert is dequantised only while it is used. Fused layers read `experts` and never call this module: they use the kernel
-of `layers/moe/experts.py`.
+Without fused layers, and on a CPU, they dequantise their weights in each forward, experts one after the other. Fused
+layers read `packed` or `experts` and never call them.
 """
 
 import torch
 from torch import nn
 
 from specdec.layers.moe.experts import Experts
-from specdec.layers.packed.packed_linear import PackedLinear
-from specdec.layers.packed.packed_weight import PackedWeight, multiply
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+
+
+class PackedLinear(nn.Module):
+    """x [.., K] -> [.., N]. Its tensors are buffers: nothing trains them, and `.to(dtype)` would round the scales."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        weight = weight.with_repeated_scales()
+        self.code, self.group = weight.code, weight.group
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("words", weight.words)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("zeros", weight.zeros)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        return PackedWeight(self.code, self.words, self.scales, self.zeros, self.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.packed, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.code}, group={self.group}"
+
+
+def weight_of(linear: nn.Module) -> Weight:
+    """The weight of an `nn.Linear` or a `PackedLinear`."""
+    weight: Weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight  # type: ignore[assignment]
+    return weight
 
 
 class PackedExperts(nn.Module):

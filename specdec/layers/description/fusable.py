@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.moe.moe_families import holds_router
-from specdec.layers.packed.packed_experts import PackedExperts, packed_of
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.description.moe_families import holds_router
+from specdec.layers.packed.packed_modules import PackedLinear, packed_of
 from specdec.layers.packed.packed_tile import runs_in_tiles
 from specdec.modules.module_watch import RECORDING_HOOKS
 from specdec.modules.private_copy import OWN_FORWARDS
@@ -15,7 +14,7 @@ from specdec.modules.private_copy import OWN_FORWARDS
 PLAIN_MODULES = frozenset(
     {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
     | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train, so dropout does nothing
-    | {PackedLinear.__module__, PackedExperts.__module__}
+    | {PackedLinear.__module__}  # and of `PackedExperts`
     | {"torch.nn.modules.conv", "specdec.models.recurrent_layers"}  # stand-ins read recurrent modules' weights
 )
 """Modules, besides the model's own file, that may define classes inside a text model."""
