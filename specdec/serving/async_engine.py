@@ -156,12 +156,12 @@ class AsyncEngine:
             self._admission.give_back(count, client)
             raise
         try:
-            await pool.result(handed_in, self._intake_seconds)
+            await pool.wait_for(handed_in, self._intake_seconds)
         except BaseException:
-            if pool.give_up(handed_in):
-                self._admission.give_back(count, client)
-            else:
+            if handed_in.begun:
                 handed_in.future.add_done_callback(lambda _: streams.abort())
+            else:
+                self._admission.give_back(count, client)
             raise
         return streams
 

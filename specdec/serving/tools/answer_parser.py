@@ -175,8 +175,7 @@ class AnswerParser(CharacterReader):
                 self._end_call(whole=whole)
                 raise
             self._end_call(whole=whole)
-            for _ in range(len(self._held) - (not in_call)):  # another call may begin after a call
-                self._back()
+            self._back_to(not in_call)  # another call may begin after a call
             if self._held:
                 self._content(self._held.pop())
 
@@ -219,8 +218,8 @@ class AnswerParser(CharacterReader):
             quoted: int | None = len(text) - len(form.closes)
         else:
             quoted = None if self._cut else self._first_call(text)
-        for _ in text[quoted:] if quoted is not None else "":
-            self._back()
+        if quoted is not None:
+            self._back_to(quoted)
         self._held.clear()
         self._think(text[:quoted])
         return not closed and quoted is not None
