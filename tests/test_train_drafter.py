@@ -29,9 +29,8 @@ from specdec.models.target import TargetModel
 from specdec.models.transformers_names import cache_argument
 from specdec.progress import Stage
 from specdec.training import assistant_training, output_folder, train_drafter
-from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import draft_loss
-from specdec.training.eagle3_training import TrainableEagle3
+from specdec.training.head_training import TrainableBlock, TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
