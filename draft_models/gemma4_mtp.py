@@ -27,7 +27,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.draft_models.heads.draft_context import DraftTreeBuilder, continued
-from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
+from specdec.draft_models.heads.fused_layers import EchoContext, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv

@@ -16,8 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
-from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.draft_models.heads.fused_layers import EchoContext, why_unfused
+from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
