@@ -281,7 +281,6 @@ class PlainBlock(HeadForm):
         cap = self.head.spec.softcap
         return logits if cap is None else (logits / cap).tanh() * cap
 
-    @torch.inference_mode()
     def probed(self) -> torch.Tensor:
         """For six random rows: their K/V, and the states and logits of a block."""
         spec, weight = self.head.spec, self.head.fc.weight
@@ -289,10 +288,9 @@ class PlainBlock(HeadForm):
         states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
         taps: Any = KeptTaps(self, 6)
-        with torch.autocast(weight.device.type, enabled=False):
-            self.observe(states, tokens * 100, taps)
-            block = self.run(tokens, tokens * 100, EchoContext())
-            out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
+        self.observe(states, tokens * 100, taps)
+        block = self.run(tokens, tokens * 100, EchoContext())
+        out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
         parts = [x.float() for x in (taps.rows(), out)]
         # normalised so that each part counts equally; a padding token's row may be 0
         return torch.cat([x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in parts], dim=-1)

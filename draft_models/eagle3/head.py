@@ -188,17 +188,15 @@ class PlainHead(HeadForm):
         logits: torch.Tensor = self.lm_head(normed)
         return logits
 
-    @torch.inference_mode()
     def probed(self) -> torch.Tensor:
         """States and logits of six rows of random features, then of the feedback: [12, H + draft V]."""
         spec, weight = self.head.spec, next(self.head.parameters())
         random = torch.Generator().manual_seed(0)
         states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
-        with torch.autocast(weight.device.type, enabled=False):
-            first = self.extend(tokens, states, tokens * 100, EchoContext())
-            second = self.step(tokens, first.state, tokens * 100, EchoContext())
-            rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
+        first = self.extend(tokens, states, tokens * 100, EchoContext())
+        second = self.step(tokens, first.state, tokens * 100, EchoContext())
+        rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()
 
 

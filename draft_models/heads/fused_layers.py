@@ -53,22 +53,18 @@ class EchoContext:
 
 
 def why_unfused(
-    name: str,
-    module: nn.Module,
-    num_layers: int,
-    plain: Callable[[], torch.Tensor],
-    fused: Callable[[], torch.Tensor],
+    name: str, module: nn.Module, num_layers: int, probed: Callable[[], torch.Tensor], fuse: Callable[[], object]
 ) -> str | None:
     """Compare both forms. If the fused layers of `module` may not run, log and return the reason; None: they may.
 
-    plain: returns rows [R, W] float32 of its own modules; called first. fused: puts fused layers in place, which merges
-    weights, and returns the same rows.
+    probed: returns rows [R, W] float32 of the form in place. fuse: puts fused layers in place, which merges weights.
     """
     held = held_storages(module)
     level = logging.WARNING
     try:
-        expected = plain()
-        error = (fused() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        expected = _undisturbed(probed, module)
+        fuse()
+        error = (_undisturbed(probed, module) - expected).norm(dim=-1) / expected.norm(dim=-1)
         bound = FUSED_BOUND * math.sqrt(1 + num_layers)
         reason = None if error.median() <= bound else "its fused layers compute something else than its own"
     except torch.OutOfMemoryError:
@@ -82,16 +78,18 @@ def why_unfused(
     return reason
 
 
+@torch.inference_mode()
+def _undisturbed(probed: Callable[[], torch.Tensor], module: nn.Module) -> torch.Tensor:
+    """The rows of a form, whatever the caller's autocast."""
+    with torch.autocast(next(module.parameters()).device.type, enabled=False):
+        return probed()
+
+
 def proved_form(name: str, plain: Form, fused: Callable[[], Form]) -> tuple[Form, str | None]:
     """The fused form if it computes the same as the plain one; else the plain form and the reason."""
-    made: list[Form] = []
-
-    def rows_of_fused() -> torch.Tensor:
-        made.append(fused())
-        return made[0].probed()
-
-    reason = why_unfused(name, plain.head, len(plain.head.layers), plain.probed, rows_of_fused)
-    return (made[0], None) if reason is None else (plain, reason)
+    made, head = [plain], plain.head
+    reason = why_unfused(name, head, len(head.layers), lambda: made[-1].probed(), lambda: made.append(fused()))
+    return (made[-1], None) if reason is None else (plain, reason)
 
 
 class FusedLayers:
