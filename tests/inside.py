@@ -20,7 +20,8 @@ from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prefixes import WORTH_WAITING, Prefixes
 from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBudget, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
-from specdec.runtime.request import Request, RequestState, RequestStats, restricted
+from specdec.runtime.request import Request, RequestState, restricted
+from specdec.runtime.request_output import RequestStats
 from specdec.runtime.rounds.prompt_chunks import divide
 from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import RoundResult
