@@ -332,7 +332,7 @@ def test_a_word_that_was_read_is_not_there_when_its_target_comes_again():
     assert EMPTY >> 32 == -1  # the target of a last step, which no round has: see STEPS
 
 
-@usual_cases("gpt_oss")  # a dense model: test_split_recurrent.py
+@usual_cases("gpt_oss")  # a dense model: test_split_layers.py
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma4-moe"])
 def test_an_engine_on_peers_answers_as_on_one_device(name: str, monkeypatch: pytest.MonkeyPatch):
     layer: dict[str, Any] = {"num_hidden_layers": 1} | (
