@@ -138,7 +138,7 @@ def tokens(num_rows: int) -> torch.Tensor:
     ("ops", "name"),
     [(REFERENCE, name) for name in [*DENSE, *MIXED, *VARIANTS]]
     + [
-        # gpt_oss: test_fused_engine.py; recurrent layers: test_gated_delta.py; every kernel is compared with its
+        # gpt_oss: test_fused_engine.py; recurrent layers: test_recurrent_blocks.py; every kernel is compared with its
         # reference in test_kernel_references.py, too
         (KERNELS, name) if name in ("gemma4-e2b", "qwen3") else deep(KERNELS, name)
         for name in [*DENSE, *MIXED, *VARIANTS]

@@ -1,7 +1,7 @@
 """Prompts in one row: where tokens lie, what they see, and the kernel in Triton's interpreter against an oracle.
 
 Bits are compared with those that plain decoding gives the same token, by `tree_attention`, and with the same token in
-other company.
+other company. Engines whose prompts are packed give the tokens and log-probabilities of lone prompts, in every family.
 """
 
 import random
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec import SamplingParams
 from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
@@ -20,7 +21,8 @@ from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
 from specdec.runtime.rounds.prompt_sizes import token_buckets
 
 from dense_oracle import attend
-from marks import deep_cases, each_value, examples, pairs
+from marks import deep, deep_cases, each_value, examples, pairs
+from tiny_models import FAMILIES
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -226,3 +228,32 @@ def test_random_packs_are_as_each_run_alone() -> None:
                 part = attend.part(slice(0, 1), slice(first, stop))
                 some = part(case.q[:, :, first:stop], case.k, case.v, scaling=0.3)
                 assert torch.equal(some, got[:, first:stop])
+
+
+# engines
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in ("gemma4-e2b", "gpt_oss") else deep(family) for family in FAMILIES]
+)
+def test_random_packs_are_as_lone_prompts(family, make_target, make_engine, random_prompt) -> None:
+    """In float64, so that rounding hides nothing: a sum of float32 is apart by up to 1e-4 in another order."""
+    draw = random.Random(family)
+    model = make_target(family, fresh=True).double()  # others have the shared one after this
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped products have no float64
+    sizes = {"max_model_len": 96, "prefix_cache": False}
+    lone = make_engine(model, max_batch_size=1, prefill_chunk=64, **sizes)
+    packed = make_engine(model, max_batch_size=6, prefill_chunk=draw.randint(3, 20), max_prefill_tokens=29, **sizes)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=0)
+    for seed in range(examples(2, 20)):
+        prompts = [
+            random_prompt(draw.choice([1, 2, 7, 19, 33, 50]), seed=9 * seed + i) for i in range(draw.randint(2, 6))
+        ]
+        together = packed.generate(prompts, params)
+        for prompt, out in zip(prompts, together, strict=True):
+            [alone] = lone.generate([prompt], params)
+            assert out.token_ids == alone.token_ids
+            for one, other in zip(out.logprobs, alone.logprobs, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+        packed.table.check()
