@@ -1,4 +1,4 @@
-"""Fused decoders against the Hugging Face text models they replace, on random weights and rows."""
+"""Fused decoders and embeddings against the Hugging Face modules they replace, on random weights and rows."""
 
 import copy
 import re
@@ -10,6 +10,7 @@ import torch
 from one_text import OneText
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
@@ -20,7 +21,7 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.families import FAMILIES
 from specdec.layers.description.fusable import Unfusable
 from specdec.layers.description.merge import is_merged
-from specdec.layers.fuse import fuse
+from specdec.layers.fuse import FusedEmbedding, fuse, fuse_embedding
 from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 from specdec.modules.transformers_names import family_name
@@ -39,7 +40,7 @@ MIXED = [
     *("qwen2_moe", "qwen3_5_moe", "qwen3_next", "step3p7"),
 ]
 
-pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
 
 
 class DenseContext(OneText):
@@ -318,3 +319,32 @@ def test_an_instance_that_is_not_as_its_class_is_refused(
     change(model, changed)
     with pytest.raises(Unfusable, match=re.escape(reason)):
         fuse(private_copy(model), REFERENCE)
+
+
+# embeddings
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, KERNELS], ids=["reference", "kernels"])
+def test_an_embedding_stands_for_the_one_it_replaces(ops):
+    tokens = torch.tensor([[4, 0, 2], [1, 1, 4]], device=DEVICE)
+    state = torch.randn(2, 3, 6, device=DEVICE)
+    for source in (nn.Embedding(5, 8), Gemma4TextScaledWordEmbedding(5, 8, 0, embed_scale=3.7)):
+        source = source.to(DEVICE, torch.float16)
+        fused = fuse_embedding(source, ops)
+        assert isinstance(fused, FusedEmbedding) and fused.weight is source.weight
+        with torch.inference_mode():
+            assert fused(tokens).equal(source(tokens))
+            got = fused(tokens, right=state.half())
+            assert got.equal(torch.cat([source(tokens), state.half()], dim=-1))
+
+
+class Shifted(nn.Embedding):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + 1
+
+
+def test_an_embedding_that_does_more_is_left_alone():
+    hooked = nn.Embedding(5, 8)
+    hooked.register_forward_hook(lambda module, args, out: out * 2)
+    for module in (hooked, Shifted(5, 8), nn.Embedding(5, 8, max_norm=1.0), nn.Linear(5, 8)):
+        assert fuse_embedding(module, REFERENCE) is module

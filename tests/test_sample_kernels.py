@@ -17,7 +17,7 @@ from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tok
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import SeenTokens
-from specdec.sampling.softcap import softcap
+from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
 from marks import deep, deep_cases, examples, slow
@@ -195,9 +195,8 @@ def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poiso
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_softcap_of_16_bits_keeps_the_order_of_logits(dtype):
     """All logits in one group: the best of a group is capped, not the whole group."""
-    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    numbers = numbers[~numbers.isnan()].sort().values
-    numbers = numbers[(numbers == 0) | (numbers.abs() > 1e-30)].to(DEVICE)  # the interpreter's round oddly below
+    numbers = every_number(dtype)[:-1].sort().values
+    numbers = numbers[(numbers == 0) | (numbers.abs() > 1e-30)]  # the interpreter's round oddly below
     for cap in (30.0, 50.0, 0.3):
         steps = softcap(numbers.clone(), cap).float().diff()
         assert bool((steps >= 0).all())
@@ -286,3 +285,55 @@ def test_what_an_engine_samples_with(with_tree):
     left = children[0].scores > -INF  # by the filters; among the others any will do
     assert left.any(-1).all() and torch.equal(children[0].tokens[left], children[1].tokens[left])
     torch.testing.assert_close(children[0].scores, children[1].scores, atol=1e-4, rtol=1e-4)
+
+
+# the softcap of logits, bit for bit
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """All numbers that 16 bits can say, and one that is none."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return torch.cat([x[~x.isnan()], torch.tensor([torch.nan], dtype=dtype)]).to(DEVICE)
+
+
+@deep_cases("30.0-torch.bfloat16", "50.0-torch.float16", "1.0-torch.bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("cap", [30.0, 50.0, 1.0])
+def test_softcap_has_the_bits_of_torchs_operators(cap: float, dtype: torch.dtype):
+    x = every_number(dtype)
+    # of a subnormal float16 a product with the reciprocal, which is what a GPU makes, is another number now and then
+    divided = x / cap if DEVICE.type == "cuda" else (x.float() * (1 / torch.tensor(cap))).to(dtype)
+    want = torch.tanh(divided) * cap
+    got = softcap(x.clone(), cap)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    if DEVICE.type == "cuda":
+        assert got[:-1].view(torch.int16).equal(want[:-1].view(torch.int16)), "the sign of a zero"
+
+
+def test_softcap_is_done_in_place_on_any_number_of_logits(seeded):
+    x = torch.randn(3, 7, 211, device=DEVICE) * 40  # 4431: two programs and a rest
+    want = reference_softcap(x, 30.0)
+    assert softcap(x, 30.0) is x
+    torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-6)
+    assert softcap(x[:0], 30.0).shape == (0, 7, 211)
+
+
+@triton.jit
+def _tanh_kernel(p_x: tl.tensor, p_y: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
+    o_x = tl.arange(0, BLOCK)
+    tl.store(p_y + o_x, _cheap_tanh(tl.load(p_x + o_x, mask=o_x < numel, other=0.0)), mask=o_x < numel)
+
+
+def test_a_cheap_tangent_of_a_bfloat16_rounds_as_the_exact_one_does():
+    """Its error is below 2e-6, and no tangent lies closer than 8e-6 to where rounding changes."""
+    x = every_number(torch.bfloat16).float()
+    y = torch.empty_like(x)
+    _tanh_kernel[(1,)](x, y, len(x), BLOCK=1 << 16)
+    assert y[-1].isnan() and y[x == 0].eq(0).all() and y[x == torch.inf].eq(1).all()
+    x, y = x[(x != 0) & ~x.isnan()], y[(x != 0) & ~x.isnan()]
+    exact = torch.tanh(x.double())
+    assert ((y - exact) / exact).abs().max() < 2e-6
+    exact = exact[(exact.abs() < 1) & (x.abs() > 1e-30)]  # where a bfloat16 has all of its 8 bits
+    digits = torch.frexp(exact).mantissa.abs() * 2**8
+    to_halfway = (digits % 1 - 0.5).abs() / digits
+    assert 8e-6 < to_halfway.min() < 9e-6
