@@ -17,9 +17,8 @@ from transformers import MuseGlimmerAssistantModel, MuseGlimmerConfig, MuseGlimm
 from transformers.cache_utils import DFlashCache
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.block.block_checkpoint import read_block, resolve_layer_ids
+from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
-from specdec.draft_models.block.block_head import spread_layers
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
@@ -163,11 +162,6 @@ def test_configs_are_told_apart(config: dict[str, Any], block: bool, eagle: bool
 
 
 SHAPE = TargetShape("small", 36, 32, VOCAB)
-
-
-def test_layers_are_named_by_their_output() -> None:
-    assert resolve_layer_ids([-1, 0], 36) == (0, 1)
-    assert spread_layers(5, 36) == (2, 10, 18, 26, 34)
 
 
 @pytest.mark.parametrize(

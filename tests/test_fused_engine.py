@@ -27,6 +27,7 @@ from specdec.layers.rope_store import rotary
 from specdec.models.target import StatesNeeded, TargetModel
 
 from marks import deep, deep_cases, examples, is_deep, pairs, quick, slow, usual_cases
+from stand_ins import watch_proposals
 
 NEW = examples(8, 12)
 CPU = torch.device("cpu")
@@ -357,25 +358,20 @@ def test_changed_weights_of_an_assistant_are_seen(make_target, make_assistant, m
     assistant, other = copy.deepcopy(make_assistant(model)), make_assistant(model, seed=9).state_dict()
     seen = []
     engines = [make_engine(model, assistant, fused=fused) for fused in (True, False)]
+    proposals = [watch_proposals(engine) for engine in engines]
     for changes in (False, True, False, True):
         if changes:
             assistant.load_state_dict(other, assign=len(seen) > 1)  # in place, and then in other tensors
             assistant.tie_weights()
             other = make_assistant(model, seed=10).state_dict()
-        drafts = [drafted(engine, random_prompt(9)) for engine in engines]
+        for engine in engines:
+            engine.generate(random_prompt(9), GREEDY)
+        drafts = [[draft.tokens for draft in each] for each in proposals]
         assert drafts[0] == drafts[1]
         seen.append(drafts[0])
+        for each in proposals:
+            each.clear()
     assert seen[0] != seen[1] == seen[2] != seen[3] != seen[0]
-
-
-def drafted(engine: Engine, prompt: list[int]) -> list[list[int]]:
-    """The trees of each round of a request."""
-    worker, trees = engine.state.worker, []
-    propose = type(worker).propose
-    worker.propose = lambda batch: trees.append(propose(worker, batch)) or trees[-1]
-    engine.generate(prompt, GREEDY)
-    del worker.propose
-    return [tree.tokens.tolist() for tree in trees]
 
 
 @deep_cases("chain")
