@@ -49,18 +49,6 @@ def test_tokens_are_the_models_own(
     engine.table.check()
 
 
-@pytest.mark.parametrize("family", ["two_windows", deep("deepseek_v3"), deep("mimo_v2_flash")])
-def test_deterministic_answers_do_not_depend_on_company(family, make_target, make_engine, random_prompt) -> None:
-    model, prompts = make_target(family), [random_prompt(n, seed=n) for n in (18, 7)]
-    params = SamplingParams(max_new_tokens=examples(3, 4), ignore_eos=True, logprobs=2)
-    engine = make_engine(model, "ngram", deterministic=True, max_batch_size=2)
-    together = [(out.token_ids, out.logprobs) for out in engine.generate(prompts, params)]
-    lone = make_engine(model, None, deterministic=True, max_batch_size=1, prefill_chunk=5)
-    assert [
-        (out.token_ids, out.logprobs) for out in (lone.generate(prompt, params)[0] for prompt in prompts)
-    ] == together
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 @pytest.mark.parametrize("family", ["two_windows", deep("deepseek_v3"), deep("mimo_v2_flash")])
 def test_kernels_read_the_group_of_each_layer(

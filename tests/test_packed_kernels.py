@@ -28,7 +28,6 @@ from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed import packed_launch, unpack_asm
 from specdec.layers.packed.packed_gemm import dequantise, packed_gemm
 from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
-from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack_words
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 
@@ -189,12 +188,6 @@ def test_tiles_of_more_rows_than_x_has_are_not_chosen(hopper: None):
             for num_rows, most in ((33, 64), (64, 64), (96, 96)):
                 launch = choose_packed_rows(num_rows, empty_weight(form, n, k), DEVICE)
                 assert launch is not None and launch.tiles.block_m <= most, f"{form=} {n=} {num_rows=}"
-
-
-def test_scales_are_enough_for_an_asynchronous_copy():
-    """Scales of groups of 64 in a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
-    assert [scale_step(64, 128, group) for group in (32, 64)] == [32, 32]
-    assert [scale_step(*tile, 64) for tile in ((128, 128), (64, 256), (128, 64))] == [64, 64, 32]
 
 
 def test_in_order_ranges_are_those_of_the_weight(hopper: None):

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 from specdec import EngineConfig
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.path_attention import ROWS
-from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
+from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, folded, run_blocks
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.evaluation.phases.random_weights import FORMS, random_packed
@@ -113,12 +113,6 @@ def test_a_block_has_the_same_bits_in_company() -> None:
     assert torch.equal(out, torch.stack([each[0] for each in alone]))
     assert torch.equal(u, torch.cat([each[1] for each in alone]))
     assert torch.equal(folded(blocks), torch.cat([folded(each[2]) for each in alone]))
-
-
-def test_a_convolution_adds_its_taps() -> None:
-    inputs, weight, bias = torch.randn(2, 3, 5), torch.randn(5, 3), torch.randn(5)
-    want = torch.einsum("tkc,ck->tc", inputs, weight) + bias
-    torch.testing.assert_close(convolved(inputs, weight, bias), want)
 
 
 def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
