@@ -25,7 +25,6 @@ from specdec.modules.transformers_names import family_name
 
 from inside import capture_on_tape, captured_rounds
 from marks import deep, examples, usual_cases
-from tiny_models import build_target, spread
 
 pytest.importorskip("triton")
 TREE, CHAIN = SpecConfig(3, 2, 6, adaptive=False), SpecConfig(3, adaptive=False)
@@ -89,15 +88,10 @@ MIXTURES = [
 ]
 
 
-def model_of(family: str) -> Any:
-    torch.manual_seed(0)
-    return spread(build_target(family)).eval()
-
-
 @pytest.mark.parametrize("family", MIXTURES)
-def test_no_forward_of_a_mixture_reads_the_host(family: str) -> None:
+def test_no_forward_of_a_mixture_reads_the_host(family, make_target) -> None:
     """Experts in a loop over those that were chosen would."""
-    decoder = private_copy(model_of(family).get_decoder())
+    decoder = private_copy(make_target(family).get_decoder())
     tokens, positions = torch.arange(5)[None] * 7, torch.arange(5)[None]
     with torch.inference_mode(), capturable():
         decoder(input_ids=tokens, position_ids=positions, use_cache=False, specdec_ctx=EchoContext())
@@ -105,9 +99,9 @@ def test_no_forward_of_a_mixture_reads_the_host(family: str) -> None:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_taken_out_of_the_table_runs_captured_with_the_tokens_of_eager(
-    family: str, monkeypatch: pytest.MonkeyPatch, greedy_oracle: Any
+    family, make_target, monkeypatch, greedy_oracle
 ) -> None:
-    model = model_of(family)
+    model = make_target(family)
     monkeypatch.delitem(FAMILIES, family_name(model.get_decoder()))
     prompts = [[5, 9, 1], [4, 4, 8, 2, 7, 4, 4]]
     expected = [greedy_oracle(model, prompt, 8) for prompt in prompts]

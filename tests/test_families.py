@@ -5,6 +5,7 @@ that transformers has; here are the documented ones, and what was once served wr
 """
 
 import copy
+import functools
 from functools import partial
 
 import pytest
@@ -106,19 +107,13 @@ def build(name: str, seed: int = 0, **fields) -> PreTrainedModel:
     return spread(auto_class(config).from_config(config))
 
 
-@pytest.fixture(scope="module")
+build_once = functools.cache(build)
+
+
+@pytest.fixture
 def served(make_target):
     """served(name): the model of a served family, built once."""
-    built = {}
-
-    def make(name):
-        if name in TARGETS:
-            return make_target(name)
-        if name not in built:
-            built[name] = build(name)
-        return built[name]
-
-    return make
+    return lambda name: make_target(name) if name in TARGETS else build_once(name)
 
 
 # served, with the model's own tokens
