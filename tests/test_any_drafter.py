@@ -3,14 +3,14 @@
 import functools
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from block_heads import KINDS, random_block
 from mtp_checkpoints import SHAPES, publish
-from random_loads import check_tokens, random_config, random_requests
 
-from specdec import Engine, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_head import FusedBlock
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.language_model import LanguageModelDrafter
@@ -60,6 +60,48 @@ def chosen_drafter(name, rng, model, make_target, make_assistant):
     drafter = random_block(model, kind, ops=ops, block_size=9)
     assert isinstance(drafter.form, FusedBlock) == (ops is not None and kind != "dspark-gemma4"), drafter.unfused
     return drafter
+
+
+def random_requests(rng, random_prompt):
+    """Six, most of them with a beginning in common, greedy or drawn, a few with fewer drafts or none."""
+    shared = random_prompt(rng.randint(0, 20)) if rng.random() < 0.7 else []
+    prompts = [[*shared, *random_prompt(rng.randint(1, 30), seed=i)] for i in range(6)]
+    params = [
+        SamplingParams(
+            max_new_tokens=rng.randint(1, 30),
+            temperature=rng.choice((0.0, 0.9)),
+            seed=i,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+            speculation=rng.choice((None, None, None, False, SpecConfig(1))),
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+def random_config(rng, slots, **settings):
+    """Draws batch, pages, chunks and prefix cache; slots: of each pool."""
+    return EngineConfig(
+        max_model_len=128,
+        max_batch_size=rng.choice((1, 3, 8)),
+        page_size=rng.choice((1, 4)),
+        prefill_chunk=rng.choice((4, 16, 64)),
+        prefix_cache=rng.random() < 0.7,
+        full_slots=slots,
+        swa_slots=slots,
+        **settings,
+    )
+
+
+def check_tokens(engine, prompts, params, want):
+    """All at once, then by three threads, some of it found in the prefix cache."""
+    assert [out.token_ids for out in engine.generate(prompts, params)] == want
+    with ThreadPoolExecutor(3) as threads:
+        again = list(
+            threads.map(lambda i: engine.generate([prompts[i]], [params[i]])[0].token_ids, range(len(prompts)))
+        )
+    assert again == want
+    engine.table.check()
 
 
 @usual_cases("suffix-9", "block-6", "eagle3-0", "mtp-12", "assistant-28")  # trees, and few tokens

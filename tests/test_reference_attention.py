@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, layer_spec
+from kv_rig import SWA, KVRig, ints, layer_spec
 
 from specdec.attention.dense import VisibleKeys, block_visibility
 from specdec.attention.plan import KVPlan
@@ -29,10 +29,6 @@ POISONED = float("nan")
 def layer_of(layer: int, window: int | None) -> LayerSpec:
     _, heads, size = HEADS[layer]
     return layer_spec(layer, window, head_dim=size, heads=heads)
-
-
-def ints(values: list[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
@@ -69,7 +65,7 @@ class Scene:
         shift = self.table.open_row()
         self.table.ensure_slots(shift, 5 * page_size)
         allocator.evict(SWA, PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
-        self.rows = ints([self.table.open_row() for _ in lengths])
+        self.rows = ints(*(self.table.open_row() for _ in lengths))
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
         for layer, (_, heads, size) in HEADS.items():
@@ -80,7 +76,7 @@ class Scene:
             slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
                 self.table.write(layer, self.table.located(slots), self.k[layer][i], self.v[layer][i])
-            self.table.commit(ints([row]), ints([length]))
+            self.table.commit(ints(row), ints(length))
         if evict:
             self.table.evict_unseen(self.rows)
             if fill:  # what was evicted is not to be read either
@@ -166,7 +162,7 @@ def test_verify(page_size: int, window: int):
 def test_prefill_of_different_lengths(page_size: int, window: int):
     """Rows past a chunk's end are padding: nothing is asked of their values but that they are numbers."""
     scene = Scene([11, 0, 4], page_size=page_size, window=window)
-    chunk = ints([3, 6, 1])
+    chunk = ints(3, 6, 1)
     plan = scene.table.chunk(scene.rows, chunk)
     for layer in HEADS:
         out, expected = scene.attend(plan, layer)
@@ -237,7 +233,7 @@ def test_values_outside_committed_slots_do_not_leak(page_size: int, softcap: flo
 def test_a_request_that_overflows_stays_alone(kind):
     """Request 1 computes NaN; in a prefill its padded rows and those of request 0 share the null slot."""
     scene = Scene([4, 3, 5], page_size=1, window=4)
-    argument = ints([1, 1, 2]) if kind == "chunk" else tree_of([[-1, 0]] * 3)
+    argument = ints(1, 1, 2) if kind == "chunk" else tree_of([[-1, 0]] * 3)
     plan = getattr(scene.table, kind)(scene.rows, argument)
     for layer in HEADS:
         out, expected = scene.attend(plan, layer, broken=1)
@@ -268,12 +264,12 @@ def test_tables_stay_inside_rows_that_are_full():
     table = KVRig(layout, pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
         table.ensure_slots(table.open_row(), 16)
-        table.commit(ints([row]), ints([length]))
-    rows = ints([0, 1])
-    plan = table.chunk(rows, ints([4, 1]))
+        table.commit(ints(row), ints(length))
+    rows = ints(0, 1)
+    plan = table.chunk(rows, ints(4, 1))
     slots = table.slots.host
     assert plan.write[PRIMARY].tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
-    table.commit(rows, ints([2, 0]))
+    table.commit(rows, ints(2, 0))
     plan = table.frozen(rows, position_offset=0, window_shift=2)
     swa, start = prefix_slots(plan, SWA)
     assert start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
