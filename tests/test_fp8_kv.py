@@ -1,7 +1,6 @@
 """K/V of 8 bits: what a row becomes, and that drafts change no token next to plain decoding with the same K/V."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,7 +62,6 @@ def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
     assert sum(t[0].nbytes for t in store.tensors(store.layers[0].group)) == 2 * 2 * (8 + 4)
 
 
-Make = Callable[..., Engine]
 FAMILIES = [
     "gemma4-e2b",
     "gemma4-moe",

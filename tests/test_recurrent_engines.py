@@ -28,8 +28,6 @@ DRAFTERS = ["trees", "ngram", "suffix", "lm", "eagle3"]
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 LENGTHS = (3, 16, 30, 37)[: examples(3, 4)]
 
-Make = Callable[..., Engine]
-
 
 @pytest.fixture
 def prompts(random_prompt) -> list[list[int]]:

@@ -15,7 +15,7 @@ import torch
 from crowd import require_empty
 from mtp_checkpoints import publish
 
-from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
+from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 
 from inside import state_cache_of
 from marks import deep, deep_cases, examples, is_deep, slow, usual
@@ -77,15 +77,14 @@ def source(make_target, tmp_path_factory) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def engine_for(source, make_drafter, byte_tokenizer) -> Callable[..., Engine]:
+def engine_for(source, make_engine, make_drafter, byte_tokenizer) -> Callable[..., Engine]:
     """engine_for(family, kind, texts=(), mtp=False, **config): mtp: over the model that has MTP modules."""
 
     def make(family: str, kind: str | None, texts: Any = (), mtp: bool = False, **config: Any) -> Engine:
         model = source(family, mtp or kind == "mtp")
         spec = SpecConfig(3, adaptive=False) if kind in ("ngram", "suffix", "block") else TREE
-        options = EngineConfig(**{"max_model_len": 160, "prefill_chunk": 16, **config})
-        drafter = make_drafter(kind, model, texts)
-        return Engine.from_pretrained(model, drafter, tokenizer=byte_tokenizer, spec=spec, config=options)
+        drafter, options = make_drafter(kind, model, texts), {"max_model_len": 160, **config}
+        return make_engine(model, drafter, tokenizer=byte_tokenizer, spec=spec, **options)
 
     return make
 

@@ -12,7 +12,7 @@ from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_KEY
 from specdec.draft_models.eagle3.checkpoint import read_head, write_head
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 
-DFLASH, DSPARK = "z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"
+DFLASH = "z-lab/Qwen3-8B-DFlash-b16"
 GEMMA4, MUSE = "deepseek-ai/dspark_gemma4_12b_block7", "meta-models/Muse-Glimmer-30B-assistant"
 ones = torch.ones
 SLIDING = {"layer_types": ["sliding_attention"]}
