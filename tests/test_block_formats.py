@@ -26,7 +26,7 @@ from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import cache_argument
 
-from marks import deep, deep_cases, examples, slow
+from marks import examples, slow, usual_cases
 from proved_models import SHARED
 from stand_ins import Proposal, watch_proposals
 from tiny_models import spread
@@ -47,19 +47,12 @@ def accepted_in(seen: list[Proposal]) -> list[int]:
     return [len(after.text) - len(before.text) for before, after in itertools.pairwise(seen)]
 
 
-QUICK = ("DSpark, gated", "z-lab/gpt-oss-20b-DFlash")
-OF_A_FORM_THAT_STAYS = {  # another width of block, other layers, or the same head without its successor
-    *("z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dflash_qwen3_8b_block7", "deepseek-ai/dspark_qwen3_14b_block7"),
-    "deepseek-ai/dflash_gemma4_12b_block7",
-}
-
-
-@deep_cases(
-    *("deepseek-ai/dspark_gemma4_12b_block7", "deepseek-ai/dspark_qwen3_8b_block7", "DFlash, sliding"),
-    *("speculators, dflash", "speculators, dspark"),
+@usual_cases(  # others have another width of block, other layers, or the same head without its successor
+    *("z-lab/gpt-oss-20b-DFlash", "JetSpec/jetspec-qwen3-8b", "DSpark, gated", "DSpark, rnn"),
+    *("meta-models/Muse-Glimmer-30B-assistant", "speculators, dflash, sliding", "speculators, dspark, sliding"),
 )
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else (deep if name in OF_A_FORM_THAT_STAYS else slow)(name) for name in PUBLISHED]
+    "name", [name if name in ("DSpark, gated", "z-lab/gpt-oss-20b-DFlash") else slow(name) for name in PUBLISHED]
 )
 def test_first_block_and_accepted_lengths_are_those_of_the_definition(
     name: str, tmp_path: Path, narrow_target: Callable[[int], Any], random_prompt: Callable[..., list[int]]

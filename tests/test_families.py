@@ -20,7 +20,7 @@ from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import auto_class
 
-from marks import deep, examples, usual, usual_cases
+from marks import deep, examples, usual_cases
 from tiny_models import TARGETS, VOCAB, build_target, spread
 
 NEW = 12
@@ -119,37 +119,25 @@ def served(make_target):
 # served, with the model's own tokens
 
 
-HALVES = (torch.bfloat16, torch.float16)
+FAMILIES = [deep(name) if name in IMPLIED else name for name in SERVED]
 
 
-@pytest.mark.parametrize(
-    ("name", "page_size"),
-    usual(((name, (1, 4)[i % 2]) for i, name in enumerate(SERVED)), lambda name, *_: name not in IMPLIED),
-)
-def test_tokens_are_the_models_own(
-    name, page_size, served, make_engine, greedy_oracle, random_prompt, scripted, tree_script
-):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_the_models_own(name, served, make_engine, make_drafter, greedy_oracle, random_prompt):
     """With drafts in trees, in pages of one token or of four."""
     model, prompts = served(name), [random_prompt(7), random_prompt(19)]
     wanted = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    trees = scripted(tree_script([p + w for p, w in zip(prompts, wanted, strict=True)]))
+    trees, page_size = make_drafter("trees", model, prompts, wanted), (1, 4)[SERVED.index(name) % 2]
     engine = make_engine(model, trees, page_size=page_size, max_batch_size=2, num_steps=5, prefill_chunk=7)
     assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == wanted
     assert len({token for tokens in wanted for token in tokens}) > 4
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    usual(
-        ((name, dtype) for name in SERVED for dtype in HALVES),
-        lambda name, dtype: name not in IMPLIED and dtype == HALVES[SERVED.index(name) % 2],
-    ),
-    ids=str,
-)
-def test_rounding_refuses_nobody(name, dtype):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rounding_refuses_nobody(name):
     """In 16 bits a packed row differs from a lone one by rounding, and a router may choose otherwise."""
-    for seed in range(examples(1, 3)):
-        TargetModel(build(name, seed).to(dtype))
+    for seed in range(examples(1, 4)):
+        TargetModel(build(name, seed).to((torch.bfloat16, torch.float16)[(SERVED.index(name) + seed) % 2]))
 
 
 def test_logits_are_scaled_as_the_model_scales_them(served):
