@@ -122,30 +122,20 @@ def test_states_that_drafters_ask_for_are_those_of_unfused_layers(family, make_t
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
 
 
-@deep_cases("gemma4-e2b-tree-True")
 @interpreted
-@pytest.mark.parametrize(
-    ("family", "shape", "ordered"),
-    [
-        deep("llama", "chain", False),
-        slow("gemma4-e2b", "tree", True),
-        deep("gemma4-moe", "tree", False),
-        slow("gpt_oss", "chain", False),
-    ],
-)
-def test_tokens_are_the_same_on_the_kernels(
-    family, shape, ordered, generate, make_target, make_assistant, random_prompt, monkeypatch
-):
+@pytest.mark.parametrize("family", [deep("gemma4-e2b"), slow("gpt_oss")])
+def test_tokens_are_the_same_on_the_kernels(family, generate, make_target, make_assistant, random_prompt, monkeypatch):
     """The layers' own, and the centroid head's: for greedy and sampled requests at once."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    small = {"num_hidden_layers": 2} if family in ("llama", "gpt_oss") else {}
     if family == "gpt_oss":
-        small["layer_types"] = ["sliding_attention", "full_attention"]
-    model = make_target(family, **small)
-    drafter = make_assistant(model, ordered=ordered) if family.startswith("gemma4") else None
+        model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+        drafter, spec = None, DRAFTS["chain"]
+    else:
+        model = make_target(family)
+        drafter, spec = make_assistant(model, ordered=True), DRAFTS["tree"]
     prompts, new = [random_prompt(examples(5, 10)), random_prompt(3)], examples(2, 4)
     params = [SamplingParams(max_new_tokens=new), SamplingParams(max_new_tokens=new, temperature=0.9, seed=1)]
-    settings = {"spec": DRAFTS[shape], "prefill_chunk": 4}
+    settings = {"spec": spec, "prefill_chunk": 4}
     want = generate(model, drafter, prompts, params, fused=False, **settings)
     assert generate(model, drafter, prompts, params, fused=True, attention="triton", **settings) == want
 
@@ -214,10 +204,6 @@ def wrong_norm(*args: Any, **kwargs: Any) -> Any:
     return hidden, normed * 1.05
 
 
-def wrong_rotary(positions: torch.Tensor, *args: Any) -> Any:
-    return REFERENCE(rotary)(positions + 1 * (positions > 2), *args)
-
-
 def shifted_rotary(positions: torch.Tensor, *args: Any) -> Any:
     """Right for each query and key together: attention scores depend on differences. Stored keys would be wrong."""
     return REFERENCE(rotary)(positions + 1, *args)
@@ -227,12 +213,10 @@ def failing(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("out of shared memory\nand more lines")
 
 
-@deep_cases("rotary")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({norm: wrong_norm}, "the queries of layer 0"),
-        ({rotary: wrong_rotary}, "the queries of layer 0"),
         ({rotary: shifted_rotary}, "the queries of layer 0"),
         (
             {gated_linear: lambda x, w, act, *limit: REFERENCE(gated_linear)(x, w, "gelu_tanh", *limit)},
@@ -240,7 +224,7 @@ def failing(*args: Any, **kwargs: Any) -> Any:
         ),
         ({linear: failing}, "its fused layers do not run (RuntimeError: out of shared memory)"),
     ],
-    ids=["norm", "rotary", "shifted", "activation", "failing"],
+    ids=["norm", "rotary", "activation", "failing"],
 )
 def test_layers_that_do_not_prove_equal_do_not_run(
     change, reason, make_target, greedy_oracle, random_prompt, caplog, monkeypatch
