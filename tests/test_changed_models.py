@@ -130,10 +130,7 @@ WEIGHTS = ("in_place", "assigned", "assigned_in_part", "pointed_elsewhere", "the
 ADAPTERS = ("switch", "switch_in_place", "disable", "rescale", "add_another")
 CHANGES = [  # what is changed, in which model, and how its engine is made and asked again
     *((name, "qwen2", "fused") for name in WEIGHTS),
-    *(deep(name, "gemma4-e2b", "fused") for name in WEIGHTS),
-    deep("assigned_in_part", "qwen2", "fused, captured"),
     deep("assigned", "qwen2", "fused, captured"),
-    deep("assigned", "qwen2", "captured"),
     *each_value((name, "adapted", how) for name in ADAPTERS for how in ("", "cleared")),
     ("switch", "adapted", "captured"),
     *((name, "qwen2", "") for name in ("another_module", "another_forward")),
@@ -208,19 +205,17 @@ def test_adapters_of_peft_are_followed(make_target, make_engine):
     check()
     model.set_adapter("default")
     check()
-    check_unloaded = model.unload()
-    check(check_unloaded)
+    check(model.unload())
 
 
 def scaled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
     return out * -1.5
 
 
-@pytest.mark.parametrize("fused", [deep(False), True])
-def test_hooks_that_are_added_and_removed_are_followed(fused, make_target, make_engine):
+def test_hooks_that_are_added_and_removed_are_followed(make_target, make_engine):
     """A hook was not seen by an engine that existed, and three pages of the docs disagreed about it."""
     model = make_target("qwen2", fresh=True)
-    engine = make_engine(model, "ngram", fused=fused)
+    engine = make_engine(model, "ngram", fused=True)
     before = truth(model)
     assert answer(engine) == before
     hook = model.model.layers[1].mlp.register_forward_hook(scaled)
@@ -229,7 +224,7 @@ def test_hooks_that_are_added_and_removed_are_followed(fused, make_target, make_
     assert engine.target.unfused is not None
     hook.remove()
     assert answer(engine) == before
-    assert (engine.target.unfused is None) == fused
+    assert engine.target.unfused is None
 
 
 def test_a_change_that_cannot_be_served_is_refused_until_it_is_undone(make_target, make_engine):
