@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
+from specdec.cli.bodies.run_server import by_name, read_key_file
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.http import clients
-from specdec.serving.http.clients import ClientLimits, RequestRate, by_name, read_key_file
+from specdec.serving.http.clients import ClientLimits, RequestRate
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
