@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.errors import require_one_of
-from specdec.runtime.request import StreamDelta
+from specdec.runtime.request_output import StreamDelta
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
 from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
 from specdec.text.token_texts import TokenTexts
