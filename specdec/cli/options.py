@@ -118,10 +118,6 @@ class PairOptions:
                 raise ConfigError(f"--quantization is {shown(self.quantization)}; a JSON object is expected")
         return options
 
-    def drafter_options(self) -> dict[str, Any]:
-        """Arguments for the drafter alone; includes the target's token and trust_remote_code."""
-        return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
-
 
 def _read(words: str) -> Any:
     """A value as JSON if it parses, otherwise as text."""
