@@ -424,39 +424,23 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
             evaluate("gsm8k", *PAIR, folder=folder, **{**SMALL, **change})
 
 
-@pytest.mark.deep
-def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
-    """The last batch of 5 had one problem and is made again with the sixth; the four before it are not."""
-    (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
-    made = []
-    whole = evaluation.solve
-    monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
-    larger = evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 7})
-    assert made == [(4, 5), (6,)]
-    fresh = evaluate("gsm8k", *PAIR, **{**SMALL, "limit": 7})
-    assert without_timing(larger) == without_timing(fresh)
-    made.clear()
-    assert evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 7})["runs"] == larger["runs"]
-    assert made == []
-
-
 @pytest.mark.slow
 def test_only_batches_of_the_same_problems_are_taken_over(tmp_path, monkeypatch):
     data, made, whole = tmp_path / "data.jsonl", [], evaluation.solve
     monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
-    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(3)]
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(4)]
 
     def run(rows, limit):
         data.write_text("\n".join(map(json.dumps, rows)))
         made.clear()
-        one = {"params": SamplingParams(2), "config": EngineConfig(max_batch_size=1)}
-        evaluate("gsm8k", "tiny-gemma4", data=data, limit=limit, folder=tmp_path / "kept", **one)
+        pairs = {"params": SamplingParams(2), "config": EngineConfig(max_batch_size=2)}
+        evaluate("gsm8k", "tiny-gemma4", data=data, limit=limit, folder=tmp_path / "kept", **pairs)
         return made
 
-    assert run(rows, 2) == [(0,), (1,)]
-    assert run(rows, 3) == [(2,)]
-    assert run([{**rows[0], "question": "What else?"}, *rows[1:]], 3) == [(0,)]
-    assert run(rows, 1) == []
+    assert run(rows, 3) == [(0, 1), (2,)]
+    assert run(rows, 4) == [(2, 3)]  # the last batch had one problem, and is made again with the fourth
+    assert run([{**rows[0], "question": "What else?"}, *rows[1:]], 4) == [(0, 1)]
+    assert run(rows, 2) == []
 
 
 @pytest.mark.slow
