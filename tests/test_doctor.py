@@ -205,15 +205,11 @@ def test_more_steps_than_a_drafter_is_published_for_are_spoken_of_at_load(spec, 
     assert (says in caplog.text) if says else not caplog.text
 
 
-def test_few_prompts_and_no_drafter_are_refused(engine):
+def test_few_prompts_and_no_drafter_are_refused(engine, diagnosed):
     with pytest.raises(ConfigError, match="no drafter"):
         diagnose(engine)
-    fitted = load_any_drafter(ASSISTANT, engine.target)
-    with (
-        Engine(engine.target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair,
-        pytest.raises(ConfigError, match="3 prompts; 4 or more"),
-    ):
-        diagnose(pair, ["a", "b", "c"])
+    with pytest.raises(ConfigError, match="3 prompts; 4 or more"):
+        diagnosed(ASSISTANT, prompts=["a", "b", "c"])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])

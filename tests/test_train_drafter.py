@@ -51,11 +51,6 @@ def batch_of(docs: list[tuple[np.ndarray, int]], length: int) -> Any:
     return PackedRows(*(x.long() for x in pack_rows(docs, length)))
 
 
-def small_spec(**fields: Any) -> Eagle3Spec:
-    shared = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 96, "intermediate_size": 24}
-    return Eagle3Spec(**{**shared, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields})
-
-
 @deep_cases("qwen3", "gemma3")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gemma4-31b"])
 def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, make_target) -> None:
@@ -202,35 +197,29 @@ def test_a_cache_is_given_by_the_name_that_a_forward_has_for_it(make_target) -> 
     assert cache.get_seq_length() == 3
 
 
-@pytest.fixture
-def clock() -> SimpleNamespace:
-    """Seconds that a test sets."""
-    return SimpleNamespace(now=100.0)
-
-
-def staged(clock: SimpleNamespace, terminal: bool, updates: dict[int, float], **settings: Any) -> str:
+def staged(terminal: bool, updates: dict[int, float], **settings: Any) -> str:
     """What a stage prints when a fraction is done at each of these seconds; half was done by an earlier run."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, get_time=lambda: clock.now, _environ={})
+    out, now = io.StringIO(), 100.0
+    console = Console(file=out, force_terminal=terminal, width=120, get_time=lambda: now, _environ={})
     with Stage("training", console=console, **settings) as stage:
         for seconds, fraction in updates.items():
-            clock.now = 100.0 + seconds
+            now = 100.0 + seconds
             stage.update(fraction, f"loss {seconds}")
         stage.bar.refresh()
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
 
 
-def test_a_stage_estimates_the_time_left_from_what_this_run_did(clock) -> None:
+def test_a_stage_estimates_the_time_left_from_what_this_run_did() -> None:
     """Lines where there is no terminal: at most one every so many seconds."""
     updates = {0: 0.5, 5: 0.51, 20: 0.6, 30: 0.7, 40: 0.75, 3640: 1.0}
-    assert staged(clock, False, updates, every=15.0).splitlines() == [
+    assert staged(False, updates, every=15.0).splitlines() == [
         "training  60%, 0:00:20, about 0:01:20 left  loss 20",
         "training  75%, 0:00:40, about 0:00:40 left  loss 40",
         "training 100%, 1:00:40, about 0:00:00 left  loss 3640",
     ]
-    shown = staged(clock, True, {0: 0.5, 20: 0.625, 40: 0.75})
+    shown = staged(True, {0: 0.5, 20: 0.625, 40: 0.75})
     assert all(part in shown for part in ("training", "75%", "loss 40", "left 0:00:40"))  # 0.25 at 0.125 in 20 s
-    assert staged(clock, True, {0: 0.5}, show=False) == ""
+    assert staged(True, {0: 0.5}, show=False) == ""
 
 
 @deep_cases("eagle3")
@@ -287,14 +276,10 @@ def test_a_stopped_run_goes_on(kind, checkpoint, prompts, tmp_path) -> None:
     [
         ('{"question": "a"}\n{"text": "b"}\n', r"p\.jsonl:2: .*question, prompt, turns, messages.*'text'"),
         ('["a"]\n', r"p\.jsonl:1: an object .*\[\"a\"\]"),
-        ('{"question": "a"}\n{"question": 5}\n', r"p\.jsonl:2: 'question' is 5; text is expected"),
+        ('{"question": 5, "messages": [{"role": "user", "content": "b"}]}\n', r"p\.jsonl:1: 'question' is 5; text"),
         ('{"question": "a"}\n{"messages": "hi"}\n', r"p\.jsonl:2: 'messages': chat='hi': a list of messages"),
         ('{"question": "a"}\n{"messages": [{"role": "user", "content": 5}]}\n', r":2: 'messages': .* has content=5"),
         ('{"question": "a"}\n{"question": "b", "messages": []}\n', r":2: 'messages': chat=\[\] is empty"),
-        (
-            '{"question": "a"}\n{"question": 5, "messages": [{"role": "user", "content": "b"}]}\n',
-            r":2: 'question' is 5",
-        ),
         ("\n", "holds 0 prompts"),
         ('{"question": "a"}\n', "holds 1 prompts"),
         (None, r"--prompts .*p\.jsonl: no such file"),
@@ -318,8 +303,7 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> 
         ("--heads 4 --kv-heads 2 --head-dim 5", "--head-dim 5 is odd"),
         ("--target /nowhere", "'/nowhere' is not a folder"),
         ("--minutes 0", "--minutes=0.0: a finite number above 0"),
-        ("--minutes nan", "--minutes=nan: a finite number above 0"),
-        ("--answer-minutes 0", "--answer-minutes=0.0: a finite number above 0"),
+        ("--answer-minutes nan", "--answer-minutes=nan: a finite number above 0"),
         ("--temperature nan", "--temperature=nan: a finite number from 0"),
         ("--cache-gb -1", "--cache-gb=-1.0: a finite number from 0"),
         ("--lr inf", "--lr=inf: a finite number above 0"),
@@ -447,13 +431,9 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     target = TargetModel(model)
     prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(4)]
     docs = [(np.array(p + greedy_oracle(model, p, 20), np.int32), len(p)) for p in prompts]
-    spec = small_spec(
-        intermediate_size=64,
-        aux_layers=(2, 1, 3),
-        draft_vocab_size=96,
-        fc_norm=True,
-        norm_output=True,
-    )
+    sizes = {"hidden_size": 32, "target_hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 96, "draft_vocab_size": 96}
+    spec = Eagle3Spec(**sizes, aux_layers=(2, 1, 3), fc_norm=True, norm_output=True)
     torch.manual_seed(0)
     trainable = TrainableEagle3(Eagle3Head(spec), target)
     batch = batch_of(docs, 24)
