@@ -199,6 +199,12 @@ def test_many_tokens_in_one_delta_are_read_off_the_loop():
     assert asyncio.run(run(events.MANY_TOKENS)) is not here
 
 
+def with_call(arguments, name="f"):
+    """A chat in which an assistant has called a tool."""
+    call = {"id": "a", "function": {"name": name, "arguments": arguments}}
+    return {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [call]}]}
+
+
 REFUSED = {
     "messages for the template": ({"chat_template_kwargs": {"messages": []}}, "chat template"),
     "self for the template": ({"chat_template_kwargs": {"self": 1}}, "chat template"),
@@ -206,19 +212,11 @@ REFUSED = {
     "chat for the template": ({"chat_template_kwargs": {"chat": 1}}, None),
     "conversation for the template": ({"chat_template_kwargs": {"conversation": 1}}, "chat template"),
     "a key of 5000 digits": ({"logit_bias": {"1" * 5000: 1}}, "its keys are token ids"),
-    "half a pair as arguments": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]}, None),
-    "half a pair as a name": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "\ud800", "arguments": "{}"}}]}]}, None),
-    "deep arguments": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000}}]}]}, "is not JSON"),
-    "arguments 900 deep": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}]}]}, None),
-}  # fmt: skip
+    "half a pair as arguments": (with_call('{"a": "\\ud800"}'), None),
+    "half a pair as a name": (with_call("{}", name="\ud800"), None),
+    "deep arguments": (with_call("[" * 100_000 + "]" * 100_000), "is not JSON"),
+    "arguments 900 deep": (with_call("[" * 900 + "]" * 900), None),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

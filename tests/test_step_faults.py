@@ -175,7 +175,8 @@ def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(sce
     assert [str(handle.error) for handle in handles] == [
         "the round failed, and failed again: ZeroDivisionError: division by zero"
     ] * 4
-    assert not engine.step() and engine.table.allocator.primary.held_pages == 0
+    assert not engine.step()
+    assert_idle(engine)
 
 
 def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(scene):
@@ -322,4 +323,4 @@ def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_
     assert answer.headers["access-control-allow-origin"] == origin
     last = [line for line in streamed.text.splitlines() if line][-1]
     assert streamed.status_code == 200 and json.loads(last.removeprefix("data: "))["error"] == error
-    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
+    assert_idle(engine)
