@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
@@ -20,19 +21,18 @@ from marks import deep_cases, examples
 from tiny_models import build_target
 
 
-def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureStats]:
-    """What /metrics shows after these prompts, and what the engine itself says then."""
+def metrics_after(engine: Engine, *calls: list[list[int]]) -> tuple[list[Sample], EngineStats]:
+    """The samples that /metrics has after the engine was called with these prompts, and its own figures then."""
 
-    async def ask() -> tuple[bytes, CaptureStats]:
+    async def ask() -> tuple[bytes, EngineStats]:
         async with AsyncEngine(engine) as running:
             metrics = MetricsCollector(running, "m")
-            await running.generate(prompts, GREEDY)
-            await running.generate(prompts, GREEDY)
-            return await metrics.text(), (await running.stats()).captures
+            for prompts in calls:
+                await running.generate(prompts, GREEDY)
+            return await metrics.text(), await running.stats()
 
-    text, use = asyncio.run(ask())
-    samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
-    return {each.name: each.value for each in samples if each.name.startswith("specdec:")}, use
+    text, stats = asyncio.run(ask())
+    return [each for family in text_string_to_metric_families(text.decode()) for each in family.samples], stats
 
 
 def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_rounds_without_drafts():
@@ -48,8 +48,8 @@ def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_round
     assert "acceptance length 3.50, 62.5 % of drafts" in traffic_line(None, snapshot, 10.0)
 
 
-def captured(figures: dict[str, float]) -> CaptureStats:
-    """The figures, in the form in which the engine has them."""
+def captured(samples: list[Sample]) -> CaptureStats:
+    """The figures of captures, in the form in which the engine has them."""
     names = {
         "captured": "captures",
         "made": "captures_made_total",
@@ -60,7 +60,8 @@ def captured(figures: dict[str, float]) -> CaptureStats:
         "uncaptured_rounds": "uncaptured_rounds_total",
         "uncaptured_prompts": "uncaptured_prompts_total",
     }
-    return CaptureStats(**{field: figures.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
+    values = {each.name: each.value for each in samples}
+    return CaptureStats(**{field: values.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
 
 
 @deep_cases("230-evicted")
@@ -73,17 +74,18 @@ def test_metrics_say_what_is_captured_and_what_ran_without(
     sizes = {"max_batch_size": examples(2, 4), "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
     engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
     monkeypatch.setattr(type(engine.steps.prefill.captured_prompts), "shared_bytes", property(lambda self: 0))
-    figures, use = figures_after(engine, [random_prompt(n) for n in (5, 9, 3)])
-    assert captured(figures) == use
+    samples, stats = metrics_after(engine, *[[random_prompt(n) for n in (5, 9, 3)]] * 2)
+    use = stats.captures
+    assert captured(samples) == use
     assert use.budget_bytes == budget and getattr(use, grows) > 0
 
 
 def test_no_budget_is_shown_where_nothing_is_captured(make_target: Any, make_engine: Any, random_prompt: Any) -> None:
     engine = make_engine(make_target("gemma4-e2b"), None, max_batch_size=4, max_model_len=64, device="cpu")
-    figures, use = figures_after(engine, [random_prompt(5)])
-    assert captured(figures) == use and "specdec:capture_budget_bytes" not in figures
-    assert figures["specdec:captures"] == figures["specdec:captures_made_total"] == 0
-    assert figures["specdec:uncaptured_rounds_total"] == use.uncaptured_rounds
+    samples, stats = metrics_after(engine, [random_prompt(5)])
+    found = captured(samples)
+    assert found == stats.captures and found.budget_bytes is None
+    assert found.captured == found.made == 0
 
 
 def test_every_device_has_its_memory():
@@ -91,19 +93,12 @@ def test_every_device_has_its_memory():
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     config = EngineConfig(fused=True, tensor_parallel=2, max_model_len=64, device="cpu")
     engine = Engine.from_pretrained(build_target("llama", **sizes), config=config)
-
-    async def ask() -> str:
-        async with AsyncEngine(engine) as running:
-            return (await MetricsCollector(running, "m").text()).decode()
-
     devices = engine.stats().devices
     assert [use.device for use in devices] == ["cpu", "cpu"]
     assert devices[0].kv_bytes == devices[1].kv_bytes > 0
     assert sum(use.kv_bytes for use in devices) == sum(engine.cache.bytes_by_group().values())
     assert 0 < devices[0].free_bytes < devices[0].total_bytes
-    text = asyncio.run(ask())
-    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-    kept = [each for each in samples if each.name == "specdec:device_kv_bytes"]
+    kept = [each for each in metrics_after(engine)[0] if each.name == "specdec:device_kv_bytes"]
     assert [(each.labels["rank"], each.value) for each in kept] == [(rank, devices[0].kv_bytes) for rank in "01"]
 
 
@@ -121,15 +116,7 @@ def test_metrics_count_rounds_by_the_draft_that_was_chosen(
     sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu"}
     for drafter, num_drafts in (("ngram", 2), (None, 0)):  # none and the whole one: nothing is captured
         engine = make_engine(make_target("gemma4-e2b"), drafter, spec=SpecConfig(num_steps=4, adaptive=True), **sizes)
-
-        async def ask(engine: Engine = engine) -> tuple[bytes, EngineStats]:
-            async with AsyncEngine(engine) as running:
-                metrics = MetricsCollector(running, "m")
-                await running.generate([random_prompt(n) for n in (5, 9)], GREEDY)
-                return await metrics.text(), await running.stats()
-
-        text, stats = asyncio.run(ask())
-        samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
+        samples, stats = metrics_after(engine, [random_prompt(n) for n in (5, 9)])
         for kind, counts in (("draft_rounds", stats.drafts.rounds), ("draft_rounds_tried", stats.drafts.tried)):
             found = {s.labels["draft"]: s.value for s in samples if s.name == f"specdec:{kind}_total"}
             assert list(found.values()) == list(counts)
