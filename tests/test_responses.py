@@ -112,24 +112,6 @@ def test_events_carry_their_names_on_the_wire(url):
     assert "[DONE]" not in text
 
 
-def test_a_call_and_its_output_go_through_items(client):
-    first = ask(client, tools=[TOOL], tool_choice="required", max_output_tokens=100)
-    [call] = first.output
-    assert call.type == "function_call" and call.name == "weather"
-    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
-    output = {"type": "function_call_output", "call_id": call.call_id, "output": "8 degrees"}
-    by_id = ask(client, previous_response_id=first.id, input=[output], tools=[TOOL])
-    by_hand = ask(client, input=[{"role": "user", "content": QUESTION}, call.model_dump(), output], tools=[TOOL])
-    message = {"id": call.call_id, "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
-    chat = [
-        *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [message]},
-        {"role": "tool", "tool_call_id": call.call_id, "content": "8 degrees"},
-    ]
-    tools = [{"type": "function", "function": {name: TOOL[name] for name in ("name", "parameters")}}]
-    assert by_id.output_text == by_hand.output_text == chat_text(client, chat, tools=tools)
-
-
 def test_a_conversation_goes_on_with_its_id_and_is_read_and_deleted(client):
     first = ask(client)
     second = ask(client, previous_response_id=first.id, input="And 2 more?")

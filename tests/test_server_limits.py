@@ -22,7 +22,6 @@ from served_engine import until
 KEY = "k-123"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-NONE_WAITS = 'num_requests_waiting{model_name="tiny-gemma4"} 0'
 ENDLESS = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
 {% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}
@@ -125,17 +124,6 @@ def test_more_than_may_wait_are_refused_with_429_and_when_to_come_again(server):
     assert post(server, CHAT | {"n": 3}).status_code == 400
     until(lambda: post(server).status_code == 200)  # both are gone, with their places, once the server has seen it
     assert [post(server).status_code for _ in range(2)] == [200] * 2
-
-
-def test_one_that_waits_and_goes_away_leaves_its_place(server):
-    """It never has a row, so no round tells of it."""
-    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
-        address = f"{server.url}/v1/chat/completions"
-        with client.stream("POST", address, json=ENDLESS):
-            for _ in range(3):
-                with client.stream("POST", address, json=ENDLESS) as waits:
-                    assert waits.status_code == 200
-                until(lambda: NONE_WAITS in httpx.get(server.url + "/metrics", timeout=60).text)
 
 
 def test_the_chat_template_of_the_option_is_used(server):

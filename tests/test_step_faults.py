@@ -253,16 +253,6 @@ def test_interrupts_end_none_however_often(scene):
     assert_right(handles, scene.truths)
 
 
-def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene):
-    """Handles of one `submit_many` are requests like any others; `generate` ends with the first that fails."""
-    breaks(scene.engine, scene.prompts[3], names=True)
-    handles = scene.engine.submit_many(scene.prompts, PARAMS)
-    with pytest.raises(RequestFailedError):
-        scene.engine.generate(scene.prompts, PARAMS)
-    scene.finish(handles)
-    assert_right(handles, scene.truths, but=[3])
-
-
 # served
 
 
