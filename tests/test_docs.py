@@ -283,7 +283,7 @@ def cells(kind: str) -> list[dict[str, Any]]:
 def test_every_cell_of_the_notebook_runs_and_prints(shallow_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if not is_deep():
-        monkeypatch.setattr(bundled, "BUNDLED_DIR", shallow_folder)
+        monkeypatch.setattr(published, "BUNDLED_DIR", shallow_folder)
     names = {"__name__": "notebook"}
     for number, cell in enumerate(cells("code")):
         source = "".join(cell["source"])

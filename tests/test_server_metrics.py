@@ -1,5 +1,5 @@
-"""What a server says of itself: /metrics, with a tape in the place of graphs and between two steps of an engine, its log
-and its traces."""
+"""What a server says of itself: /metrics, between two steps of an engine and with a tape in the place of graphs, its
+log and its traces."""
 
 import asyncio
 from typing import Any
