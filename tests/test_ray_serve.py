@@ -315,8 +315,8 @@ PREFIXES = [" ".join([f"{chr(97 + number)}{number}", *DRAWN.choices(WORDS, k=71)
 
 @pytest.mark.slow
 def test_hits_by_router(cluster):
-    """By load about 100 of 200, and by prefix 180: every request but the first of a prefix. The first test of a
-    cluster: its caches are empty."""
+    """About 100 of 200 by load, and 180 by prefix: every request but the first of each. The first test of a cluster:
+    its caches are empty."""
     drawn, hits = random.Random(7), 0
     with httpx.Client(base_url=cluster.url, timeout=120) as client:
         for number in range(200):
