@@ -10,12 +10,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from specdec import Engine, SamplingParams
+from specdec import SamplingParams
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server_settings import ServeSettings
 
-from served_engine import served
+from served_engine import bundled_engine, served_url
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -29,16 +29,7 @@ ADD = {
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": ADD}}]
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with served(engine) as (url, _, _):
-        yield url
+engine, url = bundled_engine(), served_url()
 
 
 def chat(url, **fields):

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from specdec import Engine, EngineConfig, SamplingParams
+from specdec import SamplingParams
 from specdec.config import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.sampling.grammars.grammar import GrammarState
@@ -19,7 +19,7 @@ from specdec.serving.http.faults import as_api_error
 from specdec.serving.openai.protocol import Body
 from specdec.serving.streams import tell_readers
 
-from served_engine import served
+from served_engine import bundled_engine, served
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 LONG = "y" * 3000
@@ -61,11 +61,7 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine():
-    config = EngineConfig(max_batch_size=2, max_model_len=512)
-    with Engine.from_pretrained("tiny-gemma4", None, config=config) as engine:
-        yield engine
+engine = bundled_engine(None, max_batch_size=2, max_model_len=512)
 
 
 @pytest.fixture(scope="module")

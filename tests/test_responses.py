@@ -8,11 +8,10 @@ import httpx
 import openai
 import pytest
 
-from specdec import Engine
 from specdec.serving import state
 from specdec.serving.state import ResponseStore, StoredResponse
 
-from served_engine import served
+from served_engine import bundled_engine, served_url
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -29,10 +28,7 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module")
-def url():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine, served(engine) as (url, _, _):
-        yield url
+engine, url = bundled_engine(), served_url()
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +210,14 @@ def test_what_a_response_cannot_be_is_refused_in_openais_shape(change, param, ur
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_tokens_of_texts_and_chats_and_back(url, client):
+def test_tokens_of_texts_and_chats_and_back(url, engine):
     def post(path, **body):
         return httpx.post(f"{url}{path}", json=body, timeout=60)
 
-    with Engine.from_pretrained("tiny-gemma4") as engine:
-        text, chat = engine.encode(QUESTION), engine.chat_prompt(QUESTION)
-        longest = engine.max_model_len
+    text, chat = engine.encode(QUESTION), engine.chat_prompt(QUESTION)
     got = post("/tokenize", model="tiny-gemma4", prompt=QUESTION, return_token_strs=True).json()
     assert got["tokens"] == text and got["count"] == len(text) == len(got["token_strs"])
-    assert got["max_model_len"] == longest
+    assert got["max_model_len"] == engine.max_model_len
     assert post("/tokenize", messages=CHAT).json()["tokens"] == chat
     unanswered = post("/tokenize", messages=CHAT, add_generation_prompt=False).json()["tokens"]
     assert unanswered == chat[: len(unanswered)] and len(unanswered) < len(chat)

@@ -10,7 +10,7 @@ from server_process import ServerProcess, running_server
 
 from specdec import Engine, SamplingParams, SpecConfig, __version__
 
-from served_engine import until
+from served_engine import bundled_engine, until
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -33,10 +33,7 @@ def client(server: ServerProcess):
         yield client
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        yield engine
+engine = bundled_engine()
 
 
 def ask(client, **options):
