@@ -70,28 +70,6 @@ def test_values_that_change_nothing_are_taken(url, usual_choices, fields):
     assert answer.json()["choices"] == usual_choices
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"use_beam_search": True},
-        {"length_penalty": 0.8},
-        {"skip_special_tokens": False},
-        {"reasoning_effort": "enormous"},
-        {"verbosity": "loud"},
-        {"prediction": {"type": "song", "content": "la"}},
-        {"functions": [{}]},
-        {"truncate_prompt_tokens": 0},
-        {"min_tokens": 13},
-        {"allowed_token_ids": []},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_values_that_would_change_the_answer_are_refused(url, fields):
-    answer = chat(url, **fields)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].split(".")[0] == next(iter(fields))
-
-
 def test_a_prompt_is_cut_to_its_last_tokens(url, engine):
     ids = engine.encode(QUESTION)
     cut = complete(url, truncate_prompt_tokens=7, return_token_ids=True, echo=True).json()["choices"][0]

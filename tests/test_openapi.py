@@ -176,6 +176,8 @@ def outside():
     yield from [("stop_token_ids", [5] * 4097), ("stop_token_ids", [-1]), ("allowed_token_ids", [])]
     yield from [("logit_bias", {"x": 1}), ("logit_bias", {"5": 101}), ("cache_salt", ""), ("length_penalty", 2)]
     yield from [("cache_salt", "x" * 1025), ("priority", 1), ("logit_bias", {str(i): 0 for i in range(4097)})]
+    yield from [("use_beam_search", True), ("skip_special_tokens", False), ("reasoning_effort", "enormous")]
+    yield from [("verbosity", "loud"), ("prediction", {"type": "song", "content": "la"}), ("functions", [{}])]
 
 
 HOME = {"best_of": "/v1/completions", "max_output_tokens": "/v1/responses"}

@@ -49,12 +49,6 @@ def assert_right(model: Any, out: GenerationOutput, hf_forward: Callable[..., An
         assert list(one.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def bits(out: GenerationOutput) -> torch.Tensor:
-    """Every number of its scores."""
-    numbers = [[one.logprob, *one.top.values(), *map(float, one.top)] for one in (out.prompt_logprobs or ()) if one]
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 @deep_cases("whole-gemma4-e2b", "chunks-of-5-llama")
 @pytest.mark.parametrize("family", ["gemma4-e2b", "llama"])
 @pytest.mark.parametrize("config", [{}, {"prefill_chunk": 5, "page_size": 4}], ids=["whole", "chunks-of-5"])
@@ -264,33 +258,16 @@ def test_a_grammar_has_no_say_in_a_prompt() -> None:
 # bits
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("family", ["gemma4-e2b", deep("llama")])
-def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_chunks(
-    family, make_target, make_engine, random_prompt, monkeypatch
-):
-    """Alone and whole; in chunks of 7; in a crowd that is preempted, with drafts; in small tiles of the head."""
-    model = make_target(family)
-    prompts = [random_prompt(length, seed=length) for length in (40, 5, 21, 33)]
-    params = SamplingParams(max_new_tokens=NEW, prompt_logprobs=VOCAB)
-
-    def scores(**config: Any) -> list[torch.Tensor]:
-        engine = make_engine(model, config.pop("drafter", None), deterministic=True, dtype=model.dtype, **config)
-        return [bits(out) for out in engine.generate(prompts, params)]
-
-    expected = scores(max_batch_size=1, prefill_chunk=256, prefix_cache=False)
-    assert [len(each) for each in expected] == [39, 4, 20, 32]
-    crowd = {"drafter": "ngram", "max_batch_size": 3, "page_size": 4, "full_slots": 80, "swa_slots": 80}
-    for config in ({"max_batch_size": 2, "prefill_chunk": 7}, crowd):
-        assert all(itertools.starmap(torch.equal, zip(scores(**config), expected, strict=True)))
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_chunks, "MAX_LOGITS", 3 * VOCAB)
-    assert all(itertools.starmap(torch.equal, zip(scores(), expected, strict=True)))
-
-
-def test_a_text_has_the_same_scores_as_output_and_as_prompt(make_target, make_engine, random_prompt):
-    """To the bit, in deterministic mode."""
+def test_a_text_has_the_same_scores_as_output_and_as_prompt(make_target, make_engine, random_prompt, monkeypatch):
+    """To the bit, in deterministic mode: in any chunks and any company, and in small tiles of the head."""
     model, prompt = make_target("gemma4-e2b"), random_prompt(17)
-    engine = make_engine(model, "ngram", deterministic=True, dtype=model.dtype)
+    fixed = {"deterministic": True, "dtype": model.dtype}
+    engine = make_engine(model, "ngram", **fixed)
     [written] = engine.generate(prompt, SamplingParams(max_new_tokens=12, logprobs=5, temperature=1.0, seed=2))
-    [read] = engine.generate([[*prompt, *written.token_ids]], SamplingParams(max_new_tokens=0, prompt_logprobs=5))
+    whole, others = [*prompt, *written.token_ids], [random_prompt(40), random_prompt(5)]
+    scored = SamplingParams(max_new_tokens=0, prompt_logprobs=5)
+    [read] = engine.generate([whole], scored)
     assert read.prompt_logprobs is not None and read.prompt_logprobs[17:] == written.logprobs
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_chunks, "MAX_LOGITS", 3 * VOCAB)
+    small = make_engine(model, "ngram", **fixed, max_batch_size=2, page_size=4, prefill_chunk=7)
+    assert small.generate([*others, whole], scored)[2].prompt_logprobs == read.prompt_logprobs

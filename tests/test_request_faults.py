@@ -72,8 +72,8 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
     engine = make_engine(model, "ngram", tokenizer=byte_tokenizer, max_batch_size=8)
     engine.request_builder.end_tokens = engine.end_tokens = frozenset({256})
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    streams = [engine.stream(prompt, PLAIN) for prompt in prompts[1:]]
-    got = [list(next(stream).token_ids) for stream in streams]
+    others = engine.submit_many(prompts[1:], PLAIN)
+    engine.step()
     guided = engine.submit(prompts[0], SamplingParams(max_new_tokens=40, regex="[a-z]{60}", stop_token_ids=[256]))
     calls = [0]
 
@@ -91,11 +91,9 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
     else:
         first = 1 if part == "start" else 4
         monkeypatch.setattr(grammar.GrammarLibrary, "masks", breaking(grammar.GrammarLibrary.masks, first))
-    for tokens, stream in zip(got, streams, strict=True):
-        tokens += [token for delta in stream for token in delta.token_ids]
-    assert got == truths[1:]
-    while not guided.finished:
-        engine.step()
+    while engine.step():
+        pass
+    assert [handle.output().token_ids for handle in others] == truths[1:]
     assert guided.finish_reason == "error"
     with pytest.raises(RequestFailedError, match=r"the grammar raised .*the library broke"):
         guided.read()

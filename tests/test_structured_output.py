@@ -214,15 +214,6 @@ def test_rounds_as_wide_as_what_is_forced_write_where_they_may(engine_of, prompt
         engine.table.check()
 
 
-@pytest.mark.deep
-def test_a_length_that_ends_among_forced_tokens(engine_of, prompts):
-    for kind in (None, "tree"):
-        for length in range(1, 8):
-            [out] = engine_of(kind).generate([prompts[0]], SamplingParams(max_new_tokens=length, regex="abcdefgh"))
-            assert out.text == "abcdefgh"[:length] and out.finish_reason == "length"
-            assert out.stats.output_tokens == length
-
-
 def test_speculation_is_off_for_the_drafter_only(engine_of, prompts, params, alone):
     """A request that does not speculate still gains what its grammar forces."""
     off = [SamplingParams(max_new_tokens=MOST, speculation=False, **asked) for asked in GRAMMARS.values()]
