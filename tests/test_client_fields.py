@@ -99,17 +99,14 @@ def test_with_tool_choice_none_a_call_is_text(url):
     assert choice["message"]["content"] == 'Well.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
-def test_a_required_tool_needs_no_template_that_knows_tools(url, engine):
-    template = engine.tokenizer.chat_template
-    try:
-        engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-        required = chat(url, tools=TOOLS, tool_choice="required", max_tokens=60)
-        assert required.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
-        refused = chat(url, tools=TOOLS)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == "this model's chat template knows no tools; leave them out"
-    finally:
-        engine.tokenizer.chat_template = template
+def test_a_required_tool_needs_no_template_that_knows_tools(url, engine, monkeypatch):
+    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    required = chat(url, tools=TOOLS, tool_choice="required", max_tokens=60)
+    assert required.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    refused = chat(url, tools=TOOLS)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "this model's chat template knows no tools; leave them out"
 
 
 @pytest.mark.parametrize("handling", ["refuse", "warn", "ignore"])

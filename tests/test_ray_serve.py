@@ -302,12 +302,6 @@ def cluster(request, tmp_path_factory):
         yield SimpleNamespace(url=url, pid=pid, router=request.param)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        return engine.chat(CHAT, SamplingParams(max_new_tokens=24))[0].text
-
-
 WORDS = ("apple", "river", "stone", "cloud", "green", "table", "window", "music", "paper", "horse", "light", "winter")
 DRAWN = random.Random(5)
 PREFIXES = [" ".join([f"{chr(97 + number)}{number}", *DRAWN.choices(WORDS, k=71)]) for number in range(20)]
@@ -328,7 +322,9 @@ def test_hits_by_router(cluster):
 
 
 @pytest.mark.slow
-def test_the_official_client_streams_and_is_refused_in_the_servers_words(cluster, alone):
+def test_the_official_client_streams_and_is_refused_in_the_servers_words(cluster):
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        alone = engine.chat(CHAT, SamplingParams(max_new_tokens=24))[0].text
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         asked = {"model": "tiny-gemma4", "messages": CHAT, "max_tokens": 24, "temperature": 0}
         chunks = list(client.chat.completions.create(**asked, stream=True))
