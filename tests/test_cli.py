@@ -60,7 +60,6 @@ ASKED_FOR_CUDA = [
     ("args", "says"),
     [
         (("generate", ""), "the prompt is ''"),
-        (("generate", "", "--raw"), "the prompt is ''"),
         (("generate", "x", "--target", "no/such/model/here"), "no/such/model/here"),
         (("generate", "x", "--drafter", "./nowhere"), "./nowhere"),
         (("generate", "x", "--temperature", "nan"), "temperature=nan"),
@@ -86,9 +85,7 @@ ASKED_FOR_CUDA = [
         (("bench", "--data", "gsm8"), "data='gsm8': no such file; a JSONL file is expected, or one of gsm8k, mt-bench"),
         (("eval", "gsm8k", "--data", "missing.jsonl"), "missing.jsonl"),
         (("eval", "gsm8k", "--shots", "9"), "shots=9"),
-        (("eval", "gsm8k", "--top-n-sigma", "nan"), "top_n_sigma=nan"),
         (("eval", "gsm8k", "--compare", "--drafter", "none"), "drafter"),
-        (("eval", "gsm8k", "--target", "./nowhere"), "./nowhere"),
         (("generate", "x", "--dtype", "int8"), "dtype='int8': a floating torch.dtype or its name is expected, such as"),
         (("bench", "--json", "--limit"), "'--limit': a file name or '-' is expected"),
         (("bench", "--json", "-x"), "'-x': a file name or '-' is expected"),

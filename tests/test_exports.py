@@ -70,13 +70,6 @@ def test_every_way_of_importing_gives_the_same_object():
     assert pickle.loads(pickle.dumps(specdec.generate)) is specdec.generate
 
 
-@pytest.mark.deep
-def test_an_engine_loads_torch_and_generate_is_a_function_whatever_is_imported():
-    loads = "import specdec, sys; specdec.Engine; print('torch' in sys.modules);"
-    out = run_python(loads + "import specdec.cli.commands, specdec.hf_generate; print(type(specdec.generate))")
-    assert out == "True\n<class 'function'>\n"
-
-
 def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(specdec, "Engin")
     assert doctest.testmod(specdec).failed == 0
