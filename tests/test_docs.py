@@ -159,19 +159,19 @@ def run_shell(text: str, name: str, monkeypatch: pytest.MonkeyPatch, runs: bool 
     for block in blocks(text):
         if block.language != "sh":
             continue
-        printed = ""
+        printed, is_run = "", runs and block.output is not None and not block.skipped
         for words in commands(block.code):
             where = f"{name}:{block.line}: {shlex.join(words)}"
             try:
                 check_command(words, monkeypatch)
             except Exception as error:
                 raise AssertionError(f"{where}: {error}") from error
-            if runs and block.output is not None and not block.skipped:
+            if is_run:
                 assert words[0] == "specdec", f"{where}: only specdec commands are run; leave out the output"
                 result = CliRunner().invoke(app, words[1:])
                 assert result.exit_code == 0, f"{where}: {result.output}"
                 printed += result.stdout
-        if runs and block.output is not None and not block.skipped:
+        if is_run:
             require_output(f"{name}:{block.line}", block.output, printed)
 
 

@@ -267,17 +267,3 @@ def test_without_the_extra_one_sentence_says_what_to_install(missing, monkeypatc
     monkeypatch.setitem(sys.modules, missing, None)
     run, advice = serve(), "which is not installed; pip install 'specdec-runtime[serve]'\n"
     assert (run.exit_code, run.stderr) == (2, f"specdec: specdec serve needs {missing}, {advice}")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--api-key", ""], "API key is empty"),
-        (["--tool-parser", "poem"], "tool_parser='poem' is unknown"),
-        (["--served-model-name", ""], "none empty"),
-    ],
-    ids=["key", "parser", "name"],
-)
-def test_bad_options_are_one_sentence_before_anything_is_loaded(options, said):
-    run = serve("--target", "/not/there", *options)
-    assert run.exit_code == 2 and said in run.stderr and run.stderr.count("\n") == 1
