@@ -40,14 +40,11 @@ def test_version_is_that_of_the_distribution():
 # the names are loaded when they are used
 
 
-def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.slow
 def test_import_alone_loads_nothing_heavy():
     heavy = "{'torch', 'transformers', 'numpy'}"
-    out = run_python(f"import specdec, sys; print(sorted({heavy} & set(sys.modules)), specdec.__version__)")
+    code = f"import specdec, sys; print(sorted({heavy} & set(sys.modules)), specdec.__version__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["[]", specdec.__version__]
 
 
