@@ -1,5 +1,4 @@
-"""Training of drafters: the parallel forwards are the sequential drafters, runs can be stopped and go on, and what they
-leave loads and drafts."""
+"""`specdec train`: runs can be stopped and go on, what they leave loads and drafts, and mistakes are said before work."""
 
 import io
 import json
@@ -11,24 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from block_heads import random_head
 from rich.console import Console
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
-from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.models.target import TargetModel
+from specdec.errors import ConfigError
 from specdec.modules.transformers_names import cache_argument
 from specdec.progress import Stage
-from specdec.training import assistant_training, output_folder, train_drafter, training_loop
+from specdec.training import output_folder, train_drafter, training_loop
 from specdec.training.draft_loss import draft_loss
-from specdec.training.head_training import TrainableBlock
-from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
 
@@ -36,101 +30,6 @@ from marks import deep, deep_cases, examples, slow
 from processes import run as run_python
 from processes import run_ranks
 from tiny_models import FULL, SLIDING
-
-
-def documents(lengths: list[tuple[int, int]]) -> list[tuple[np.ndarray, int]]:
-    rng = np.random.default_rng(0)
-    return [(rng.integers(1, 96, n).astype(np.int32), cut) for n, cut in lengths]
-
-
-def batch_of(docs: list[tuple[np.ndarray, int]], length: int) -> Any:
-    return PackedRows(*(x.long() for x in pack_rows(docs, length)))
-
-
-@deep_cases("qwen3", "gemma3")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gemma4-31b"])
-def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, make_target) -> None:
-    target = TargetModel(make_target(family))
-    model = assistant_training.new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4).float()
-    x, pos = torch.zeros(1, 40, 32), torch.arange(40)[None]
-    for kind in set(model.config.get_text_config().layer_types):
-        rotary = target.decoder.rotary_emb
-        nested = any(isinstance(value, dict) for value in dict(target.config.rope_parameters).values())
-        theirs = rotary(x, pos, kind) if nested else rotary(x, pos)
-        for ours, want in zip(model.model.rotary_emb(x, pos, kind), theirs, strict=True):
-            # some models keep one half of the frequencies, which both halves of a head share
-            torch.testing.assert_close(ours[..., : want.shape[-1]], want)
-
-
-@pytest.mark.parametrize(("family", "reason"), [("mistral", "full_attention"), ("gpt_oss", "truncate=False")])
-def test_targets_that_an_assistant_cannot_read_are_refused(family, reason, make_target) -> None:
-    target = TargetModel(make_target(family))
-    with pytest.raises(UnsupportedModelError, match=reason):
-        assistant_training.new_assistant(target, hidden=16, intermediate=16, layers=1, heads=4)
-
-
-def test_predicted_rows_are_those_of_answers() -> None:
-    batch = batch_of(documents([(7, 3)]), 10)
-    T, F = True, False
-    # positions 0..6 hold the document, its answer is 3..6; EAGLE-3's row i predicts i + 2 at step 0, i + 3 at step 1
-    assert [r[0].tolist() for r in predicted_rows(batch, 2, 2)] == [
-        [F, T, T, T, T, F, F, F, F, F],
-        [T, T, T, T, F, F, F, F, F, F],
-    ]
-    # a frozen-KV drafter's row i predicts i + 1 at step 0
-    assert predicted_rows(batch, 1, 1)[0][0].tolist() == [F, F, T, T, T, T, F, F, F, F]
-
-
-def test_rows_of_answers_begin_blocks(make_target) -> None:
-    target = TargetModel(make_target("llama"))
-    trainable = TrainableBlock(random_head(target, "dflash"), target)
-    batch = batch_of(documents([(11, 4)]), 14)
-    # tokens 4 .. 10 are the answer, so that blocks begin at the tokens before each of them
-    assert trainable.learnt_rows(batch)[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8, 9]
-    draft_loss(trainable, batch, trainable.target_states(batch), 5).backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
-
-
-class Scaled:
-    """A drafter whose scores are always these, times the first number of its state, to check the loss by hand."""
-
-    ahead = 2
-
-    def __init__(self, target: TargetModel, scores: torch.Tensor, target_ids: torch.Tensor | None) -> None:
-        self.target, self.scores, self.target_ids = target, scores, target_ids
-
-    def learnt_rows(self, batch):
-        return None
-
-    def drafts(self, batch, known, steps):
-        yield from [known["hidden"]] * steps
-
-    def score(self, states):
-        return self.scores * states[..., :1]
-
-
-def test_the_loss_is_the_cross_entropy_with_the_targets_law(make_target) -> None:
-    target = TargetModel(make_target("llama"))
-    batch = batch_of(documents([(7, 3)]), 10)
-    hidden = torch.randn(1, 10, 32, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        law = target.logits(hidden)[0, 2:6].softmax(-1)  # row j: the law of token j + 1; the answer's are 3, 4, 5, 6
-    scores = torch.linspace(-1, 1, 96)
-    # row i predicts i + 2 at step 0, i + 3 at step 1, whose weight is 0.8
-    first, second = (-(law * (scores * hidden[0, i : i + 4, :1]).log_softmax(-1)).sum(-1).mean() for i in (1, 0))
-    got = draft_loss(Scaled(target, scores, None), batch, {"hidden": hidden}, 2)
-    torch.testing.assert_close(got, (first + 0.8 * second) / 1.8)
-    # rows whose best token is outside the draft vocabulary do not count, and the law is that of the others alone
-    best = law.argmax(-1)
-    ids = torch.tensor(sorted({*range(48), int(best[0])} - {int(best[1])}))
-    rows = [i for i in range(4) if int(best[i]) in ids.tolist()]
-    restricted = law[rows][:, ids]
-    restricted = restricted / restricted.sum(-1, keepdim=True)
-    few = torch.linspace(-1, 1, len(ids))
-    want = -(restricted * (few * hidden[0, 1:5, :1][rows]).log_softmax(-1)).sum(-1).mean()
-    got = draft_loss(Scaled(target, few, ids), batch, {"hidden": hidden}, 1)
-    assert 0 < len(rows) < 4
-    torch.testing.assert_close(got, want)
 
 
 @pytest.fixture
