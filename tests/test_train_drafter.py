@@ -1,4 +1,4 @@
-"""`specdec train`: runs can be stopped and go on, what they leave loads and drafts, and mistakes are said before work."""
+"""`specdec train`: runs stop and go on, what they leave loads and drafts, and mistakes are said before any work."""
 
 import io
 import json
