@@ -1,4 +1,4 @@
-"""Data sets by name, the figures of `specdec bench` against an engine's own counts, and the report of `specdec eval`."""
+"""Data sets by name, figures of `specdec bench` against an engine's own counts, and the report of `specdec eval`."""
 
 import json
 import sys

@@ -37,7 +37,6 @@ from marks import deep_cases, examples, is_deep
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
 TOKENS = examples(14, 32)
-BLOCK_TOKENS = examples(14, 32)
 QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -370,7 +369,7 @@ def block(engine):
     head = random_head(target, "deepspec-dflash", std=0.1, mask_token=BLOCK_MASK, aux_layers=TAPS, windows=(None, 24))
     head.embed_tokens.weight.data.copy_(target.embed.weight)
     drafter = BlockDrafter(head, target)
-    head.lm_head.weight.data.copy_(fitted_head(engine, drafter, drafter.plain, 60, BLOCK_TOKENS))
+    head.lm_head.weight.data.copy_(fitted_head(engine, drafter, drafter.plain, 60, TOKENS))
     return lambda **changes: changed_block(drafter, target, **changes)
 
 
@@ -385,7 +384,7 @@ def block(engine):
     ids=["MASK", "taps one later"],
 )
 def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, do, block, diagnosed):
-    found = diagnosed(block(**changes), prompts=None, max_new_tokens=BLOCK_TOKENS)
+    found = diagnosed(block(**changes), prompts=None)
     assert causes(found) == [cause]
     [finding] = found.findings
     assert do in finding.do
