@@ -22,14 +22,11 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import Pack, PackTables, RunSlots
 from specdec.attention.plan import KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
-from specdec.attention.trees.beam import Candidates, expand
-from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.tree_builder import select_tree
-from specdec.attention.trees.walk import tree_fields
+from specdec.attention.trees.tree import DraftTree, tree_fields
+from specdec.attention.trees.tree_builder import Candidates, expand, select_tree
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.evaluation.phases.random_weights import FORMS, build_model, pack_layers
-from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
     EMPTY,
     NUMBERS,
@@ -44,6 +41,7 @@ from specdec.gpu.exchange_kernels import (
 from specdec.gpu.operations import FAST, KERNELS, Operations
 from specdec.gpu.stage_clock import StageClock
 from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.triton_shim import pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence

@@ -19,7 +19,7 @@ from specdec.cli.command import spread
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.published import BUNDLED_NAMES, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
-from specdec.runtime.request import StreamDelta
+from specdec.runtime.request_output import StreamDelta
 from specdec.serving.server_settings import ServeSettings
 
 from marks import deep_cases, is_deep, slow

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_shim import TL_DTYPES, pdl_options, triton
 from specdec.layers.description.moe_families import experts_of, router_of
 from specdec.layers.gemm.linear import Mlp, gated_linear, linear
 from specdec.layers.gemm.product import finish, reference_finish

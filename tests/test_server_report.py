@@ -6,7 +6,7 @@ from server_process import running_server
 from starlette.testclient import TestClient
 
 from specdec.runtime.engine_stats import EngineStats, PoolStats
-from specdec.runtime.request import RequestStats
+from specdec.runtime.request_output import RequestStats
 from specdec.serving import tracing
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import Snapshot

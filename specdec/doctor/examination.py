@@ -27,7 +27,7 @@ from specdec.errors import ConfigError
 from specdec.load_check import CheckedPair, Symptom, drafter_path
 from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
-from specdec.runtime.request import GenerationOutput
+from specdec.runtime.request_output import GenerationOutput
 from specdec.settings.declared_fields import require_int
 from specdec.text.prompt_files import read_prompts
 

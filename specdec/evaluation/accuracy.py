@@ -29,7 +29,7 @@ from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, batches_of, choose
 from specdec.evaluation.timed_comparison import first_difference, run_interleaved
 from specdec.evaluation.transcripts import Record, append_record, open_transcripts, read_transcripts
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
-from specdec.models.context_length import context_length
+from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem

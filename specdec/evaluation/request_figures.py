@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec.runtime.draft_reports import vllm_figures
-from specdec.runtime.request import RequestStats
+from specdec.runtime.request_output import RequestStats
 
 
 def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:

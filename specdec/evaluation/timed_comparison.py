@@ -9,7 +9,7 @@ from dataclasses import asdict
 from time import perf_counter, process_time
 from typing import Any
 
-from specdec.runtime.request import GenerationOutput
+from specdec.runtime.request_output import GenerationOutput
 
 TokenPrompts = list[list[int]]
 """Token ids of some prompts, or of the outputs to them."""

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import Operations, op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product, activate, reference_activate, reference_finish, sum_parts

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import Operations, op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.gemm_medium import MediumTiles, can_describe, gemm_medium
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import (

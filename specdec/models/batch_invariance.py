@@ -1,7 +1,7 @@
 """Batch invariance: a row has the same bits whatever the other rows of a forward are. How torch gets it, and the check.
 
 Among kernels, `layers/gemm/linear.py` cuts sums by the weight only, and `attention/kernels/tree_attention.py` cuts keys
-by position. Layers without such kernels run in tiles of a fixed number of rows (`attention/row_tiles.py`), and in these
+by position. Layers without such kernels run in tiles of a fixed number of rows (`attention/path_attention.py`). There
 
     functions   torch computes most elements of a tensor in vectors, but the last ones, and those at the end of a
                 thread's share, one by one; exponentials may differ in the last bit. `VectorwiseMode` pads and cuts, so
@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles, tile_context
+from specdec.attention.path_attention import ROWS, pad_rows, row_tiles, tile_context
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, Operations
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.gemm.linear import Mlp, linear, reference_gated_linear, reference_linear, reference_linear_parts

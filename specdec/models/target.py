@@ -32,8 +32,7 @@ from specdec.models.batch_invariance import (
     rowwise,
     run_experts_by_row,
 )
-from specdec.models.cache_geometry import GeometryContext, measured_layout
-from specdec.models.described_model import DescribedModel
+from specdec.models.described_model import DescribedModel, GeometryContext, measured_layout
 from specdec.models.paused_forward import PausedForward, collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite

@@ -21,9 +21,9 @@ from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import SpecDecError, StoppingError
 from specdec.models.weight_storage import weights_in_words
-from specdec.runtime.arguments import known_keywords, params_for, require_one_sample, require_type
+from specdec.runtime.calls.arguments import known_keywords, params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
-from specdec.runtime.request import GenerationOutput, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission
 from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample
 from specdec.serving.fair_pool import CLIENT, FairPool

@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.product import SplitK, activate
 
 GROUP = 8

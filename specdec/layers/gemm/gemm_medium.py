@@ -16,9 +16,17 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from specdec.gpu.dependent_launch import has_pdl, pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import INTERPRETED, KEEP, tl, triton
+from specdec.gpu.triton_shim import (
+    INTERPRETED,
+    KEEP,
+    device_limits,
+    has_pdl,
+    pdl_options,
+    tl,
+    trigger_next,
+    triton,
+    wait_for_previous,
+)
 from specdec.layers.gemm.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product, activate
 from specdec.layers.packed.packed_weight import Weight
 

@@ -10,9 +10,16 @@ This kernel also runs any number of rows if tensor descriptors do not work: floa
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import INTERPRETED, KEEP, tl, triton
+from specdec.gpu.triton_shim import (
+    INTERPRETED,
+    KEEP,
+    device_limits,
+    pdl_options,
+    tl,
+    trigger_next,
+    triton,
+    wait_for_previous,
+)
 from specdec.layers.gemm.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles, activate
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -173,7 +180,7 @@ def gemm_small_kernel(
     BLOCK_M: tl.constexpr,
     TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    START: tl.constexpr,  # "usual", or "holds" or "early" (`dependent_launch.py`)
+    START: tl.constexpr,  # "usual", or "holds" or "early" (`triton_shim.py`)
     PDL: tl.constexpr,
 ) -> None:
     """grid (row tiles, weight tiles, ranges of K): a tile of the weight times a tile of rows."""

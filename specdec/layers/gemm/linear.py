@@ -25,9 +25,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.gemm_large import gemm_large
 from specdec.layers.gemm.gemm_medium import can_describe, choose_medium_tiles, gemm_medium
 from specdec.layers.gemm.gemm_small import HELD_ROWS, can_hold, choose_small_tiles, gemm_small

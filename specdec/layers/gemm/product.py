@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 
 MAX_SMALL_ROWS = 32

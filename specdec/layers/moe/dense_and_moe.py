@@ -5,7 +5,7 @@ r"""A dense MLP and a mixture of experts that read one residual stream: two laun
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
 
-Launch 1 starts `early` (`dependent_launch.py`): its dense programs depend only on the fork, so they read their weights
+Launch 1 starts `early` (`triton_shim.py`): its dense programs depend only on the fork, so they read their weights
 while the router still chooses. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. With many
 assignments (not `are_few`) these three run instead, since fewer programs with tiles of all rows would fit a
 multiprocessor.

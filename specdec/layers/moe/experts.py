@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.product import Product, activate, reference_activate
 from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.routing import Routing, list_kernel

@@ -22,8 +22,7 @@ For still more rows `dequantise` writes the weight to memory, and the vendor's l
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.gemm_medium import store_columns
 from specdec.layers.gemm.gemm_small import sum_range
 from specdec.layers.gemm.product import Product

@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import INTERPRETED, triton
+from specdec.gpu.triton_shim import INTERPRETED, device_limits, triton
 from specdec.layers.gemm.gemm_medium import is_described
 from specdec.layers.gemm.gemm_small import TWO_TILES, can_hold
 from specdec.layers.gemm.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, SplitK, Tiles

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.http.answers import refusals
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop

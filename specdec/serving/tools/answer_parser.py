@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from specdec.runtime.request import StreamDelta
+from specdec.runtime.request_output import StreamDelta
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
 from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
 from specdec.serving.tools.reasoning import ReasoningFormat

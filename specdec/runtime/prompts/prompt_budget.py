@@ -1,11 +1,19 @@
-"""How many prompt tokens a step reads. It bounds the time that decoding requests wait for prompts.
+"""How many prompt tokens a step reads, and of which requests. It bounds the time that decoding requests wait.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
     prompts   seconds = forward + token * T + pair * X           T tokens that see X earlier tokens in all
 
 So one long prompt lengthens each step by at most half a round, while a queue of prompts is read in large steps, for
 throughput. Rounds are timed whenever they run. Prompts are timed when the engine is made (GPU), or whenever they run,
-host work included (CPU). This file knows no request and reads no clock.
+host work included (CPU).
+
+    in a step    the first by rank: at least half of the budget | short prompts that pass it | the others, by rank
+
+Prompts are read by rank, with one exception: a prompt with at most half as many unread tokens as the first one passes
+it. So a short prompt does not wait for a long one. The first prompt keeps half of the budget, so it always advances. A
+prompt that passes it waits for at most twice its own tokens, and for prompts shorter than itself.
+
+This file knows no request and no page, and reads no clock: if pages are short, a prompt gets less than its share.
 """
 
 from collections.abc import Sequence
@@ -17,9 +25,16 @@ import numpy.typing as npt
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_shares import PromptBudget
-from specdec.runtime.rounds.captured_prompts import MIN_LONG_TOKENS
-from specdec.runtime.rounds.prompt_parts import PartShare
+from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, PartShare, captured_size
+
+IDLE_STEPS = 4
+"""While no request decodes, prompts that would take at most this many steps are read in one."""
+
+MAX_BUDGET = 8192
+"""Upper bound on the prompt tokens of a step. More tokens take memory for activations and do not raise throughput."""
+
+STATE_CHUNK = 2048
+"""Upper bound on the default chunk of a target with recurrent layers: prefixes are shared up to the end of a chunk."""
 
 GAP_SHARE = 0.5
 """Time that a step may spend on prompts, as a share of a round's time, for each request that waits for its first token
@@ -51,6 +66,43 @@ really become slower, a few forwards show it."""
 
 Numbers = npt.NDArray[np.float64]
 UNITS = np.array([1.0, 1e3, 1e6])  # scale of the three unknowns: per forward, token, pair
+
+
+class PromptBudget(NamedTuple):
+    """Upper bounds on the prompt tokens of a step: `while_decoding` while other requests decode, `while_idle` while
+    none does, and `chunk` for one request.
+
+    user_set: the user set `max_prefill_tokens`. min_tokens: lower bound while other requests decode.
+    """
+
+    while_decoding: int
+    while_idle: int
+    chunk: int = 512
+    user_set: bool = False
+    min_tokens: int = 16
+
+    @classmethod
+    def from_settings(
+        cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str, *, recurrent: bool = False
+    ) -> "PromptBudget":
+        """Bounds from the user's settings; None: the default of the device. recurrent: the target has such layers.
+
+        A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward.
+        On a CPU every token takes time, so a step reads about as many tokens as a round of twenty requests verifies.
+        """
+        chunk = STATE_CHUNK if recurrent else MAX_BUDGET
+        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_BUDGET, MAX_BUDGET, chunk, min_tokens=64)
+        if max_prefill_tokens is not None:
+            usual = usual._replace(while_decoding=max_prefill_tokens, while_idle=max_prefill_tokens, user_set=True)
+        return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
+
+    def idle_tokens(self, to_come: int) -> int:
+        """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""
+        return (
+            to_come
+            if to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
+            else self.while_idle
+        )
 
 
 class PromptLoad(NamedTuple):
@@ -171,7 +223,7 @@ class PromptGap:
         if budget.user_set:
             return budget
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, budget.chunk)
-        cap = max(MIN_CAP, min(fitting, MIN_LONG_TOKENS) // 256 * 256, _captured_size(fitting))
+        cap = max(MIN_CAP, min(fitting, MIN_LONG_TOKENS) // 256 * 256, captured_size(fitting))
         return budget._replace(while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle))
 
     def tokens(self, budget: PromptBudget, num_waiting: int, prefix: int) -> int:
@@ -187,7 +239,7 @@ class PromptGap:
             return budget.while_decoding
         if self.division is not None and fitting < self.division.max_tokens:
             return min(self._tokens_in_parts(self.division, num_waiting, prefix), budget.while_decoding)
-        return min(max(budget.min_tokens, _captured_size(fitting)), budget.while_decoding)
+        return min(max(budget.min_tokens, captured_size(fitting)), budget.while_decoding)
 
     def seconds_allowed(self, budget: PromptBudget, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds of a step that a divided forward over this load may take while other requests decode; None: the
@@ -240,11 +292,37 @@ class PromptGap:
         return max(self.round, self.longest_round) + spent
 
 
-def _captured_size(tokens: int) -> int:
-    """Round down to a power of two, or from MIN_LONG_TOKENS on to a quarter step between two. Few shapes are captured,
-    but padding takes as long as tokens."""
-    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= MIN_LONG_TOKENS else 1))
-    return tokens // step * step
+class UnreadPrompt(NamedTuple):
+    """A prompt that is being read.
+
+    remaining: its unread tokens. level: priority level of its request; lower levels are read first, whatever their
+    length.
+    """
+
+    level: int
+    remaining: int
+
+
+def shares(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> list[int]:
+    """Tokens of each prompt in this step: at most `chunk` per prompt and `budget` in all. prompts: by rank."""
+    given = [0] * len(prompts)
+    if not prompts:
+        return given
+    first = prompts[0]
+    kept = min(chunk, first.remaining, -(-budget // 2))
+    passing = [
+        i for i, each in enumerate(prompts) if each.level == first.level and 2 * each.remaining <= first.remaining
+    ]
+    passing.sort(key=lambda i: prompts[i].remaining)  # equal ones stay in rank order
+    left = budget
+    for order, others in ((passing, kept), (range(len(prompts)), 0)):
+        for i in order:
+            more = min(chunk - given[i], prompts[i].remaining - given[i], left - others)
+            given[i] += more
+            left -= more
+            if left == others:
+                break
+    return given
 
 
 def _counts(load: PromptLoad) -> Numbers:

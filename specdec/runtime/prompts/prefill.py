@@ -1,36 +1,93 @@
 """The prompt side of a step: the target reads a group of prompt chunks, then first tokens are drawn.
 
-    begin     takes the scheduler's chunks; divides the forward if decoding requests would wait too long for it
-    advance   runs the parts that fit this step
+    step        round | parts 0, 1    round | part 2    round | part 3, first token
+    committed                                                     all its tokens, at once
+
+    advance   takes the scheduler's chunks, divides their forward if decoding requests would wait too long for it, and
+              runs the parts that fit this step
     launch    after the last part: draws, scores and commits; the host already knows the lengths
 
-`Launches` settles the result. A forward that has run in part is kept from step to step; it is dropped if its rows are
-lost or weights have moved.
+`Launches` settles the result. A forward that has run in part is kept from step to step; no token of it is committed
+before its last part is launched. If one of its requests loses its row (its slots may then belong to another request),
+or if weights have moved, the forward is dropped and its chunks are read again.
 """
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
-from specdec.runtime.prompt_gap import PromptLoad
-from specdec.runtime.prompt_reading import PromptReading
-from specdec.runtime.prompt_scores import scoring_of
+from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
+from specdec.runtime.prompts.prompt_scores import scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
-from specdec.runtime.rounds.device_state import PREFILL_STAGES, Chunk, DeviceState
-from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
-from specdec.runtime.rounds.prompt_scoring import score_chunk
+from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.prompt_chunks import (
+    LAYERS_A_PART,
+    PREFILL_STAGES,
+    Chunk,
+    PromptParts,
+    divide,
+    draw_first_tokens,
+    read_chunk,
+    score_chunk,
+    single_layers,
+    whole_chunk,
+)
+from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.scheduler import RequestBatch, Scheduler
 from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SamplerFeatures
+
+
+@dataclass(slots=True)
+class PromptReading:
+    """The forward over the next `chunk_len` [B] tokens of a batch of requests, after `done` [B] earlier ones.
+
+    earlier: device nanoseconds of the parts run in earlier steps; None: there were none. seconds: host time so far.
+    """
+
+    batch: RequestBatch
+    chunk_len: IntArray
+    done: IntArray
+    parts: PromptParts
+    num_parts_run: int = 0  # parts that have run
+    earlier: torch.Tensor | None = None
+    seconds: float = 0.0
+
+    @property
+    def load(self) -> PromptLoad:
+        return PromptLoad.from_runs(self.done, self.chunk_len)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_parts_run == len(self.parts.programs)
+
+    @torch.inference_mode()
+    def advance(self, gap: PromptGap, budget: float | None, *, waits: bool) -> None:
+        """Run the next part, and further ones that are expected to end within `budget` seconds (None: all of them).
+
+        waits: each call returns when its part has run, so the host's clock measures it.
+        """
+        begin, spent = time.perf_counter(), 0.0
+        while not self.is_complete:
+            share = self.parts.shares[self.num_parts_run]
+            expected = 0.0 if budget is None else gap.part_seconds(self.load, share)
+            if budget is not None and spent > 0.0 and spent + expected > budget:
+                break
+            self.parts.programs[self.num_parts_run]()
+            self.num_parts_run += 1
+            spent = time.perf_counter() - begin if waits else spent + expected
+        self.seconds += time.perf_counter() - begin
 
 
 class Prefill:
@@ -102,8 +159,8 @@ class Prefill:
             scores = scoring, copy_to_host(score_chunk(state, chunk, cells, scoring.alternatives))
         max_prompt_len = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.grammar_state for request in drawn])
-        packed = state.prefill(
-            chunk, chosen, max_prompt_len, shape, masks, reading.earlier, first_position=int(done.min())
+        packed = draw_first_tokens(
+            state, chunk, chosen, max_prompt_len, shape, masks, reading.earlier, first_position=int(done.min())
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
         result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
@@ -116,7 +173,7 @@ class Prefill:
         chunk = None if self.captured_prompts is None else self.captured_prompts.read(rows, chunk_len, needed)
         if chunk is None:
             runs = upload(np.stack([rows, chunk_len]), self._state.device)
-            chunk = self._state.read(runs[0], runs[1], int(chunk_len.sum()), needed)
+            chunk = read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
         return chunk
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
@@ -141,3 +198,15 @@ class Prefill:
         if found is None:
             found = whole_chunk(lambda: self.read(rows, chunk_len, needed), self._state.weights.generation())
         return PromptReading(batch, chunk_len, done, found)
+
+
+def division_of(state: DeviceState, *, captured: bool) -> Division | None:
+    """How forwards over prompts are divided among steps; None: they are not.
+
+    A GPU takes as long for one token as for 64, and reads 256 in two or three steps; on a CPU each token takes time.
+    """
+    if not state.target.can_pause or not (captured or state.device.type == "cpu"):
+        return None
+    states = state.states_needed(scored=False, ends_prompt=False)
+    _, shares = divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)
+    return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

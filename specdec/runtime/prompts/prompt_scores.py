@@ -4,15 +4,49 @@
              | scores are here  | still to be computed |
 
 All samples of a prompt share one object: the first sample to compute a token's score fills it in for all. The first
-token has no score, since no token precedes it. It knows numbers on the host, no tensor, chunk or request. Invariant:
-`known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
+token has no score, since no token precedes it. `score_chunk` computes them. This file knows numbers on the host, no
+tensor and no request. Invariant: `known` only grows, and the scores of tokens 1 to `known` - 1 are complete.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.rounds.prompt_scoring import ChunkScoring, ScoredSpan
 from specdec.sampling.log_probs import TokenScores
+
+
+class ScoredSpan(NamedTuple):
+    """Tokens of one chunk to score: `length` tokens from position `first` of the prompt on. chunk_index: the chunk's
+    index in its step. column: index in the chunk of the state that predicts the token at `first`."""
+
+    chunk_index: int
+    column: int
+    first: int
+    length: int
+
+
+class ChunkScoring(NamedTuple):
+    """All tokens of a step's chunks to score, M in all. alternatives: K, the most that any request asks for."""
+
+    spans: Sequence[ScoredSpan]
+    alternatives: int
+
+    def cells(self) -> IntArray:
+        """Chunk and column of the state that scores each token, span by span, [2, M]."""
+        numbers = [np.full(span.length, span.chunk_index) for span in self.spans]
+        columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
+        return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)
+
+    def split(self, packed: "np.ndarray[Any, Any]") -> list[tuple[ScoredSpan, TokenScores]]:
+        """Split the host copy of `score_chunk`'s result, [M, 1 + 2K] int32, into the scores of each span."""
+        alternatives = (packed.shape[1] - 1) // 2
+        chosen, values, ids = np.split(np.ascontiguousarray(packed), [1, 1 + alternatives], axis=1)
+        ends = np.cumsum([span.length for span in self.spans])[:-1]
+        floats = [np.ascontiguousarray(bits).view(np.float32) for bits in (chosen[:, 0], values)]
+        parts = zip(*(np.split(numbers, ends) for numbers in (*floats, ids)), strict=True)
+        return [(span, TokenScores(*part)) for span, part in zip(self.spans, parts, strict=True)]
 
 
 class PromptLogProbs:

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from specdec.errors import SpecDecError
-from specdec.runtime.request import GenerationOutput, Request, RequestStats, StreamDelta
+from specdec.runtime.request import Request
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
-from specdec.runtime.arguments import params_for, spec_for
-from specdec.runtime.prompt_scores import PromptLogProbs
+from specdec.runtime.calls.arguments import params_for, spec_for
+from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.grammars import token_rules

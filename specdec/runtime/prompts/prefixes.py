@@ -12,14 +12,15 @@ weights' versions before it uses the cache. If they differ, the cache is emptied
 cached. This file knows no pool and no tensor.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.prefix_cache import NO_PAGES, PrefixCache
-from specdec.runtime.prompts_in_progress import PromptReader, PromptsInProgress, Rank
 from specdec.runtime.request import Request, RequestState
 
 WORTH_WAITING = 16
@@ -28,6 +29,72 @@ WORTH_WAITING = 16
 STATE_EVERY = 1024
 """Minimum distance in tokens between copies of recurrent states while a prompt is read. The end of the prompt gets a
 copy too."""
+
+Rank = tuple[int, int]
+"""Rank of a request: lower ones are served first."""
+
+
+class PromptReader(NamedTuple):
+    """A running request whose prompt is being computed. key [n] and salt identify the prompt."""
+
+    rank: Rank
+    request: Request
+    key: IntArray
+    salt: bytes
+
+    @property
+    def entry(self) -> tuple[bytes, bytes, int]:
+        return self.salt, self.key.tobytes(), self.request.id
+
+
+class PromptsInProgress:
+    """Running requests that are computing K/V of their prompts, to find those that share a prefix with another prompt.
+
+    Prompts are sorted by their keys, so prompts that share a prefix stand next to each other: a lookup compares a
+    prompt with its neighbours only, however many requests are running. Comparing all pairs would make admission
+    quadratic. cache: compares keys.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self.clear()
+
+    def clear(self) -> None:
+        self._readers: dict[int, PromptReader] = {}  # by number of the request
+        self._entries: list[tuple[bytes, bytes, int]] = []  # sorted
+
+    def get(self, number: int) -> PromptReader | None:
+        """The request with this number, if its prompt is in progress."""
+        return self._readers.get(number)
+
+    def add(self, reader: PromptReader) -> None:
+        """Add a request that begins to compute its prompt."""
+        self.discard(reader.request)
+        self._readers[reader.request.id] = reader
+        insort(self._entries, reader.entry)
+
+    def discard(self, request: Request) -> None:
+        """Remove a request whose prompt is complete or that lost its row. An unknown request is no error."""
+        reader = self._readers.pop(request.id, None)
+        if reader is not None:
+            del self._entries[bisect_left(self._entries, reader.entry)]
+
+    def sharing(self, key: IntArray, salt: bytes, min_len: int) -> Iterator[tuple[int, PromptReader]]:
+        """Requests whose prompts share at least the first `min_len` slots with this key: (slots in whole pages,
+        request)."""
+        place = bisect_left(self._entries, (salt, key.tobytes(), -1))
+        for neighbours in (reversed(self._entries[:place]), self._entries[place:]):  # the nearest share the most
+            for other_salt, _, number in neighbours:
+                reader = self._readers[number]
+                common = self._cache.common_len(key, reader.key) if other_salt == salt else 0
+                if common < min_len:
+                    break
+                yield common, reader
+
+    def check(self, running: set[int]) -> None:
+        """Assert that its requests are running, and that their entries are sorted."""
+        assert self._readers.keys() <= running, "a request without a row counts as computing its prompt"
+        assert self._entries == sorted(reader.entry for reader in self._readers.values()), "entries are not sorted"
 
 
 class Prefixes:
