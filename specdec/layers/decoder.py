@@ -297,10 +297,6 @@ class FusedDecoder(DescribedModule):
         for layer, described, next_norm in zip(self.layers, parts.layers, parts.next_norms, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
 
-    def get_input_embeddings(self) -> nn.Module:
-        embedding: nn.Module = self.source.get_input_embeddings()
-        return embedding
-
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

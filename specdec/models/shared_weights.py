@@ -32,12 +32,15 @@ def share_among(
     """Divide a text model and its head among ranks. The given modules may be on any device and are not changed.
 
     Raises ConfigError or UnsupportedModelError if it cannot be divided."""
-    if ops is None:
-        raise unfused_error(name, "it was made without operations for fused layers", len(ranks))
     try:
+        if ops is None:
+            raise Unfusable("it was made without operations for fused layers")
         parts = describe_decoder(decoder, unmerged=True)
-    except Unfusable as error:
-        raise unfused_error(name, str(error), len(ranks)) from error
+    except Unfusable as reason:
+        raise ConfigError(
+            f"tensor_parallel={len(ranks)} splits fused layers, and {name} runs unfused: {reason}; use a family that "
+            "has them (on a CPU with fused=True), or tensor_parallel=1"
+        ) from reason
     require_shares(name, parts, len(ranks))
     needed = MAX_ROWS * most_exchanged(parts, len(ranks))
     if ranks.room < needed:  # captures hold addresses of earlier reservations
@@ -55,13 +58,6 @@ def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce"
     weight = weight_of(head)
     placed = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # may be tied
     return SplitHead([placed, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
-
-
-def unfused_error(name: str, reason: str, count: int) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel={count} splits fused layers, and {name} runs unfused: {reason}; use a family that has them "
-        "(on a CPU with fused=True), or tensor_parallel=1"
-    )
 
 
 class PlacedOnce:

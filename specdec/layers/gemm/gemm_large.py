@@ -9,12 +9,10 @@ and up). Neither changes a bit: the instruction adds 16 columns at a time, in or
 tiles of x, so that both operands stay in the L2 cache.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.product import SplitK, activate
+from specdec.layers.gemm.product import SplitK, Tiles, activate
 
 GROUP = 8
 """Row tiles that consecutive programs take for the same weight tile."""
@@ -25,18 +23,6 @@ BLOCK_K = 64
 MIN_WAVES = 4
 """A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are
 idle."""
-
-
-class LargeTiles(NamedTuple):
-    """Tile sizes of a product of many rows.
-
-    block_n: rows of the weight per program; a gate row and its up row count as two.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -95,15 +81,15 @@ def gemm_large_kernel(
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> LargeTiles:
+def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> Tiles:
     """The fastest tiles that were timed on an H100, for 2-byte numbers."""
     multiprocessors, shared = device_limits(device)
     if gated or split_k.splits == 1:
-        tiles = LargeTiles(128, 256, 8, 3)
+        tiles = Tiles(256, 128, BLOCK_K, 8, 3, 256)
     elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
-        tiles = LargeTiles(128, 256, 16, 4)  # each range has an accumulator, which takes registers
+        tiles = Tiles(256, 128, BLOCK_K, 16, 4, 256)  # each range has an accumulator, which takes registers
     else:
-        tiles = LargeTiles(128, 128, 8, 4)
+        tiles = Tiles(128, 128, BLOCK_K, 8, 4, 128)
     stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
 

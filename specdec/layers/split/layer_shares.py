@@ -55,7 +55,11 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     mlp, moe = parts.mlp, parts.moe
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces = _attention_share(parts, rank, count) if parts.mixer is None else _mixer_share(parts, rank, count)
+    if parts.mixer is None:
+        pieces = _attention_share(parts, rank, count)
+    else:
+        mixer = parts.mixer.share(rank, count)
+        pieces = {"qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count), "mixer": mixer}
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -91,15 +95,6 @@ def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]
     return pieces
 
 
-def _mixer_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
-    """`_attention_share` of a recurrent layer."""
-    assert parts.mixer is not None
-    return {
-        "qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count),
-        "mixer": parts.mixer.share(rank, count),
-    }
-
-
 def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
     """Sections of rows of a layer's first weight, and how many parts each is divided into. Latents are not divided."""
     heads = parts.heads
@@ -123,8 +118,7 @@ def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
     """The per-layer embeddings of one rank's layers, and the number of columns of each rank. Ranks have equally many
     layers, or one more."""
-    assert parts.norm.weight is not None
-    width = len(parts.norm.weight)
+    width = parts.width
     layers = parts.table.shape[1] // width
     columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
     own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))

@@ -187,7 +187,7 @@ class SplitDecoder(nn.Module):
                 if min(columns) < max(columns):  # remove the padding of narrower shares
                     by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
                     every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
-                whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
+                whole.append(every.unflatten(1, (-1, parts.width)))
         return whole
 
 
