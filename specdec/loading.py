@@ -27,8 +27,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.checkpoints.checkpoint_files import damaged_file
-from specdec.draft_models.checkpoints.config_json import read_config_json
+from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, read_config_json
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.published import BUNDLED_NAMES, resolve_name

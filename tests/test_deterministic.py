@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
 from specdec.attention.path_attention import ROWS, PathAttention
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.models.batch_invariance import ROWWISE, VectorwiseMode

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.doctor import diagnose
-from specdec.doctor.acceptance import Comparison, Measured
-from specdec.doctor.changes import changed_block, possible_masks
+from specdec.doctor.causes import changed_block, possible_masks
 from specdec.doctor.dense_drafts import dense_drafts, record
+from specdec.doctor.diagnosis import Comparison, Measured
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter

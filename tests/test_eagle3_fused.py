@@ -10,9 +10,8 @@ from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.fused_head import FusedHead
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput, PlainHead
-from specdec.draft_models.heads.fused_form import EchoContext, proved_form
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, FusedHead, HeadOutput, PlainHead
+from specdec.draft_models.heads.fused_layers import EchoContext, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.description.fusable import Unfusable

@@ -177,12 +177,8 @@ def of_layer_inputs(draw: Draw) -> Arguments:
     tokens = torch.randint(0, 9, (rows,), device=DEVICE)
     table = draw.tensor(9, layers * width + 3)[:, : layers * width]
     context = draw.product(rows, layers * width)._replace(bias=None)
-    gain = draw.gain(width)
-    return (
-        context,
-        tokens,
-        EmbeddingParts(context=table, table=table, norm=gain, context_scale=0.3, table_scale=4.0),
-    ), {}
+    parts = EmbeddingParts(context=table, table=table, norm=draw.gain(width), context_scale=0.3, table_scale=4.0)
+    return (context, tokens, parts), {}
 
 
 def of_gated_projection(draw: Draw) -> Arguments:

@@ -31,7 +31,7 @@ from specdec.runtime import convention_watch
 from specdec.training.draft_loss import draft_loss, run_target
 from specdec.training.native_mtp_training import TrainableNativeMtp, new_state
 from specdec.training.packed_rows import Document, PackedRows, pack_rows
-from specdec.training.training_optimizer import MixedOptimizer, schedule
+from specdec.training.training_loop import MixedOptimizer, schedule
 
 from marks import examples, is_deep
 

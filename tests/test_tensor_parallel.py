@@ -25,7 +25,7 @@ from split_engines import (
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED

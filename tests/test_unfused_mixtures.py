@@ -7,8 +7,8 @@ import torch
 from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.heads.fused_form import EchoContext
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.heads.fused_layers import EchoContext
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.description.families import FAMILIES
 from specdec.models.target import TargetModel

@@ -12,11 +12,18 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from specdec.config import SamplingParams
-from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
-from specdec.doctor.causes import CAUSES, Cause, visible_symptoms
-from specdec.doctor.changes import Change
+from specdec.doctor.causes import CAUSES, Cause, Change, visible_symptoms
 from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
-from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
+from specdec.doctor.diagnosis import (
+    Acceptance,
+    Comparison,
+    Diagnosis,
+    Finding,
+    Measured,
+    Trial,
+    measured_by_engine,
+    measured_densely,
+)
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of

@@ -16,7 +16,7 @@ from specdec.config import SpecConfig
 from specdec.draft_models.block.block_head import BlockSpec, spread_layers
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.draft_models.heads.head_spec import HeadSpec
+from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.errors import ConfigError, require_one_of
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.published import BUNDLED_DIR

@@ -1,7 +1,8 @@
 """Batch invariance: a row has the same bits whatever the other rows of a forward are. How torch gets it, and the check.
 
 Among kernels, `layers/gemm/linear.py` cuts sums by the weight only, and `attention/kernels/tree_attention.py` cuts keys
-by position. Layers without such kernels run in tiles of a fixed number of rows (`attention/path_attention.py`). There
+by position. Layers without such kernels run in tiles of a fixed number of rows (`attention/path_attention.py`),
+in which torch's own operations need care:
 
     functions   torch computes most elements of a tensor in vectors, but the last ones, and those at the end of a
                 thread's share, one by one; exponentials may differ in the last bit. `VectorwiseMode` pads and cuts, so

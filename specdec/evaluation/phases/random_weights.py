@@ -27,7 +27,7 @@ from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
-from specdec.draft_models.heads.head_spec import HeadSpec
+from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp

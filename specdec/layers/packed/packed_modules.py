@@ -66,8 +66,8 @@ class PackedExperts(nn.Module):
     @property
     def experts(self) -> Experts:
         """The description, with `PackedWeight`s."""
-        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
-        return self._described._replace(gate_up=self.gate_up.packed, down=self.down.packed, **biases)
+        described = self._described._replace(gate_up=self.gate_up.packed, down=self.down.packed)
+        return described._replace(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias)
 
     def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate_up, down, biases = self.gate_up.packed, self.down.packed, (self.gate_up_bias, self.down_bias)

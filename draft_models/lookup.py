@@ -1,17 +1,20 @@
-r"""Suffix decoding: proposes tokens that followed earlier occurrences of the newest tokens. Needs no model and no KV.
+r"""Drafters that look up earlier occurrences of the newest tokens. They need no model and no K/V.
+
+    ngram     The longest suffix of at most `max_ngram` tokens that occurred before, at its latest occurrence; proposes
+              its continuation (Saxena, "Prompt Lookup Decoding", 2023). Without a match the newest token is repeated.
+    suffix    The continuations of all matches form a tree, which grows best first, like those of models (Oliaro et al.,
+              "SuffixDecoding", 2024). That paper keeps a suffix tree on the host; here the device finds matches by
+              comparison, so rounds stay captured.
+
+In both a continuation that reaches the end of the text repeats with its period. Suffix decoding by example:
 
     text        .. the cat sat .. the cat ran .. the cat sat .. the cat
     matches     earlier places that end with the text's last tokens; m_i of these tokens match (at most MATCH)
     weight      4^(m_i - max m): a longer match outweighs shorter ones
     draft       sat with 2 / 3 of the weight, ran with 1 / 3; below each, the tokens that followed it
 
-The continuations of all matches form a tree; a node's probability is its share of its parent's weight. The draft tree
-grows best first, like those of models (Oliaro et al., "SuffixDecoding", 2024). That paper keeps a suffix tree on the
-host; here the device finds matches by comparison, so rounds stay captured. A continuation that reaches the end of the
-text repeats with its period, as in prompt lookup.
-
-With `EngineConfig.finished_tokens`, outputs of finished requests are searched too (`finished_texts.py`). Matches of
-equal length have the same weight in both.
+A node's probability is its share of its parent's weight. With `EngineConfig.finished_tokens`, outputs of finished
+requests are searched too (`finished_texts.py`). Matches of equal length have the same weight in both.
 """
 
 from typing import NamedTuple
@@ -22,9 +25,41 @@ import torch.nn.functional as F
 from specdec.attention.backend import Backend
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import LOWEST, TreeBuilder
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, StatelessDrafter
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 from specdec.kvcache.frozen import KVView
+
+
+class NgramDrafter(StatelessDrafter):
+    """Proposes a chain by lookup, for all requests at once and without a host synchronisation."""
+
+    name = "ngram"
+    reads_every_state = False
+
+    def __init__(self, max_ngram: int = 3) -> None:
+        self.max_ngram = max_ngram
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        tokens, length = batch.history, batch.history_len
+        after = length - 1  # [B] where the continuation of the match starts; the root repeats when nothing matches
+        found = torch.zeros_like(length, dtype=torch.bool)
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        for size in range(min(self.max_ngram, tokens.shape[1] - 1), 0, -1):
+            windows = tokens.unfold(1, size, 1)  # [B, L - size + 1, size]
+            starts = columns[: windows.shape[1]]
+            suffix_start = (length - size).clamp(min=0)
+            suffix = tokens.gather(1, suffix_start[:, None] + columns[:size])  # [B, size]
+            earlier = starts < (length - size)[:, None]  # an occurrence before the suffix itself
+            match = (windows == suffix[:, None]).all(-1) & earlier
+            latest = torch.where(match, starts, -1).amax(-1)
+            hit = (latest >= 0) & ~found
+            after = torch.where(hit, latest + size, after)
+            found |= hit
+        period = length - after  # [B] >= 1
+        steps = torch.arange(batch.num_steps, device=tokens.device) % period[:, None]
+        drafts = tokens.gather(1, after[:, None] + steps)  # [B, num_steps]
+        return DraftTree.chain(torch.cat([batch.root[:, None], drafts], dim=1))
+
 
 MATCHES = 64
 """Most matches used from a request's own text: the longest ones; among equally long ones the latest."""

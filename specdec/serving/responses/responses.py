@@ -10,20 +10,18 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.http.answers import refusals
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop
-from specdec.serving.http.faults import ApiError, as_api_error
+from specdec.serving.http.faults import ApiError, as_api_error, refusals
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
-from specdec.serving.openai.response_events import ResponseBuilder
-from specdec.serving.openai.response_input import answer_of, chat_request, messages_of
-from specdec.serving.openai.response_store import StoredResponse
 from specdec.serving.openai.text_answer import usage_of
-from specdec.serving.state import ServeState, StateDep
+from specdec.serving.responses.response_events import ResponseBuilder
+from specdec.serving.responses.response_input import answer_of, chat_request, messages_of
+from specdec.serving.state import ServeState, StateDep, StoredResponse
 from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
