@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
-from specdec.layers.description.fusable import Unfusable, check_tree
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, Unfusable, WideNorms
 from specdec.layers.description.merge import WeightGroups, are_alike
 from specdec.layers.description.moe_families import experts_of, first_attribute, router_of
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
@@ -98,7 +97,6 @@ class LlamaLike:
 
     def __call__(self, model: Any, *, unmerged: bool = False) -> DecoderParts:
         """Describe a text model. unmerged: see `WeightGroups`. Raises Unfusable."""
-        check_tree(model)
         merged = WeightGroups(unmerged=unmerged)
         layers = tuple(self.layer(layer, model, merged, index) for index, layer in enumerate(model.layers))
         if not merged.are_merged():

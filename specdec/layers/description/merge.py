@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import StackedWeights
