@@ -37,11 +37,12 @@ _HELD = _Held()
 
 
 @contextmanager
-def holds_weights_lock() -> Iterator[None]:
-    """Context manager or decorator for code that takes a weights lock."""
+def holding(lock: threading.Lock) -> Iterator[None]:
+    """Take a weights lock."""
     _HELD.depth += 1
     try:
-        yield
+        with lock:
+            yield
     finally:
         _HELD.depth -= 1
 
@@ -138,21 +139,19 @@ class Weights:
         self._placement, self._sizes = self._where(), self._shapes()
         self._split_at = self.updates() if split else None
 
-    @holds_weights_lock()
     def generation(self) -> int:
         """A number that is incremented if weights have moved or modules were copied again. Raises UnsupportedModelError
         while the weights have another dtype or device, for which K/V would not fit, or if the modules cannot be served.
         """
-        with self._lock:
+        with holding(self._lock):
             if self._original is not None and self._original.changed():
                 self._stale = True
             return self._sync()
 
-    @holds_weights_lock()
     def find_hidden_changes(self) -> None:
         """Find changes that `generation` has no time to look for: see `ModuleWatch.differs`. Modules that may have
         changed without a trace are copied again. Raises like `generation`."""
-        with self._lock:
+        with holding(self._lock):
             if self._original is not None and (self._original.untraceable or self._original.differs()):
                 self._stale = True
             self._sync()

@@ -12,6 +12,7 @@ tiles of x, so that both operands stay in the L2 cache.
 import torch
 
 from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.gemm_medium import descriptor, require_described
 from specdec.layers.gemm.product import SplitK, Tiles, activate
 
 GROUP = 8
@@ -98,20 +99,15 @@ def gemm_large(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
 ) -> torch.Tensor:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
-
+    require_described(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
-    assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
-    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert split_k.splits == 1 or split_k.split_len % BLOCK_K == 0, f"{split_k=}"  # each tile is within one range
     width = n // 2 if gated else n
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     tiles = choose_large_tiles(num_rows, n, split_k, x.device, gated=gated)
     columns = tiles.block_n // 2 if gated else tiles.block_n
     gemm_large_kernel[(triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(width, columns),)](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, BLOCK_K]),
-        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [columns, BLOCK_K]),
+        *(descriptor(x, tiles.block_m, BLOCK_K), descriptor(weight, columns, BLOCK_K)),
         *(bias, out, num_rows, n, k, split_k.split_len),
         WHOLE=split_k.splits == 1,
         ACTIVATION=activation,
