@@ -89,9 +89,8 @@ class FusedEmbedding(FusedModule):
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
     """A module that computes the same product by `ops`; the module itself if it does more than a product."""
-    plain = (
-        type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_dense, module.parameters()))
-    )
+    known = type(module) in (nn.Linear, PackedLinear)
+    plain = known and is_untouched(module) and all(map(is_dense, module.parameters()))
     return FusedLinear(module, ops) if plain else module
 
 

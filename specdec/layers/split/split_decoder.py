@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, embed_inputs
+from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, described_layers, embed_inputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.gemm.linear import linear
@@ -137,13 +137,7 @@ class SplitDecoder(nn.Module):
                 for rank, put in enumerate(puts)
                 if parts.embeddings is not None
             ]
-        by_rank = [
-            [
-                FusedLayer(i, layer, gain, ops)
-                for i, (layer, gain) in enumerate(zip(parts.layers, parts.next_norms, strict=True))
-            ]
-            for parts in self.parts
-        ]
+        by_rank = [described_layers(parts, ops) for parts in self.parts]
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
