@@ -29,11 +29,11 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
 from specdec.layers.gemm.linear import Mlp
-from specdec.layers.gemm.product import SplitK, split_k_of
+from specdec.layers.gemm.product import split_k_of
 from specdec.layers.latent import LatentParts
 from specdec.layers.moe.experts import Experts
-from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
+from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.weight_slices import Put, StackedWeights, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
 
 PAIR = 2
@@ -72,7 +72,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
-    return replace(parts, split_ks=SplitKs(whole_split_k(parts.qkv), out, down), **pieces)
+    first = parts.qkv.parts[0] if isinstance(parts.qkv, StackedWeights) else parts.qkv
+    return replace(parts, split_ks=SplitKs(split_k_of(first, parts.qkv.shape), out, down), **pieces)
 
 
 def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
@@ -108,10 +109,10 @@ def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     """The weights that make the queries, keys and values of one rank's heads."""
     own: dict[str, Any] = {
         "kv": rank_rows(latent.kv, [len(latent.kv)], rank, count),
-        "kv_split_k": whole_split_k(latent.kv),
+        "kv_split_k": split_k_of(latent.kv),
     }
     if latent.q is not None:
-        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": whole_split_k(latent.q)}
+        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": split_k_of(latent.q)}
     return replace(latent, **own)
 
 
@@ -166,22 +167,18 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
             most = max(most, (heads.num_q + 2 * max(heads.num_kv, count)) * heads.head_dim)
         for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
             share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
-            most = max(most, rows, columns) if share.by_rows else max(most, whole_split_k(weight).splits * rows)
+            most = max(most, rows, columns) if share.by_rows else max(most, split_k_of(weight).splits * rows)
     return most
 
 
 def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
     """How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many
     columns."""
-    split_k, columns = whole_split_k(weight), weight.shape[1]
+    split_k, columns = split_k_of(weight), weight.shape[1]
     uneven = columns != split_k.splits * split_k.split_len and even
-    if is_packed(weight) or split_k.splits % count or uneven:
+    if isinstance(weight, PackedWeight) or split_k.splits % count or uneven:
         return SumShare(split_k, by_rows=True)
     return SumShare(split_k.share(count), by_rows=False)
-
-
-def whole_split_k(weight: Weight | StackedWeights) -> SplitK:
-    return split_k_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:

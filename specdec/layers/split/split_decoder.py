@@ -26,12 +26,12 @@ from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.gemm.linear import linear
-from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish
+from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish, split_k_of
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
-from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_split_k
+from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
 """State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
@@ -202,7 +202,7 @@ class SplitHead(nn.Module):
 
     def __init__(self, weights: Sequence[Weight], bias: torch.Tensor | None, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
-        self.ops, self.ranks, self.split_k = ops, ranks, whole_split_k(weights[0])
+        self.ops, self.ranks, self.split_k = ops, ranks, split_k_of(weights[0])
         count = len(ranks)
         self.shares: list[tuple[Weight, torch.Tensor | None]] = []
         with torch.inference_mode(False), torch.no_grad():
