@@ -160,16 +160,8 @@ class LlamaLike:
         values_are_keys = getattr(attention, "v_proj", attention) is None
         gated = len(weight_of(attention.q_proj)) == 2 * num_q * head_dim if hasattr(attention, "q_proj") else False
         num_kv = (width - (1 + gated) * num_q * head_dim) // (head_dim if values_are_keys else head_dim + v_dim)
-        heads = Heads(
-            num_q,
-            num_kv,
-            head_dim,
-            values_are_keys=values_are_keys,
-            interleaved=self.interleaved,
-            narrow_v_dim=v_dim,
-            v_scale=float(getattr(attention, "v_scale", 1.0)),
-            gated=gated,
-        )
+        heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
+        heads = heads._replace(gated=gated, narrow_v_dim=v_dim, v_scale=float(getattr(attention, "v_scale", 1.0)))
         found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
         q_norm, k_norm, v_norm = (None if norm is None else self.gain_of(norm) for norm in found)
         shapes = [gain.weight.shape for gain in (q_norm, k_norm) if gain is not None and gain.weight is not None]

@@ -28,7 +28,6 @@ import torch
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
-from specdec.layers.gemm.linear import Mlp
 from specdec.layers.gemm.product import split_k_of
 from specdec.layers.latent import LatentParts
 from specdec.layers.moe.experts import Experts
@@ -64,9 +63,10 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
-        pieces["mlp"] = mlp._replace(
-            gate_up=_gate_up(mlp, down, rank, count), down=_share_of_sum(mlp.down, down, rank, count)
-        )
+        own, half = _own_columns(mlp.down, down, rank, count), len(mlp.gate_up) // 2
+        rows = own, slice(half + own.start, half + own.stop)  # of the gate, and of up
+        gate_up: Any = StackedWeights([piece for some in rows for piece in range_of(mlp.gate_up, some)])
+        pieces["mlp"] = mlp._replace(gate_up=gate_up, down=_share_of_sum(mlp.down, down, rank, count))
     if moe is not None:
         num_own = len(moe.experts.gate_up) // count
         router = moe.router._replace(owned=(rank * num_own, num_own))
@@ -193,12 +193,3 @@ def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slic
     columns = weight.shape[1]
     width = columns // count if share.by_rows else share.split_k.splits * share.split_k.split_len
     return slice(rank * width, min((rank + 1) * width, columns))
-
-
-def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
-    """Rows of gate and up for the rank's columns of the down weight."""
-    own = _own_columns(mlp.down, down, rank, count)
-    half = len(mlp.gate_up) // 2
-    return StackedWeights(
-        [*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))]
-    )
