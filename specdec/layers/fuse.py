@@ -54,6 +54,11 @@ class FusedModule(nn.Module):
         self.source: Any = source
         self.ops = ops
 
+    @property
+    def weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self.source.weight
+        return weight
+
 
 class FusedLinear(FusedModule):
     """Replaces an `nn.Linear` or a `PackedLinear`."""
@@ -84,7 +89,7 @@ class FusedEmbedding(FusedModule):
         """tokens [...] -> [..., H]; with right [..., Z]: [..., H + Z], the embeddings first."""
         scale: torch.Tensor | None = getattr(self.source, "embed_scale", None)
         rows = None if right is None else right.reshape(tokens.numel(), -1)
-        return self.ops(embed)(tokens.reshape(-1), self.source.weight, scale, rows).view(*tokens.shape, -1)
+        return self.ops(embed)(tokens.reshape(-1), self.weight, scale, rows).view(*tokens.shape, -1)
 
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:

@@ -58,7 +58,7 @@ class PackedExperts(nn.Module):
         self.num_experts = len(experts.gate_up)
         self.gate_up, self.down = PackedTensors(experts.gate_up), PackedTensors(experts.down)
         for name, bias in (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias)):
-            parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+            parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
             self.register_parameter(name, parameter)
         nothing = torch.empty(0)
         self._described = experts._replace(gate_up=nothing, down=nothing, gate_up_bias=None, down_bias=None)

@@ -104,17 +104,16 @@ class PackedQuantizer(HfQuantizer):
         device, loaded = model.device, cast(Any, model)
         loaded._keys_to_ignore_on_load_unexpected = self._ignored
         for path, linear in self.places.linears.items():
-            emptied: Any = model.get_submodule(path)
             [weight] = packed_weights(linear, self.dtype, device)
-            _put(model, path, PackedLinear(weight, emptied.kept("bias")))
+            _put(model, path, PackedLinear(weight, model.get_submodule(path)._parameters.get("bias")))
         for path, weights in self.places.experts.items():
-            emptied = model.get_submodule(path)
+            biases = model.get_submodule(path)._parameters
             names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
             experts = self.experts[path]._replace(
                 gate_up=_stacked([weights[name] for name in names], self.dtype, device),
                 down=_stacked([weights["down_proj"]], self.dtype, device),
-                gate_up_bias=emptied.kept("gate_up_proj_bias"),
-                down_bias=emptied.kept("down_proj_bias"),
+                gate_up_bias=biases.get("gate_up_proj_bias"),
+                down_bias=biases.get("down_proj_bias"),
             )
             _put(model, path, PackedExperts(experts))
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
@@ -154,10 +153,6 @@ class OnlyBiases(nn.Module):
         for name, parameter in module._parameters.items():
             if name.endswith("bias"):
                 self.register_parameter(name, parameter)
-
-    def kept(self, name: str) -> torch.Tensor | None:
-        bias = self._parameters.get(name)
-        return None if bias is None else bias.detach()
 
 
 def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
