@@ -138,6 +138,7 @@ class LlamaLike:
     def _attention(self, attention: Any, model: Any, merged: WeightGroups, index: int) -> dict[str, Any]:
         """The fields of `LayerParts` for attention."""
         products = _attention_products(attention, merged)
+        is_latent = hasattr(attention, "kv_a_proj_with_mqa")
         kind = ""
         if not self.rotates(attention):
             kind = UNROTATED
@@ -149,7 +150,7 @@ class LlamaLike:
             "sinks": getattr(attention, "sinks", None),
             "softcap": attention.attn_logit_softcapping if self.softcaps else None,
             **products,
-            **(self._latent(attention) if is_latent(attention) else self._heads(attention, len(products["qkv"]))),
+            **(self._latent(attention) if is_latent else self._heads(attention, len(products["qkv"]))),
         }
 
     def _heads(self, attention: Any, width: int) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
     """The weights of a layer's attention, with QKV merged. Adds the merged weights to `merged`."""
     if hasattr(attention, "qkv_proj"):
         projections = [attention.qkv_proj]
-    elif is_latent(attention):
+    elif hasattr(attention, "kv_a_proj_with_mqa"):
         projections = [first_attribute([attention], "q_a_proj", "q_proj"), attention.kv_a_proj_with_mqa]
     else:
         names = ["q_proj"] if getattr(attention, "is_kv_shared_layer", False) else ["q_proj", "k_proj", "v_proj"]
@@ -278,10 +279,6 @@ def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
             gates=merged.linears(gates) if apart else None,
         ),
     }
-
-
-def is_latent(attention: Any) -> bool:
-    return hasattr(attention, "kv_a_proj_with_mqa")
 
 
 def _mlp(mlp: Any, activation: str, merged: WeightGroups) -> Mlp:
