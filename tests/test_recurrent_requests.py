@@ -12,12 +12,11 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from crowd import require_empty
 from mtp_checkpoints import publish
 
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 
-from inside import state_cache_of
+from inside import assert_idle, state_cache_of
 from marks import deep, deep_cases, examples, is_deep, slow, usual
 
 VOCAB = 300  # more than byte_tokenizer has
@@ -117,7 +116,7 @@ def test_each_request_is_what_it_is_alone(family, kind, engine_for, prompts, par
         assert answers(outs) == answers(alone), hits
         torch.testing.assert_close(prompt_scores(outs), prompt_scores(alone), rtol=0, atol=2e-4)
         assert any(out.stats.cached_tokens for out in outs) or not hits
-    require_empty(engine)
+    assert_idle(engine)
 
 
 def test_tokens_that_a_grammar_forces_find_their_records(source, make_engine, random_prompt, byte_tokenizer) -> None:
