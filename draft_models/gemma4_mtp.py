@@ -12,7 +12,7 @@ refused. The head is dense, or scores only the tokens of the best centroids (`us
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -275,6 +275,35 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
         layer_map.append(owner.layer)
         windows.append(window)
     return tuple(layer_map), tuple(windows)
+
+
+def parallel_states(
+    assistant: Any,
+    embedded: Iterable[torch.Tensor],
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    masks: Mapping[str, torch.Tensor],
+    kv: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[torch.Tensor]:
+    """The head's states [B, N, H] of many drafts, step by step, by the assistant's own modules without pages.
+
+    embedded: embeddings [B, N, Ht] of each step's tokens. hidden: target states of step 0. masks (additive, [B, 1, N,
+    T]) and kv [B, Hkv, T, D]: by layer type.
+    """
+    config = assistant.config.get_text_config()
+    # an assistant has none, but some releases of transformers (such as 5.23) index them anyway
+    no_inputs = hidden.new_empty((*positions.shape, config.num_hidden_layers, config.hidden_size_per_layer_input))
+    for step_inputs in embedded:
+        out = assistant.model(
+            inputs_embeds=assistant.pre_projection(torch.cat([step_inputs.to(hidden.dtype), hidden], -1)),
+            position_ids=positions,
+            attention_mask=masks,
+            shared_kv_states=kv,
+            per_layer_inputs=no_inputs,
+            use_cache=False,
+        ).last_hidden_state
+        yield out
+        hidden = assistant.post_projection(out)
 
 
 def is_assistant_config(config: Mapping[str, Any]) -> bool:
