@@ -94,14 +94,10 @@ class Gemma4MTPDrafter(Drafter):
         return Gemma4MTPWorker(self, binding)
 
     def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B, M, Ht]."""
-        return self._run(tokens, hidden, context.plan.positions, context)
-
-    def _run(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft step: tokens, positions [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B,
+        M, Ht]."""
         if isinstance(self.embed, FusedEmbedding):
             inputs = self.embed(tokens, right=hidden)
         else:
@@ -163,7 +159,7 @@ class Gemma4MTPDrafter(Drafter):
         """Logits and next states of six tokens under `EchoContext`: [6, V + Ht] float32."""
         tokens = torch.arange(6, device=self.model.device).view(2, 3)
         hidden = self.embed(tokens + 6)
-        out, following = self._run(tokens, hidden, tokens * 100, EchoContext())
+        out, following = self.step(tokens, hidden, tokens * 100, EchoContext())
         return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,7 +208,7 @@ class Gemma4MTPWorker:
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk queries
                 context = self._context(batch, view, tokens.shape[1])
-            out, hidden = self.drafter.step(tokens, hidden, context)
+            out, hidden = self.drafter.step(tokens, hidden, context.plan.positions, context)
             tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
             hidden = continued(hidden, origin)
         return builder.select()
