@@ -18,7 +18,6 @@ from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, FusedBlock, PlainBlock, TapContext
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
-from specdec.layers.accepted_path import path_rows
 
 
 class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
@@ -42,17 +41,11 @@ class BlockWorker(StoreWorker):
     drafter: BlockDrafter
 
     @torch.inference_mode()
-    def observe(self, seen: Observation) -> None:
-        drafter, plan = self.drafter, self.plan_of(seen)
-        assert seen.aux_states is not None, "a block drafter reads states of the target"
-        states, _ = drafter.ops(path_rows)(seen.aux_states, seen.tokens, seen.path, seen.length, seen.next_token)
-        drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
+    def observe(self, seen: Observation | PromptObservation) -> None:
+        (states, _), plan = self.rows_of(seen), self.plan_of(seen)
+        self.drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
 
-    @torch.inference_mode()
-    def observe_prompts(self, seen: PromptObservation) -> None:
-        assert seen.aux_states is not None, "a block drafter reads states of the target"
-        plan = self.plan_of(seen)
-        self.drafter.form.observe(seen.aux_states[None], plan.positions, TapContext(plan, self.own_view))
+    observe_prompts = observe
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

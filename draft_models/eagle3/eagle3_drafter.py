@@ -19,7 +19,7 @@ from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.head import Eagle3Head, FusedHead, HeadOutput, PlainHead
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
-from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.accepted_path import keep_last
 
 
 class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
@@ -55,21 +55,18 @@ class Eagle3Worker(StoreWorker):
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
-        states, next_tokens = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
-        plan = self.plan_of(seen)
-        context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
-        state = drafter.form.extend(next_tokens, states, plan.positions, context).state  # [B, D, H]
-        drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
+        self.drafter.ops(keep_last)(self._hidden, seen.rows.index, self._extend(seen), seen.length)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
-        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
-        assert source is not None, "a head without taps reads every final state"
-        plan = self.plan_of(seen)
+        self._hidden[seen.pack.rows] = self._extend(seen)[0, seen.pack.last]
+
+    def _extend(self, seen: Observation | PromptObservation) -> torch.Tensor:
+        """Store K/V of the observed positions. Returns their states, [B, N, H]."""
+        drafter, plan = self.drafter, self.plan_of(seen)
+        states, next_tokens = self.rows_of(seen)
         context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
-        state = drafter.form.extend(seen.following[None], source[None], plan.positions, context).state  # [1, T, H]
-        self._hidden[seen.pack.rows] = state[0, seen.pack.last]
+        return drafter.form.extend(next_tokens, states, plan.positions, context).state
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

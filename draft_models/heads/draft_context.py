@@ -29,6 +29,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
 Head = TypeVar("Head", bound=HeadModule)
@@ -81,6 +82,14 @@ class StoreWorker:
         if isinstance(seen, PromptObservation):
             return plan_packed(backend, table, seen.pack)
         return plan_chunk(backend, table, seen.rows, seen.start, seen.length, seen.path.shape[1])
+
+    def rows_of(self, seen: Observation | PromptObservation) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [B, N, ..] of the target at the observed tokens, and the token after each, [B, N]."""
+        source = seen.hidden if seen.aux_states is None else seen.aux_states
+        assert source is not None, "a drafter without taps reads every final state"
+        if isinstance(seen, PromptObservation):
+            return source[None], seen.following[None]
+        return self.drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
 
 
 class DraftContext:

@@ -31,7 +31,6 @@ from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
 
@@ -158,38 +157,32 @@ class NativeMtpWorker(StoreWorker):
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        source = seen.hidden if seen.aux_states is None else seen.aux_states
-        state, tokens = self.drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
         rows = seen.rows.index
         last = torch.arange(len(rows), device=rows.device), (seen.length - 1).clamp(min=0)
-        first = torch.arange(tokens.shape[1], device=rows.device) == 0
-        before = rows[:, None].expand_as(tokens)
-        self._commit(seen, tokens, state, first.expand_as(tokens), before, rows, last)
+        first = torch.arange(seen.path.shape[1], device=rows.device) == 0
+        self._commit(seen, first.expand_as(seen.path), rows[:, None].expand_as(seen.path), rows, last)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
-        source, pack = seen.hidden if seen.aux_states is None else seen.aux_states, seen.pack
-        assert source is not None, "modules read every state of the target"
-        before = pack.rows[pack.run_of][None]
+        pack = seen.pack
         first = (pack.positions == pack.start[pack.run_of])[None]
-        self._commit(seen, seen.following[None], source[None], first, before, pack.rows, (0, pack.last))
+        self._commit(seen, first, pack.rows[pack.run_of][None], pack.rows, (0, pack.last))
 
     def _commit(
         self,
         seen: Observation | PromptObservation,
-        tokens: torch.Tensor,
-        state: torch.Tensor,
         first: torch.Tensor,
         before: torch.Tensor,
         rows: torch.Tensor,
         last: tuple[torch.Tensor | int, torch.Tensor],
     ) -> None:
-        """Run every module over tokens [B, N] with the target's states [B, N, H].
+        """Run every module over the observed tokens [B, N].
 
         first: mask of each request's first token, [B, N]. before: request-table row of each token. last: index of the
         last token of each of `rows` [R].
         """
         drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
+        state, tokens = self.rows_of(seen)
         for k in range(len(drafter.modules)):
             if k:
                 above = drafter.carried_state(made[-1]).roll(1, dims=1)
