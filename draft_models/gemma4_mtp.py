@@ -33,8 +33,9 @@ from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.layers.accepted_path import keep_last
-from specdec.layers.fuse import FusedEmbedding, Weights, fuse, fuse_embedding, fuse_linear
+from specdec.layers.fuse import FusedEmbedding, fuse, fuse_embedding, fuse_linear
 from specdec.modules.private_copy import private_copy
+from specdec.modules.weight_watch import Weights
 from specdec.sampling.kernel_sampler import MAX_BEST
 
 QUERY_POSITION_OFFSET = 0

@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
-from specdec.attention.trees.beam import LOWEST
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.tree_builder import TreeBuilder
+from specdec.attention.trees.tree_builder import LOWEST, TreeBuilder
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, StatelessDrafter
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 from specdec.kvcache.frozen import KVView

@@ -23,7 +23,7 @@ from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.data_sets import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
 from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdown
 from specdec.loading import load_tokenizer
-from specdec.models.bundled import resolve_name
+from specdec.models.published import resolve_name
 from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem
 

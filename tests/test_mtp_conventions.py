@@ -25,7 +25,7 @@ from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.loading import load_model, load_tokenizer
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
 from specdec.runtime import convention_watch
 from specdec.training.draft_loss import draft_loss, run_target

@@ -14,7 +14,7 @@ from specdec import Engine, EngineConfig, SamplingParams, loading
 from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
 from specdec.evaluation.accuracy import append_record, open_transcripts
-from specdec.models.bundled import resolve_name
+from specdec.models.published import resolve_name
 
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.backend import TorchBackend
 from specdec.attention.trees.tree_builder import LOWEST
 from specdec.draft_models import lookup
 from specdec.draft_models.finished_texts import BEFORE, MATCH

@@ -26,7 +26,7 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import cache_argument
+from specdec.modules.transformers_names import cache_argument
 from specdec.progress import Stage
 from specdec.training import assistant_training, output_folder, train_drafter, training_loop
 from specdec.training.draft_loss import draft_loss

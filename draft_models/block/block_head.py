@@ -48,12 +48,13 @@ from specdec.gpu.operations import Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer
-from specdec.layers.fusable import Unfusable
-from specdec.layers.fuse import Weights, fuse_linear
-from specdec.layers.linear import linear
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.fuse import fuse_linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product
 from specdec.layers.norm import norm
-from specdec.layers.product import Product
 from specdec.layers.rope_store import Rotary, rope_store
+from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

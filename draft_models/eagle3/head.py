@@ -37,10 +37,11 @@ from specdec.draft_models.heads.head_modules import (
 )
 from specdec.gpu.operations import Operations
 from specdec.layers.embedding import embed_and_norm
-from specdec.layers.fuse import Weights, fuse_linear
-from specdec.layers.linear import linear
+from specdec.layers.fuse import fuse_linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product
 from specdec.layers.norm import Norm, norm
-from specdec.layers.product import Product
+from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 
 Head = TypeVar("Head", bound=HeadModule)
 

@@ -16,14 +16,12 @@ from specdec.attention.bridge import AttentionCall
 from specdec.draft_models.heads.head_modules import HeadContext, HeadForm
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, SharedInputs
-from specdec.layers.families import FAMILIES
-from specdec.layers.fusable import Unfusable
-from specdec.layers.fuse import Weights
-from specdec.layers.merge import MERGING, held_storages, merge
-from specdec.layers.merged_weights import WeightGroups
+from specdec.layers.description.families import FAMILIES
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.merge import WeightGroups, held_storages, merge, merging
 from specdec.layers.norm import Norm
 from specdec.layers.rope_store import Rotary, rotary
-from specdec.modules.weights_lock import holds_weights_lock
+from specdec.modules.weight_watch import Weights
 
 logger = logging.getLogger("specdec")
 
@@ -121,11 +119,9 @@ class FusedLayers:
             state, x = layer(state, x, SharedInputs({"": angles}, None), specdec_ctx=context)
         return state, x
 
-    @holds_weights_lock()
     def _describe(self) -> None:
         """Merge the weights and note their addresses, which may have changed."""
-        # in inference mode a parameter's data cannot be replaced
-        with MERGING, torch.inference_mode(False), torch.no_grad():
+        with merging():
             parts = [LLAMA.layer(layer, self.head, WeightGroups(unmerged=False)) for layer in self.head.layers]
             self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
         norms = [*(part.input_norm for part in parts[1:]), self.final]

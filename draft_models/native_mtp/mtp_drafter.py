@@ -31,7 +31,7 @@ from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 
 
 class DescribedTarget(Protocol):

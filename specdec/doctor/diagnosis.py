@@ -18,7 +18,7 @@ import torch
 from specdec.doctor.dense_drafts import Drafts, ReferenceCheck
 from specdec.draft_models.native_mtp.conventions import by_token
 from specdec.models.published import PublishedAcceptance
-from specdec.runtime.request import GenerationOutput, RequestStats
+from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 MIN_GAIN = 0.01
 """Least mean gain of a clear change, as a share of the expected length before it."""

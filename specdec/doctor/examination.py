@@ -32,10 +32,9 @@ from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.load_check import CheckedPair, Symptom, drafter_path
-from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.published import published_acceptance
+from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
-from specdec.runtime.request import GenerationOutput
+from specdec.runtime.request_output import GenerationOutput
 from specdec.settings.declared_fields import require_int
 from specdec.text.prompt_files import read_prompts
 

@@ -40,7 +40,7 @@ from specdec.evaluation.data_sets import (
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.timed_comparison import Record, first_difference, run_interleaved
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
-from specdec.models.context_length import context_length
+from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
