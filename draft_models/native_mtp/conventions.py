@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import CheckpointError
 

@@ -27,8 +27,7 @@ from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import embed_raw
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
 from specdec.kvcache.layer_context import Recurrence
 from specdec.models.probe import ProbeContext
 from specdec.models.recurrent_probe import convolved_text, recurred_text

@@ -2,7 +2,7 @@
 
 A new module begins as a layer of the target, between its final norm and a projection that adds token and state. Tables
 and heads are the target's, unless a published module has its own. Invariant: the parallel forward is the engine's own
-drafts (`mtp_chains.py`, tests/test_parallel_drafts.py).
+drafts (`mtp_drafter.py`, tests/test_parallel_drafts.py).
 """
 
 import copy
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     by_config,
     module_count,
@@ -21,7 +20,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     stated_family,
     write_module,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter, chained_rows
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
 from specdec.errors import ConfigError, UnsupportedModelError
