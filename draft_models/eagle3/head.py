@@ -135,13 +135,6 @@ class Eagle3Head(HeadModule):
             hidden = layer(hidden, rotary, attend)
         return hidden
 
-    def logits(self, a: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
-        """a [..., H] -> logits [..., draft V], by `target_head` if the head has no lm_head."""
-        head = self.lm_head if self.lm_head is not None else target_head
-        assert head is not None, "a head without lm_head needs the target's"
-        logits: torch.Tensor = head(self.norm(a))
-        return logits
-
     def feedback(self, a: torch.Tensor) -> torch.Tensor:
         """a -> hidden state of the next draft step."""
         return self.norm(a) if self.spec.norm_output else a

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
+from specdec.attention.dense import bias_of
 from specdec.attention.draft_attention import same_document
 from specdec.draft_models.gemma4_mtp import constructible_assistants, parallel_states
 from specdec.errors import UnsupportedModelError
@@ -24,7 +25,7 @@ from specdec.kvcache.layout import SLIDING_ATTENTION as SLIDING
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
 from specdec.training.head_training import query_heads, require_groups
-from specdec.training.packed_rows import PackedRows, additive
+from specdec.training.packed_rows import PackedRows
 from specdec.training.train_settings import TrainSettings
 
 
@@ -100,7 +101,8 @@ def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[st
     """Row S sees keys [0, S), in a sliding layer the newest window + 1; S = 0 sees itself to stay finite, unused."""
     same, distance = same_document(pos)
     lone, earlier = (pos == 0)[:, :, None] & (distance == 0), same & (distance >= 1)
-    return {FULL: additive(earlier | lone, dtype), SLIDING: additive(earlier & (distance <= window + 1) | lone, dtype)}
+    near = earlier & (distance <= window + 1)
+    return {kind: bias_of(seen | lone).to(dtype) for kind, seen in ((FULL, earlier), (SLIDING, near))}
 
 
 class TrainableAssistant(TrainableDrafter):

@@ -35,16 +35,13 @@ class TrainableNativeMtp(TrainableDrafter):
     """A module and its target. Row i reads token i + 1 and predicts token i + 2, so `ahead` is 2."""
 
     module: MtpModule
-    drafter: NativeMtpDrafter
     ahead = 2
 
-    @classmethod
-    def of(cls, drafter: NativeMtpDrafter, target: TargetModel) -> "TrainableNativeMtp":
-        made = cls(drafter.modules[0], target)
-        made.drafter = drafter
-        for part in made.trained.values():
+    def __init__(self, drafter: NativeMtpDrafter, target: TargetModel) -> None:
+        super().__init__(drafter.modules[0], target)
+        self.drafter = drafter
+        for part in self.trained.values():
             part.requires_grad_(True)
-        return made
 
     @property
     def trained(self) -> dict[str, nn.Module]:
@@ -79,11 +76,11 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
             raise ConfigError(
                 f"{start} holds {len(drafter.modules)} MTP modules; one module, applied again, is trained"
             )
-        return TrainableNativeMtp.of(drafter, target)
+        return TrainableNativeMtp(drafter, target)
     known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
     family = stated or by_config(next(known, MtpFamily()), target)
     module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
-    return TrainableNativeMtp.of(NativeMtpDrafter([module], family, target), target)
+    return TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
 
 
 def trainable_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:
