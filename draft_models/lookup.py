@@ -79,7 +79,9 @@ class SuffixWorker(DraftWorker):
         self.finished = finished
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        matches = self._matches(batch)
+        newest = newest_tokens(batch.history, batch.history_len)
+        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
+        matches = Matches(find_matches(batch.history, batch.history_len, newest), stored)
         builder = TreeBuilder(batch.root, self.backend, batch.num_steps)
         followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
@@ -94,11 +96,6 @@ class SuffixWorker(DraftWorker):
         if batch.topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
         return builder.select(batch.num_nodes)
-
-    def _matches(self, batch: DraftBatch) -> "Matches":
-        newest = newest_tokens(batch.history, batch.history_len)
-        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
-        return Matches(find_matches(batch.history, batch.history_len, newest), stored)
 
 
 class OwnMatches(NamedTuple):

@@ -98,21 +98,15 @@ class BlockWorker(StoreWorker):
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     """Read the head in `folder` and fit it to `target`."""
     head = read_block(folder, TargetShape.of_target(target)).place(target.device, target.dtype).eval()
-    _share_vocabulary(head, target)
+    for name, theirs in (("embed_tokens", target.embed), ("lm_head", target.head)):
+        if _equal(getattr(head, name), theirs):
+            setattr(head, name, None)  # DSpark's files hold copies of the target's
     return BlockDrafter(head, target)
 
 
-def _share_vocabulary(head: BlockHead, target: TargetInfo) -> None:
-    """Drop the head's embedding table and lm_head if they equal the target's: DSpark's files hold copies."""
-    if head.embed_tokens is not None and _equal(head.embed_tokens, target.embed):
-        head.embed_tokens = None
-    if head.lm_head is not None and _equal(head.lm_head, target.head):
-        head.lm_head = None
-
-
-def _equal(own: nn.Module, theirs: nn.Module) -> bool:
+def _equal(own: nn.Module | None, theirs: nn.Module) -> bool:
     """Are both plain modules of one class with equal weights? Scaled embeddings and packed heads never are."""
-    if type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
+    if own is None or type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
         return False
     a, b = own.weight, theirs.weight
     assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)

@@ -116,11 +116,6 @@ class NativeMtpDrafter(Drafter):
         changed._apply_family(family)
         return changed
 
-    @property
-    def has_norm(self) -> bool:
-        """Do the modules have their own norms before the head?"""
-        return not isinstance(self.modules[0].norm, nn.Identity)
-
     def bind(self, binding: Binding) -> "NativeMtpWorker":
         return NativeMtpWorker(self, binding)
 
