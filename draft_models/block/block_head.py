@@ -63,10 +63,9 @@ class BlockSpec(HeadSpec):
 
     aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, including that of the newest
     token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
-    from the block's first row. owns_embed: it has its own embedding table. skips_embed_norm: it reads the target's
-    table without the norm that the target applies. draft_vocab_size: rows of its own lm_head; None: it uses the
-    target's lm_head. successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers,
-    norms and embedding are Gemma 4's; keys_are_values and softcap (of logits) then apply.
+    from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
+    successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
+    are Gemma 4's; keys_are_values and softcap (of logits) then apply.
     """
 
     block_size: int
@@ -78,9 +77,7 @@ class BlockSpec(HeadSpec):
     max_position_embeddings: int = 40960
     qk_norm: bool = True
     attention_bias: bool = False
-    owns_embed: bool = False
     skips_embed_norm: bool = False
-    draft_vocab_size: int | None = None
     successor: str | None = None
     successor_rank: int = 0
     is_gemma4: bool = False
@@ -305,15 +302,13 @@ class FusedBlock(PlainBlock):
     a block                `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
     """
 
-    def __init__(
-        self, head: BlockHead, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
-    ) -> None:
-        super().__init__(head, table, lm_head)
-        if head.spec.is_gemma4:
+    def __init__(self, plain: PlainBlock, weights: Weights, ops: Operations) -> None:
+        super().__init__(plain.head, plain.table, plain.lm_head)
+        if self.head.spec.is_gemma4:
             raise Unfusable("its layers are of Gemma 4's kind")
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
-        self.layers = FusedLayers(head, LLAMA.gain_of(head.norm), weights, ops)
+        self.layers = FusedLayers(self.head, LLAMA.gain_of(self.head.norm), weights, ops)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         self.layers.keep_in_step()

@@ -48,16 +48,13 @@ from specdec.modules.weight_watch import Weights
 class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head as data: every choice in its computation.
 
-    aux_layers: if empty, it reads the final state after the norm. draft_vocab_size: None: it uses the target's head and
-    vocabulary. has_fc: if False, features pass unchanged. biases: names of the linear layers with a bias. owns_embed:
-    it has its own embedding table.
+    aux_layers: if empty, it reads the final state after the norm. has_fc: if False, features pass unchanged. biases:
+    names of the linear layers with a bias.
     """
 
     target_hidden_size: int
-    draft_vocab_size: int | None = None
     biases: frozenset[str] = frozenset()
     has_fc: bool = True
-    owns_embed: bool = False
     final_norm: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -202,10 +199,9 @@ class FusedHead(PlainHead):
     a, norm(a)                       one launch of the last layer
     """
 
-    def __init__(
-        self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
-    ) -> None:
-        super().__init__(head, table, lm_head)
+    def __init__(self, plain: PlainHead, weights: Weights, ops: Operations) -> None:
+        head = plain.head
+        super().__init__(head, plain.table, plain.lm_head)
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
         first: Any = head.layers[0]

@@ -38,7 +38,7 @@ Head = TypeVar("Head", bound=HeadModule)
 class HeadDrafter(Drafter, Generic[Head, Form]):
     """A head fitted to a target. Its layers are fused if the target's are.
 
-    plain, fused: classes of its two forms.
+    plain, fused: classes of its two forms; the fused one is made from the plain one.
     """
 
     may_lag = True
@@ -53,11 +53,10 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.fit = Fit.of(target)
         self.dtype = target.dtype
         self.weights = Weights(self.name, head)
-        parts = head, target.embed, target.head
-        self.form = self.plain = own = plain(*parts)
+        self.form = self.plain = own = plain(head, target.embed, target.head)
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
-            self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
+            self.form, self.unfused = proved_form(self.name, own, lambda: fused(own, self.weights, self.ops))
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Spread logits [B, M, draft V] to [B, M, V]; -inf for tokens outside the draft vocabulary."""

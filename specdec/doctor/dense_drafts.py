@@ -224,20 +224,16 @@ class Watched:
         propose, seen = worker.propose, self.seen
 
         def watched(batch: DraftBatch) -> DraftTree:
-            def first(logits: torch.Tensor) -> None:
-                roots = (batch.history_len - 1).tolist()
-                if len(roots) == 1:
-                    seen.setdefault(roots[0], logits[0, 0].float().clone())
+            def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+                def noted(logits: torch.Tensor, *given: Any) -> Any:
+                    roots = (batch.history_len - 1).tolist()
+                    if len(roots) == 1:
+                        seen.setdefault(roots[0], logits[0, 0].float().clone())
+                    return draw(logits, *given)
 
-            def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-                first(logits)
-                return batch.sample(logits, positions)
+                return noted
 
-            def best(logits: torch.Tensor, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-                first(logits)
-                return batch.best(logits, positions, count)
-
-            return propose(replace(batch, sample=sample, best=best, params=None))
+            return propose(replace(batch, sample=noting(batch.sample), best=noting(batch.best), params=None))
 
         worker.propose = watched  # type: ignore[method-assign]
         return worker
