@@ -128,16 +128,12 @@ class BlockHead(HeadModule):
         super().__init__(spec)
         hidden = spec.hidden_size
         self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
-        norm: Any
-        layer: Any
-        config: Any
+        kinds: Any = llama_config, LlamaRMSNorm, HeadLayer, LlamaRotaryEmbedding
         if spec.is_gemma4:
-            norm, layer, config = Gemma4RMSNorm, Gemma4BlockLayer, gemma4_config(spec)
-            self.rotary_emb: nn.Module = Gemma4Rotary(config)
-        else:
-            norm, layer, config = LlamaRMSNorm, HeadLayer, llama_config(spec)
-            self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.config = config
+            kinds = gemma4_config, Gemma4RMSNorm, Gemma4BlockLayer, Gemma4Rotary
+        make_config, norm, layer, rotary = kinds
+        self.config = config = make_config(spec)
+        self.rotary_emb: nn.Module = rotary(config)
         self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
         self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
         self.embed_tokens: nn.Embedding | None = None

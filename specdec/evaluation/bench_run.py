@@ -14,21 +14,18 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.data_sets import batches_of
-from specdec.evaluation.gsm8k_report import (
-    UNNAMED,
-    final_number,
-    grouped_figures,
-    is_correct,
-    run_figures,
-    stats_of,
-    table_lines,
-)
+from specdec.evaluation.gsm8k_report import final_number, is_correct
 from specdec.evaluation.timed_comparison import (
+    UNNAMED,
     Record,
     Way,
     acceptance_figures,
     first_difference,
+    grouped_figures,
+    run_figures,
     run_interleaved,
+    stats_of,
+    table_lines,
     time_figures,
 )
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
