@@ -25,7 +25,7 @@ from specdec.draft_models.base import (
 )
 from specdec.draft_models.heads.fused_layers import Form, proved_form
 from specdec.draft_models.heads.head_modules import HeadModule
-from specdec.gpu.operations import REFERENCE
+from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
@@ -88,7 +88,8 @@ class StoreWorker:
         assert source is not None, "a drafter without taps reads every final state"
         if isinstance(seen, PromptObservation):
             return source[None], seen.following[None]
-        return self.drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
+        ops: Operations = self.drafter.ops
+        return ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
 
 
 class DraftContext:
