@@ -84,16 +84,14 @@ def generate_whole(
 
 WARM_UP_STEPS = 4
 
-TimedGenerate = Callable[[Sequence[Sequence[int]], int], list[float]]
-"""(prompts, steps) -> seconds of each step."""
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way of generating with transformers. rows: rows per request that one step verifies."""
+    """One way of generating with transformers. run: (prompts, steps) -> seconds of each step. rows: rows per request
+    that one step verifies."""
 
     name: str
-    run: TimedGenerate
+    run: Callable[[Sequence[Sequence[int]], int], list[float]]
     rows: int = 1
 
 
