@@ -247,23 +247,19 @@ def _list(ids: Sequence[int]) -> str:
     return ", ".join(map(str, ids))
 
 
-FindSymptom = Callable[[Any, CheckedPair], Symptom | None]
-Changes = Callable[[Any, ExaminedPair], Iterator[Change]]
-"""Each is called with a drafter of a kind that its cause applies to."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """One reason for low acceptance, and how it is found.
 
-    name: its name in reports. kinds: drafters that it applies to. least: share of the accepted length that a change
-    must gain. by_token: changes are compared token by token (`conventions.py`).
+    name: its name in reports. kinds: drafters that it applies to; seen and changes are called with these only. least:
+    share of the accepted length that a change must gain. by_token: changes are compared token by token
+    (`conventions.py`).
     """
 
     name: str
     kinds: tuple[type, ...]
-    seen: FindSymptom | None = None
-    changes: Changes | None = None
+    seen: Callable[[Any, CheckedPair], Symptom | None] | None = None
+    changes: Callable[[Any, ExaminedPair], Iterator[Change]] | None = None
     least: float = MIN_GAIN
     by_token: bool = False
 
