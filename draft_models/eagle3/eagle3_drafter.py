@@ -36,10 +36,6 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
     def bind(self, binding: Binding) -> "Eagle3Worker":
         return Eagle3Worker(self, binding)
 
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary; -inf for tokens that the head does not draft."""
-        return self.over_vocabulary(self.form.logits(normed))
-
 
 class Eagle3Worker(StoreWorker):
     """A head in one engine. It keeps its K/V and, for each row, the state of the last committed position, from which a
@@ -81,7 +77,7 @@ class Eagle3Worker(StoreWorker):
         out = HeadOutput(state, drafter.form.norm(state))
         builder = DraftTreeBuilder(batch, backend)
         for level in range(levels):
-            logits = drafter.logits(out.normed)
+            logits = drafter.over_vocabulary(drafter.form.logits(out.normed))  # [B, M, V]
             beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
