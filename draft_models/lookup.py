@@ -37,8 +37,7 @@ COMPARED = 1 << 23
 
 
 class NgramDrafter(StatelessDrafter):
-    """Proposes a chain by lookup, for all requests at once and without a host synchronisation. max_ngram: at most
-    MATCH."""
+    """Proposes a chain by lookup, for all requests at once and without a host synchronisation."""
 
     name = "ngram"
     reads_every_state = False
@@ -47,7 +46,7 @@ class NgramDrafter(StatelessDrafter):
         self.max_ngram = max_ngram
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        newest = newest_tokens(batch.history, batch.history_len)[:, : self.max_ngram]
+        newest = newest_tokens(batch.history, batch.history_len, self.max_ngram)
         match = find_matches(batch.history, batch.history_len, newest, 1)  # of no token: the root repeats
         steps = torch.arange(batch.num_steps, device=newest.device) % match.period
         drafts = batch.history.gather(1, match.after + steps)  # [B, num_steps]
@@ -136,9 +135,10 @@ class Matches(NamedTuple):
         return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
 
 
-def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """The newest of the first `length` [B] tokens of history [B, L], last one first, padded with BEFORE: [B, MATCH]."""
-    positions = length[:, None] - 1 - torch.arange(MATCH, device=history.device)
+def newest_tokens(history: torch.Tensor, length: torch.Tensor, count: int = MATCH) -> torch.Tensor:
+    """The `count` newest of the first `length` [B] tokens of history [B, L], last one first: [B, count], padded with
+    BEFORE."""
+    positions = length[:, None] - 1 - torch.arange(count, device=history.device)
     return torch.where(positions < 0, BEFORE, history.gather(1, positions.clamp(min=0)))
 
 
