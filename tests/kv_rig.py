@@ -31,40 +31,6 @@ from specdec.kvcache.page_pool import PagePool
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
-__all__ = [
-    "ByGroup",
-    "cache_groups",
-    "DraftTree",
-    "FROZEN_EXTRA_KEYS",
-    "KEEP_ALL",
-    "GroupId",
-    "GroupLoc",
-    "HybridAllocator",
-    "IntArray",
-    "KVLayout",
-    "KVPlan",
-    "KVRig",
-    "KVView",
-    "LayerSpec",
-    "MirroredArray",
-    "Move",
-    "PRIMARY",
-    "PagePool",
-    "PrefixCache",
-    "PrimaryLoc",
-    "RequestTable",
-    "SWA",
-    "Retention",
-    "attention_fields",
-    "flush",
-    "ints",
-    "layer_spec",
-    "layout_from_config",
-    "make_allocator",
-    "replaced",
-    "window_sizes",
-]
-
 
 def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int64)
