@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kv_rig import ints, layer_spec, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
 from specdec.kvcache.layout import KEEP_ALL, KVLayout, Retention, attention_fields, cache_groups
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
@@ -137,60 +137,6 @@ def test_a_peer_that_is_released_in_one_group_stays_in_another() -> None:
     a.check()
     with pytest.raises(AssertionError, match="in the window of group 2 is unmapped"):
         table.check()
-
-
-@given(
-    windows=st.sets(st.integers(1, 64), max_size=4).map(sorted),
-    page_size=st.sampled_from([1, 4, 16]),
-    pages=st.lists(st.integers(2, 24), min_size=5, max_size=5),
-    beyond=st.lists(st.integers(0, 17), min_size=5, max_size=5),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=examples(20, 300), deadline=None, derandomize=True, database=None)
-def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, beyond, seed) -> None:
-    """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool. beyond: how
-    late each group is read."""
-    draw = np.random.default_rng(seed)
-    allocator = make_allocator(pages[0], windows, pages[1 : len(windows) + 1], page_size=page_size)
-    max_lag = ByGroup(tuple(beyond[: 1 + len(windows)]))
-    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES, extra_keys=1, max_lag=max_lag)
-    for _ in range(40):
-        rows = draw.permutation(table.active_rows)[: draw.integers(1, 3)]
-        choice = draw.integers(0, 5)
-        if choice == 0 and len(table.active_rows) < 4:
-            fresh = table.open_row()
-            if len(rows) and (whole := int(table.committed_len.host[rows[0]]) // page_size):
-                shared = table.pages(rows[0], whole)
-                evicted = table.num_evicted(whole)
-                if all(allocator.is_mapped(g, shared[evicted[g] :]).all() for g in allocator.windowed):
-                    table.adopt_pages(fresh, shared)
-        elif choice == 1 and len(rows):
-            table.close_rows(rows)
-        elif choice == 2 and len(rows):
-            table.evict_unseen(rows, slack_pages=int(draw.integers(0, 2)))
-        elif len(rows):
-            more = draw.integers(1, 20, len(rows))
-            wanted = table.committed_len.host[rows] + more
-            needed, before = int(table.pages_needed(rows, wanted).sum()), contents(table)
-            short = [pool.name for pool in allocator.pools if pool.available_pages < needed]
-            if wanted.max() > 150 or short:
-                with pytest.raises(OutOfSlotsError) as refusal:
-                    table.ensure_slots(rows, wanted)
-                assert wanted.max() > 150 or all(f"in the {name} pool" in str(refusal.value) for name in short)
-                assert contents(table) == before
-            else:
-                table.ensure_slots(rows, wanted)
-                table.commit_chunk_on_host(rows, more)
-        table.check()
-        for group, window in enumerate(windows, 1):
-            gone = table.committed_len.host - table.evicted_len[group]
-            adopted = np.where(
-                table.shared_len.host > 0, table.committed_len.host - table.shared_len.host, beyond[group]
-            )
-            late_by = np.minimum(adopted, beyond[group])  # who adopted pages has read them
-            assert (gone >= np.minimum(table.committed_len.host, window + late_by)).all()
-    table.close_rows(table.active_rows)
-    assert [pool.free_pages for pool in allocator.pools] == pages[: len(windows) + 1]
 
 
 # the prefix cache by group

@@ -122,28 +122,6 @@ def test_a_view_reads_the_pools_of_the_owners():
             assert not lent.owns(layer)
 
 
-def test_write_goes_to_the_group_of_the_layer():
-    table = make()
-    row = opened(table, 0)
-    opened(table, 0)
-    table.allocator.evict(SWA, owned(table, row))  # from here on the numbers of the two groups differ
-    other = table.open_row()
-    table.ensure_slots(other, 1)
-    full = PrimaryLoc(table.slots.tensor[other, :1])
-    swa = table.allocator.translate(SWA, full)
-    assert full.item() != swa.item()
-    plan = table.verify(ints(other), DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)))
-    one = torch.ones(1, 1, 1)
-    for layer, k in ((0, one), (1, 3 * one)):
-        kept = table.view.writable_layer(layer)
-        table.backend.store(kept, plan.write_slots(kept.group), k, 2 * k)
-    assert torch.nonzero(table.store.layers[0].k).tolist() == [[swa.item(), 0, 0]]
-    assert torch.nonzero(table.store.layers[1].v).tolist() == [[full.item(), 0, 0]]
-    nowhere = dataclasses.replace(plan, write=None)
-    with pytest.raises(AssertionError, match="a plan that writes nothing"):
-        nowhere.write_slots(SWA)
-
-
 def test_each_worker_may_hold_a_view_and_leave_it_in_any_order():
     table, first, second = make(), Worker(), OtherWorker()
     one, two = table.lend(first, [0]), table.lend(second, [1])
@@ -279,6 +257,8 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
     with table.lend(Worker(), [0, 1]) as view:
         plan = table.frozen(ints(row), position_offset=0, window_shift=2)
         assert (plan.write, plan.tree) == (None, None)
+        with pytest.raises(AssertionError, match="a plan that writes nothing"):
+            plan.write_slots(SWA)
         assert plan.positions.tolist() == [[5]]
         assert view.layer(1).k[prefix_slots(plan, PRIMARY), 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
         assert view.layer(0).k[prefix_slots(plan, SWA), 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]

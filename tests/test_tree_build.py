@@ -154,22 +154,6 @@ def test_growth_keeps_the_best_paths(backend: TreeBackend, topk: int, levels: in
         assert int(grown.depth.max()) <= levels
 
 
-def level_by_level(root: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Candidates of a tree as torch sorts them, a level at a time; tokens and log_probs [B, L, K]."""
-    lowest = torch.finfo(torch.float32).min
-    score, candidate, parts, count = torch.zeros((len(root), 1)), torch.full((len(root), 1), -1), [], 0
-    for row_tokens, row in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
-        row = torch.where(row.isnan() | (row == -INF), lowest, row.clamp(max=0))
-        scores = (score[:, :, None] + row[:, None]).clamp(min=lowest).flatten(1)
-        width, topk = score.shape[1], row.shape[1]
-        parents = candidate[:, :, None].expand(-1, -1, topk).flatten(1)
-        parts.append((row_tokens[:, None].expand(-1, width, -1).flatten(1), scores, parents))
-        best = scores.sort(dim=1, descending=True, stable=True)
-        score, candidate = best.values[:, :topk], best.indices[:, :topk] + count
-        count += width * topk
-    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-
-
 @deep_cases("1-4-False-torch", "4-15-False-triton", "4-15-True-torch", "8-7-False-torch")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize(
@@ -185,20 +169,20 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
         marginals[0, 1, -1], marginals[1, 1, 0], marginals[2, 0, -1] = NAN, -INF, 0.5
     found = TreeBuilder(root, backend, levels)
     found.add_all_levels(tokens.to(DEVICE), marginals.to(DEVICE))
-    one_by_one = TreeBuilder(root, backend, levels)
-    for level in range(levels):
-        width = 1 if level == 0 else topk
-        parts = (x[:, level, None].expand(-1, width, -1).to(DEVICE) for x in (tokens, marginals))
-        one_by_one.add_level(*parts)
-    expected = level_by_level(root.cpu(), tokens, marginals)
+    one_by_one, reference = TreeBuilder(root, backend, levels), TreeBuilder(root, TorchBackend(), levels)
+    for builder in (one_by_one, reference):
+        for level in range(levels):
+            width = 1 if level == 0 else topk
+            parts = (x[:, level, None].expand(-1, width, -1).to(DEVICE) for x in (tokens, marginals))
+            builder.add_level(*parts)
+    expected = reference.candidates
+    assert expected is not None
     for builder in (found, one_by_one):
         assert builder.candidates is not None
         for ours, theirs in zip(builder.candidates, expected, strict=True):
-            assert torch.equal(ours.cpu(), theirs)
-    num_nodes = min(32, 1 + expected[0].shape[1])
-    want = reference_select_tree(
-        root, Candidates(*(x.to(DEVICE) for x in expected)), num_nodes=num_nodes, num_levels=levels
-    )
+            assert torch.equal(ours, theirs)
+    num_nodes = min(32, 1 + expected.tokens.shape[1])
+    want = reference_select_tree(root, expected, num_nodes=num_nodes, num_levels=levels)
     tree = found.select(num_nodes)
     assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
 
