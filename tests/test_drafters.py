@@ -54,12 +54,6 @@ def test_lookup(history, drafts):
     assert lookup(history) == [drafts]
 
 
-def test_lookup_length_is_a_setting():
-    history = [1, 2, 5, 0, 9, 2, 6, 0, 1, 2]
-    assert lookup(history, max_ngram=1) == [[6, 0, 1, 2]]
-    assert lookup(history, max_ngram=2) == lookup(history, max_ngram=5) == [[5, 0, 9, 2]]
-
-
 @usual_cases("2", "5")
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5, 8])
 def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):

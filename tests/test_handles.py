@@ -101,21 +101,6 @@ def test_a_closed_engine_ends_its_handles_and_streams(make_target, make_engine, 
     assert engine.stats().rounds == 0
 
 
-def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, random_prompt):
-    engine = make_engine(make_target("llama"))
-    handle = engine.submit(random_prompt(5), PARAMS)
-
-    def step_of_this_thread():  # waiting would never end
-        other = engine.submit(random_prompt(9), PARAMS)
-        handle.abort()
-        assert not handle.finished and not other.finished
-        return other
-
-    other = engine._in_turn(step_of_this_thread)
-    assert handle.finished and other.output().finish_reason == "length"
-    assert_idle(engine)
-
-
 def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):
     """A thread that steps without pause once kept the others out for as long as it liked."""
     engine = make_engine(make_target("llama"))

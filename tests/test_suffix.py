@@ -157,16 +157,6 @@ def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
     assert 0 < largest <= (history.shape[1] + MATCH) * len(history) * 8  # numbers of its own shape
 
 
-def test_alone_and_in_a_batch():
-    rng = random.Random(0)
-    texts = [[rng.randrange(3) for _ in range(size)] for size in (1, 5, 40, 77)]
-    together = proposed(*texts, topk=3, steps=3, num_nodes=9)
-    for i, text in enumerate(texts):
-        alone = proposed(text, topk=3, steps=3, num_nodes=9)
-        assert together.tokens[i].tolist() == alone.tokens[0].tolist()
-        assert together.parents[i].tolist() == alone.parents[0].tolist()
-
-
 SHAPES = [SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tokens=12)]
 
 

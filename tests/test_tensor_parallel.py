@@ -24,8 +24,7 @@ from split_engines import (
 )
 
 import specdec.engine
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.ngram import NgramDrafter
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
@@ -38,7 +37,7 @@ from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
 from marks import deep_cases, examples, is_deep, usual_cases
-from tiny_models import VOCAB, build_target, random_eagle3
+from tiny_models import VOCAB, build_target
 
 CPUS = [torch.device("cpu")] * 2
 
@@ -101,15 +100,6 @@ def test_shares_of_fewer_than_16_rows_have_the_bits_of_one_device(intermediate, 
     target, asked = TargetModel(model, REFERENCE, deterministic=True), [random_prompt(9, seed=1)]
     alone = answers(engine_of(target, 1, max_batch_size=1), asked)
     assert answers(engine_of(target, count), asked) == alone
-
-
-@pytest.mark.deep  # test_split_loading.py has both on a loaded checkpoint
-@pytest.mark.parametrize("name", TARGETS)
-def test_drafts_of_a_lookup_and_of_a_head_change_no_bit(name: str, three_prompts: list[list[int]]):
-    target, asked = target_of(name), three_prompts[:2]
-    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
-    assert answers(engine_of(target, 2, NgramDrafter(), SpecConfig(3, adaptive=False)), asked) == alone
-    assert answers(engine_of(target, 2, random_eagle3(target.model), max_batch_size=1), asked) == alone
 
 
 @usual_cases("qwen3_5")
