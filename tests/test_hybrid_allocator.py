@@ -1,11 +1,9 @@
-"""One allocator over several pools: freeing once, eviction from one of them, and `check` itself.
+"""One allocator over several pools: freeing once, and eviction from one of them.
 
-Conservation over random histories is shown by `test_kv_state_machine.py`, all or none by `test_cache_groups.py`.
+Conservation over random histories is shown by `test_kv_state_machine.py`, all or none by `test_cache_groups.py`, and
+`check` itself by `test_request_table.py`.
 """
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
 from kv_rig import SWA, HybridAllocator, PrimaryLoc, make_allocator
@@ -125,49 +123,3 @@ def test_freeing_twice_raises():
     with pytest.raises(DoubleFreeError, match=r"full pool: pages \[1\] are not held"):
         a.free(slots)
     a.check()
-
-
-# `check` finds every kind of corruption. Seeded in: pages 1, 2 held (slots 2-5), page 1 evicted, pages 3, 4 free
-
-
-def put(name: str, index: object, value: object) -> Callable[[HybridAllocator], None]:
-    """Writes into the map from full to SWA slots, or into the claims of a pool."""
-    arrays = {"map": lambda a: a.maps.host[SWA], "full": lambda a: a.primary._held, "swa": lambda a: a.pools[SWA]._held}
-    return lambda a: arrays[name](a).__setitem__(index, value)
-
-
-def lose_an_swa_page(a: HybridAllocator) -> None:
-    a._release_peers(SWA, np.array([2]))
-    a.pools[SWA].alloc(1)
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "message"),
-    [
-        (put("map", slice(0, 2), 2), "page 0 is mapped"),
-        (put("map", 5, 3), "window 4: the peer of a page is not one page"),
-        (put("map", 5, 0), "window 4: the peer of a page is not one page"),
-        (put("map", 3, 5), "a page is mapped in part"),
-        (put("map", slice(2, 4), [4, 5]), "window 4: a page has two owners"),
-        (put("map", slice(4, 6), [6, 7]), "window 4: a mapped page is free"),
-        (lose_an_swa_page, "window 4: a page is held but not mapped"),
-        (lambda a: a.primary.free(np.array([2])), "window 4: a free page is mapped"),
-        (put("full", 0, True), "full: page 0 is held"),
-        (put("swa", 0, True), "window 4: page 0 is held"),
-        (put("full", 3, True), "full: a free page is held"),
-        (lambda a: a.primary._stack.__setitem__(0, a.primary._stack[1]), "full: a page is free twice"),
-        (
-            lambda a: setattr(a.primary, "free_pages", a.primary.free_pages - 1),
-            r"full: held 2 \+ evictable 0 \+ free 1 != 4",
-        ),
-        (put("swa", 2, False), r"window 4: held 0 \+ evictable 0 \+ free 2 != 3"),
-    ],
-)
-def test_check_finds(corrupt: Callable[[HybridAllocator], None], message: str):
-    a = make(full=4, swa=3, page_size=2)
-    a.alloc(2)
-    a.evict(SWA, loc(2, 3))
-    a.check()
-    corrupt(a)
-    with pytest.raises(AssertionError, match=message):
-        a.check()

@@ -326,10 +326,6 @@ CORRUPTED = {
     # what is done to a tree of one node, words of the assertion
     "lost node": (lambda rig: rig.cache._root.children.popitem(), "the nodes by age are not those of the tree"),
     "lost page": (lose_a_page, "num_peers|other pages are kept"),
-    "one claim too many": (
-        lambda rig: rig.allocator.primary.share(np.array([1])),
-        "more claims than rows|belongs to no row|the cache's alone",
-    ),
     "one swa claim too many": (
         lambda rig: rig.allocator.pools[SWA].share(np.array([1])),
         "more rows hold the peers of|claims on the peer|the cache's alone",
@@ -338,11 +334,6 @@ CORRUPTED = {
     "wrong name": (
         lambda rig: next(iter(rig.cache._by_age)).key.__setitem__(0, 77),
         "a node is not where its key says",
-    ),
-    "page of nobody": (lambda rig: rig.allocator.alloc(1), "a held page belongs to no row"),
-    "forgotten by the pool": (
-        lambda rig: rig.allocator.primary._cached.__setitem__(1, False),
-        "num_peers|held 0|the cache's alone|other pages are kept",
     ),
 }
 
