@@ -127,26 +127,6 @@ def numpy_types_by_name(find: Any) -> Any:
     return of
 
 
-@replaces(interpreter, "_validate_np_data_size")
-def sizes_by_name(_: Any) -> Any:
-    """Does an array have no wider elements than the type? One of a pointer may."""
-    widest: dict[str, int] = {}  # bytes
-
-    def of(array: Any, dtype: Any) -> bool:
-        if dtype.__class__ is core.pointer_type:
-            return True
-        if dtype.name not in widest:
-            widest[dtype.name] = max(8, dtype.primitive_bitwidth) // 8
-        return bool(array.itemsize <= widest[dtype.name])
-
-    return of
-
-
-@replaces(interpreter.InterpreterBuilder, "create_expand_dims")
-def dimensions_by_index(_: Any) -> Any:
-    return lambda self, arg, axis: interpreter.TensorHandle(arg.data[(*(slice(None),) * axis, None)], arg.dtype.scalar)
-
-
 BLOCKS: dict[tuple[Any, ...], Any] = {}  # every block type, for good: so two are equal when they are the same
 
 
@@ -163,11 +143,6 @@ def one_block_type_of_a_shape(init: Any) -> Any:
 
     core.block_type.__new__ = new
     return lambda self, element_ty, shape: None
-
-
-@replaces(core.dtype, "__eq__")
-def same_type_first(equal: Any) -> Any:
-    return lambda self, other: self is other or equal(self, other)
 
 
 @replaces(core.tensor, "__init__")

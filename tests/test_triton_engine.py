@@ -85,17 +85,12 @@ def launches(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "drafter", "spec", "page_size"),
     [
-        deep("gemma4-e2b", None, CHAIN, 4),
         deep("gemma4-e2b", "mtp", CHAIN, 1),
         deep("gemma4-e2b", "mtp", TREE, 4),
         deep("gemma4-e2b", "eagle3", TREE, 1),
-        deep("llama", None, CHAIN, 1),
         ("llama", "ngram", CHAIN, 1),
-        deep("llama", "eagle3", CHAIN, 1),
         deep("llama", "eagle3", TREE, 4),
         deep("gpt_oss", "eagle3", TREE, 1),
-        deep("gpt_oss", "eagle3", CHAIN, 4),
-        deep("gemma2", None, CHAIN, 1),
         deep("gemma2", "eagle3", TREE, 4),
     ],
 )
