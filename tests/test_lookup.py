@@ -1,9 +1,10 @@
-"""Suffix decoding proposes what its definition says, and the output is the target's."""
+"""Prompt lookup and suffix decoding propose what their definitions say, and the output is the target's."""
 
 import math
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from specdec.draft_models.finished_texts import BEFORE, MATCH
 from specdec.draft_models.lookup import (
     MATCHES,
     Matches,
+    NgramDrafter,
     SuffixWorker,
     children,
     find_matches,
@@ -23,7 +25,65 @@ from specdec.draft_models.lookup import (
     newest_tokens,
 )
 
+from marks import usual_cases
 from stand_ins import Made, history_batch
+
+
+def looked_up(*histories, steps=4, max_ngram=3):
+    """The drafts of each history."""
+    tree = NgramDrafter(max_ngram).propose(history_batch(histories, steps))
+    tree.check()
+    assert tree.tokens[:, 0].tolist() == [h[-1] for h in histories]
+    return tree.tokens[:, 1:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("history", "drafts"),
+    [
+        ([1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9, 8, 7, 6]),
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # runs into the end: goes on with period 3
+        ([5, 7, 7], [7, 7, 7, 7]),  # period 1
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
+        ([1, 2, 3, 4, 5, 6], [6, 6, 6, 6]),  # no match: the newest token again
+        ([4], [4, 4, 4, 4]),
+        ([4, 4], [4, 4, 4, 4]),
+        ([4, 5], [5, 5, 5, 5]),
+        ([4, 5, 4], [5, 4, 5, 4]),
+        ([1, 2, 3, 1], [2, 3, 1, 2]),
+        ([1, 1, 1, 1], [1, 1, 1, 1]),
+        ([3, 8, 3, 9, 0, 3], [9, 0, 3, 9]),  # the latest occurrence of 3
+        ([1, 2, 5, 0, 9, 2, 6, 0, 1, 2], [5, 0, 9, 2]),  # the longer match before the later one
+        ([7, 1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], [6, 7, 1, 2]),  # three tokens are enough: the later of the two
+    ],
+    ids=str,
+)
+def test_lookup(history, drafts):
+    assert looked_up(history) == [drafts]
+
+
+@usual_cases("2", "5")
+@pytest.mark.parametrize("max_ngram", [1, 2, 3, 5, 8])
+def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
+    """Also against a slow implementation of the definition, for every length from 1."""
+
+    def slow(tokens, steps=4):
+        for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if tokens[start : start + size] == tokens[-size:]:
+                    copy = list(tokens)
+                    for _ in range(steps):
+                        copy.append(copy[start + size + len(copy) - len(tokens)])
+                    return copy[len(tokens) :]
+        return [tokens[-1]] * steps
+
+    rng = np.random.default_rng(0)
+    histories = [rng.integers(0, 3, length).tolist() for length in (1, 2, 3, 4, 5, 6, 7, 9, 14, 30) for _ in range(4)]
+    together = looked_up(*histories, max_ngram=max_ngram)
+    assert together == [slow(h) for h in histories]
+    assert together == [looked_up(h, max_ngram=max_ngram)[0] for h in histories]
+
+
+# suffix decoding
 
 
 def proposed(*histories, steps=3, topk=1, num_nodes=None):
