@@ -20,6 +20,7 @@ from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot
 
 from inside import RequestStats, record_round
+from stand_ins import following
 
 ADAPTIVE = SpecConfig(4, adaptive=True)
 CHAINS = {shape.num_steps: shape for shape in draft_ladder(ADAPTIVE, captured=True)}
@@ -29,8 +30,7 @@ CHAINS = {shape.num_steps: shape for shape in draft_ladder(ADAPTIVE, captured=Tr
 def right(make_target, make_engine, random_prompt, greedy_oracle, scripted):
     """An engine with adaptive drafts that are always right, and a prompt."""
     model, prompt = make_target("llama"), random_prompt(9)
-    whole = prompt + greedy_oracle(model, prompt, 60)
-    drafter = scripted(lambda known, n: (whole[len(known) : len(known) + n], None))
+    drafter = scripted(following([prompt + greedy_oracle(model, prompt, 60)]))
     return make_engine(model, drafter, spec=ADAPTIVE, max_batch_size=1), prompt
 
 
@@ -60,9 +60,9 @@ def test_a_draft_below_the_end_of_an_output_is_not_rejected(make_target, make_en
     """A stop token ends the output within an accepted path: what lies below it was judged by nobody."""
     model, prompt = make_target("llama"), random_prompt(9)
     [plain] = make_engine(model).generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))
-    whole, end = prompt + plain.token_ids, plain.token_ids[7]
+    end = plain.token_ids[7]
     assert end not in plain.token_ids[:7]
-    engine = make_engine(model, scripted(lambda known, n: (whole[len(known) : len(known) + n], None)), num_steps=4)
+    engine = make_engine(model, scripted(following([prompt + plain.token_ids])), num_steps=4)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(end,))
     [out] = engine.generate(prompt, params)
     assert out.token_ids == plain.token_ids[:8] and out.stats.rounds == 2
