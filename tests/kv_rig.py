@@ -48,6 +48,12 @@ SWA = GroupId(1)
 """The windowed group of models with one window."""
 
 
+class Worker:
+    """One to which views of a cache are lent."""
+
+    view: KVView | None = None
+
+
 def make_allocator(
     pages: int,
     windows: Sequence[int] = (),

@@ -19,6 +19,7 @@ from kv_rig import (
     Move,
     PrefixCache,
     PrimaryLoc,
+    Worker,
     ints,
     layer_spec,
 )
@@ -34,10 +35,6 @@ WINDOW, LOOKAHEAD = 4, 3
 LAYOUT = KVLayout(
     (layer_spec(0, WINDOW), layer_spec(1, None), layer_spec(2, WINDOW, owner=0), layer_spec(3, None, owner=1))
 )
-
-
-class Worker:
-    view: KVView | None = None
 
 
 class OtherWorker(Worker):
