@@ -191,16 +191,6 @@ def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
     rig.table.check()
 
 
-def test_a_64th_of_a_pool_is_given_up_at_once():
-    rig = PrefixRig(pages=640, max_len=700)
-    rig.serve(list(range(641)))
-    row = rig.table.open_row()
-    rig.table.ensure_slots(row, 1)
-    assert rig.counts == (9, 1, 630)
-    rig.table.ensure_slots(row, 10)
-    assert rig.counts == (0, 10, 630)
-
-
 # the tree
 
 
@@ -227,16 +217,6 @@ def test_keeping_what_is_kept_changes_nothing():
     rig.keep(row, text)
     rig.keep(row, text[:9])
     assert contents(rig.table, rig.allocator) == before
-
-
-def test_reset_forgets_rows_and_cache():
-    rig = PrefixRig(windows=[4])
-    rig.serve(list(range(24)))
-    rig.begin(list(range(24)))
-    rig.table.reset()
-    rig.table.check()
-    assert rig.counts == (64, 0, 0) and rig.allocator.primary.cached_pages == 0
-    assert rig.serve(list(range(24))) == 0
 
 
 # `check` finds every kind of corruption

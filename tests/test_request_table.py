@@ -105,17 +105,6 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
         table.close_rows(row)
 
 
-@pytest.mark.parametrize("operation", ["close_rows", "ensure_slots"])
-@pytest.mark.parametrize("row", [1, -1, 3, 99], ids=["never-opened", "negative", "padding-row", "beyond"])
-def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
-    table = make(max_requests=3)
-    table.open_row()
-    before = kv_contents(table)
-    with pytest.raises(KVStateError, match=f"row {row} is not open"):
-        getattr(table, operation)(*((row,) if operation == "close_rows" else (row, 0)))
-    assert kv_contents(table) == before
-
-
 # commit
 
 
