@@ -348,22 +348,15 @@ def test_figures_of_all_rows_are_those_counted_for_each_request():
                 assert before.rounds == own.rounds, "figures that were read change no more"
                 whole = (taken, 0, 0) if forced else (taken, length - 1, drafts)
                 record_round(own, *(whole if forced or taken == length else (taken,) * 3))
-                own.forced_rounds, own.forced_tokens = (
-                    own.forced_rounds + (forced > 0),
-                    own.forced_tokens + min(taken, forced),
-                )
+                own.forced_rounds += forced > 0
+                own.forced_tokens += min(taken, forced)
                 own.draft_nodes += result.path.shape[1] - 1 if drafts and not forced else 0
                 own.output_tokens += taken
-                own.first_token_seconds, own.decode_seconds = (
-                    request.stats.first_token_seconds,
-                    request.stats.decode_seconds,
-                )
-                for stage, seconds in result.seconds.items():
-                    setattr(own, f"{stage}_seconds", getattr(own, f"{stage}_seconds") + seconds / len(chosen))
-                assert own.draft_seconds == pytest.approx(request.stats.draft_seconds)
-                assert own.verify_seconds == pytest.approx(request.stats.verify_seconds)
-                own.draft_seconds, own.verify_seconds = request.stats.draft_seconds, request.stats.verify_seconds
-                own.other_seconds = request.stats.other_seconds
+                for stage in ("draft", "verify"):
+                    spent = getattr(own, f"{stage}_seconds") + result.seconds[stage] / len(chosen)
+                    assert getattr(request.stats, f"{stage}_seconds") == pytest.approx(spent)
+                for name in ("draft", "verify", "other", "first_token", "decode"):  # to the bit, or by the clock
+                    setattr(own, f"{name}_seconds", getattr(request.stats, f"{name}_seconds"))
                 assert request.stats == own
                 cut += taken < length
                 if draw.random() < 0.1:

@@ -146,49 +146,27 @@ def test_parts_of_ranks_are_those_of_the_whole_weight():
 # what is refused
 
 
-LINEAR_HEADS = "has 3 key heads and 6 value heads of linear attention; a number of devices must divide both"
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+LINEAR_HEADS = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+UNSHARED: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    # family, fields of its config, devices, words of the refusal
+    "experts": ("qwen3_moe", {"num_experts": 3}, 2, "has 3 experts, which 2 devices cannot"),
+    "experts of groups": ("deepseek_v3", {"n_routed_experts": 6}, 4, "has 6 experts, which 4 devices cannot"),
+    "K/V heads": (
+        "llama",
+        {**HEADS, "hidden_size": 96, "num_key_value_heads": 3},
+        2,
+        "6 query heads and 3 K/V heads; a",
+    ),
+    "heads of latents": ("deepseek_v3", HEADS, 4, "has 6 query heads and 6 K/V heads; a number of"),
+    "one head": ("llama", dict.fromkeys(HEADS, 1), 2, "must divide the query heads, and divide"),
+    "odd": ("llama", {"intermediate_size": 642}, 2, "has a down weight of 64 rows and 642 columns, and 2 devices"),
+    "linear heads": ("qwen3_5", LINEAR_HEADS, 2, "has 3 key heads and 6 value heads of linear attention; a number of"),
+    "unfused": ("lfm2", {}, 2, "Lfm2Model has no fused form"),
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "count", "said"),
-    [
-        pytest.param("qwen3_moe", {"num_experts": 3}, 2, "has 3 experts, which 2 devices cannot", id="experts"),
-        pytest.param(
-            "deepseek_v3", {"n_routed_experts": 6}, 4, "has 6 experts, which 4 devices cannot", id="of groups"
-        ),
-        pytest.param(
-            "llama",
-            {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
-            *(2, "layer 0 has 6 query heads and 3 K/V heads; a number"),
-            id="K/V heads",
-        ),
-        pytest.param(
-            "deepseek_v3",
-            {"num_attention_heads": 6, "num_key_value_heads": 6},
-            *(4, "has 6 query heads and 6 K/V heads; a number of"),
-            id="heads of latents",
-        ),
-        pytest.param(
-            "llama",
-            {"num_attention_heads": 1, "num_key_value_heads": 1},
-            *(2, "must divide the query heads, and divide"),
-            id="fewer heads than devices",
-        ),
-        pytest.param(
-            "llama",
-            {"intermediate_size": 642},
-            *(2, "has a down weight of 64 rows and 642 columns, and 2 devices"),
-            id="odd",
-        ),
-        pytest.param(
-            "qwen3_5",
-            {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
-            *(2, LINEAR_HEADS),
-            id="heads of recurrent layers",
-        ),
-        pytest.param("lfm2", {}, 2, "Lfm2Model has no fused form", id="unfused"),
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "count", "said"), UNSHARED.values(), ids=UNSHARED)
 def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], count: int, said: str):
     """A model, and a target that is whole."""
     sizes = {**WIDE, **LATENTS} if family == "deepseek_v3" else {} if family == "lfm2" else WIDE
