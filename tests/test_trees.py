@@ -123,54 +123,6 @@ def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: l
     assert accepted.tokens[0, :length].tolist() == emitted
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """tokens, parents and drawn tokens of a tree over few tokens, so that long paths are common."""
-    size = draw(st.integers(1, 9))
-    tokens, parents = [draw(st.integers(0, 3))], [-1]
-    while len(tokens) < size:
-        parent = draw(st.integers(0, len(tokens) - 1))
-        taken = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
-        tokens.append(draw(st.sampled_from([t for t in range(10) if t not in taken])))
-        parents.append(parent)
-    children = [[t for t, p in zip(tokens, parents, strict=True) if p == node] for node in range(size)]
-    drawn = [draw(st.sampled_from([*kids, 11]) | st.integers(0, 10)) for kids in children]
-    return tokens, parents, drawn
-
-
-def walk(tokens: list[int], parents: list[int], drawn: list[int]) -> tuple[list[int], list[int]]:
-    path, emitted = [0], [drawn[0]]
-    while True:
-        following = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == emitted[-1]]
-        if not following:
-            return path, emitted
-        path.append(following[0])
-        emitted.append(drawn[following[0]])
-
-
-@pytest.mark.slow
-@given(st.lists(trees(), min_size=1, max_size=4))
-@settings(max_examples=examples(60, 300), deadline=None, derandomize=True, database=None)
-def test_fields_and_accepted_paths_against_plain_walks(cases: list[tuple[list[int], list[int], list[int]]]):
-    size = min(len(case[0]) for case in cases)  # a prefix of a tree is a tree
-    cases = [(tokens[:size], parents[:size], drawn[:size]) for tokens, parents, drawn in cases]
-    tree = DraftTree.from_parents(ids([c[0] for c in cases]), ids([c[1] for c in cases]))
-    tree.check()
-    accepted = accept(tree, ids([c[2] for c in cases]))
-    for b, case in enumerate(cases):
-        for node in range(size):
-            line = [node]
-            while case[1][line[-1]] >= 0:
-                line.append(case[1][line[-1]])
-            assert torch.nonzero(tree.ancestors[b, node]).flatten().tolist() == sorted(line)
-            assert tree.depth[b, node] == len(line) - 1
-        path, emitted = walk(*case)
-        length = len(path)
-        assert accepted.length[b] == length
-        assert accepted.path[b].tolist() == path + [0] * (size - length)
-        assert accepted.tokens[b, :length].tolist() == emitted
-
-
 # growing and describing
 
 
