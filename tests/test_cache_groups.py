@@ -5,7 +5,6 @@ Conservation, and that K/V of several groups are those of their texts, is shown 
 `test_request_table.py`.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 from kv_rig import PRIMARY, SWA, GroupId, HybridAllocator, PrefixRig, PrimaryLoc, ints, layer_spec, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.layout import KEEP_ALL, KVLayout, Retention, attention_fields, cache_groups
-from specdec.kvcache.store import KVStore
+from specdec.kvcache.layout import KEEP_ALL, KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.sizing import DraftNeeds
 
@@ -188,31 +186,6 @@ def test_groups_are_those_of_all_models_the_primary_first() -> None:
     assert cache_groups([KVLayout((layer_spec(0, 4),))])[PRIMARY] == KEEP_ALL  # though no layer is
     with pytest.raises(AssertionError, match=r"no group has Retention\(window=5"):
         groups.group_of(Retention(5))
-
-
-@given(
-    windows=st.lists(st.one_of(st.none(), st.integers(1, 64)), min_size=1, max_size=5),
-    page_size=st.sampled_from([1, 4, 16]),
-    sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), min_size=5, max_size=5),
-)
-@settings(max_examples=examples(15, 100), deadline=None, derandomize=True, database=None)
-def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page_size, sizes) -> None:
-    layers = [
-        dataclasses.replace(layer_spec(i, window), fields=attention_fields(*size))
-        for i, (window, size) in enumerate(zip(windows, sizes, strict=False))
-    ]
-    layout = KVLayout(tuple(layers))
-    given_windows = sorted({window for window in windows if window is not None})
-    allocator = make_allocator(5, given_windows, [2 + n for n in range(len(given_windows))], page_size=page_size)
-    store = KVStore(layout, allocator, torch.float32, torch.device("cpu"), rank=0)
-    for kept, layer in zip(store.layers.values(), layers, strict=True):
-        slots = allocator.num_slots(kept.group)
-        assert allocator.groups[kept.group] == layer.retention
-        assert [*kept.k.shape] == [slots, layer.k.heads, layer.k.dim]
-        assert [*kept.v.shape] == [slots, layer.v.heads, layer.v.dim]
-    for group, retention in allocator.groups.items():
-        held = sum(tensor[0].nbytes for tensor in store.tensors(group))
-        assert held == layout.slot_bytes(retention, torch.float32)
 
 
 # claims by group

@@ -573,7 +573,7 @@ def test_commands_draft_as_deep_as_the_modules_say(topk: int, published: Any) ->
 @pytest.mark.deep
 def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> None:
     """Family, draft, pages, chunks, rows, pool and sampling at random. A sample of `make test` is among the drafters
-    of test_any_drafter."""
+    of test_drafters."""
     rng = random.Random(11)
     names = [name for name in SHAPES if name not in SAME_DRAFTS]
     for case in range(300):
