@@ -7,13 +7,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend
 from specdec.attention.trees.tree_builder import LOWEST
 from specdec.draft_models import lookup
-from specdec.draft_models.finished_texts import BEFORE, MATCH
+from specdec.draft_models.finished_texts import MATCH
 from specdec.draft_models.lookup import (
     MATCHES,
     Matches,
@@ -21,7 +20,6 @@ from specdec.draft_models.lookup import (
     SuffixWorker,
     children,
     find_matches,
-    matched_lengths,
     newest_tokens,
 )
 
@@ -161,7 +159,9 @@ def slow_children(text, path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_shares_are_those_of_the_definition(seed):
+def test_shares_are_those_of_the_definition(seed, monkeypatch):
+    """Also where matches are found in blocks, of a few tokens or of one."""
+    monkeypatch.setattr(lookup, "COMPARED", (1, 100, 3000, 1 << 23)[seed % 4])
     rng = random.Random(seed)
     texts = [[rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.choice((1, 2, 30, 90)))] for _ in range(3)]
     topk, length = rng.choice((1, 2, 4)), max(map(len, texts))
@@ -181,29 +181,6 @@ def test_shares_are_those_of_the_definition(seed):
             assert sorted(real.values()) == pytest.approx(sorted(want.values())[-topk:])
             paths[b] = [[*paths[b][0], int(tokens[b, 0, 0])]]
         followed = followed * (next_token == tokens[:, 0, :1])[:, None]
-
-
-def matched_at_once(history, newest):
-    """The definition, with all windows of all rows side by side."""
-    windows = F.pad(history, (MATCH, 0), value=BEFORE)[:, 1:].unfold(1, MATCH, 1)
-    equal = (windows == newest.flip(-1)[:, None]).flip(-1).to(torch.int32)
-    return equal.cumprod(-1).sum(-1)
-
-
-@pytest.mark.parametrize("compared", [1, 100, 3000, 1 << 23])
-def test_matches_found_in_blocks_are_those_found_at_once(compared, monkeypatch):
-    monkeypatch.setattr(lookup, "COMPARED", compared)
-    rng = random.Random(compared)
-    for batch, width in ((1, 1), (3, 7), (2, MATCH), (5, 60)):
-        rows = [[rng.randrange(rng.choice((2, 3))) for _ in range(width)] for _ in range(batch)]
-        history, length = torch.tensor(rows), torch.tensor([rng.randint(1, width) for _ in rows])
-        newest = newest_tokens(history, length)
-        assert matched_lengths(history, newest).equal(matched_at_once(history, newest))
-        found = find_matches(history, length, newest)
-        with monkeypatch.context() as at_once:
-            at_once.setattr(lookup, "matched_lengths", matched_at_once)
-            for tensor, want in zip(found, find_matches(history, length, newest), strict=True):
-                assert tensor.equal(want)
 
 
 def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
