@@ -10,7 +10,7 @@ import torch
 from specdec.attention.backend import Backend, TorchBackend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees.tree import DraftTree
-from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
+from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view

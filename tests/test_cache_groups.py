@@ -77,15 +77,6 @@ def test_nothing_is_allocated_freed_or_evicted_for_nothing():
     assert contents(a) == before
 
 
-def test_slots_may_come_in_any_order():
-    a = make()
-    a.alloc(2)
-    a.evict(SWA, loc(5, 4))
-    a.free(loc(5, 2, 4, 3))
-    assert (a.primary.free_pages, a.pools[SWA].free_pages) == (4, 3)
-    a.check()
-
-
 # every refusal below is of an allocator with 4 pages of two slots that holds pages 1, 3, 4, of which page 1 is evicted
 
 

@@ -97,20 +97,6 @@ def test_restored_after_an_exception():
     table.check()
 
 
-def test_a_view_reads_the_pools_of_the_owners():
-    table = make()
-    kept, own = table.store.layers, table.view
-    assert [kept[owner].group for owner in (0, 1)] == [SWA, PRIMARY]
-    assert own.layer_map == (0, 1, 0, 1)
-    assert [own.owns(layer) for layer in range(4)] == [True, True, False, False]
-    for layer, owner in enumerate([0, 1, 0, 1]):
-        assert own.layer(layer) is kept[owner]
-    with table.lend(Worker(), [1, 0, 1]) as lent:
-        for layer, owner in enumerate([1, 0, 1]):
-            assert lent.layer(layer) is kept[owner]
-            assert not lent.owns(layer)
-
-
 def test_each_worker_may_hold_a_view_and_leave_it_in_any_order():
     table, first, second = make(), Worker(), OtherWorker()
     one, two = table.lend(first, [0]), table.lend(second, [1])

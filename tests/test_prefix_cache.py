@@ -175,7 +175,6 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     rig.fill(row, 40)
     assert [rig.found(text) for text in (one, two)] == [0, 0]
     assert (swa.held_pages, swa.evictable_pages) == (40, 0)
-    rig.table.check()
 
 
 @pytest.mark.parametrize("wanted", range(1, 25))
