@@ -29,41 +29,6 @@ from specdec.runtime.scheduler import Scheduler, rank, slots_needed
 from specdec.runtime.settling import commit_chunks_on_host, settle_round
 from specdec.text.detokenize import Detokenizer
 
-__all__ = [
-    "Detokenizer",
-    "Division",
-    "StatesNeeded",
-    "IDLE_STEPS",
-    "PartShare",
-    "Prefixes",
-    "PromptGap",
-    "PromptLoad",
-    "PromptBudget",
-    "PromptLogProbs",
-    "REFERENCE",
-    "Request",
-    "RequestState",
-    "RequestStats",
-    "RoundResult",
-    "Scheduler",
-    "TargetModel",
-    "WORTH_WAITING",
-    "StorageWatch",
-    "assert_idle",
-    "capture_on_tape",
-    "captured_prompts",
-    "captured_rounds",
-    "commit_chunks_on_host",
-    "divide",
-    "packed_values",
-    "prompt_chunks",
-    "rank",
-    "record_round",
-    "restricted",
-    "settle_round",
-    "slots_needed",
-]
-
 
 def state_cache_of(engine: Engine) -> PrefixCache:
     """The prefix cache of an engine over recurrent layers."""

@@ -73,7 +73,7 @@ def plain_form(head: Eagle3Head) -> PlainHead:
 
 
 def fuse(plain: PlainHead, ops: Operations) -> FusedHead:
-    return FusedHead(plain.head, plain.table, plain.lm_head, Weights("head", plain.head), ops)
+    return FusedHead(plain, Weights("head", plain.head), ops)
 
 
 @torch.inference_mode()
