@@ -481,6 +481,8 @@ def make_engine() -> Callable[..., Engine]:
     ) -> Engine:
         spec = spec or SpecConfig(num_steps=num_steps)
         settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, **config})
+        if hasattr(drafter, "bind"):
+            return Engine(TargetModel(model), drafter, tokenizer=tokenizer, spec=spec, config=settings)
         return Engine.from_pretrained(model, drafter, tokenizer=tokenizer, spec=spec, config=settings)
 
     return make
