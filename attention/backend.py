@@ -33,12 +33,7 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, PlanBackend
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
-from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import (
-    MAX_CANDIDATES,
-    MAX_KERNEL_TOPK,
-    Candidates,
-    Scored,
     TreeBackend,
     expand,
     reference_expand,
@@ -89,21 +84,15 @@ class TorchBackend:
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
         return VisibleKeys.from_plan(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
 
-    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
-        return CopiedDraftBlock(store, draft)
-
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
 
-    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        fold_committed(table, store, row, length)
-
-    def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentForward:
-        return RecurrentForward(plan, view)
-
+    draft_block = CopiedDraftBlock
+    recurrence = RecurrentForward
+    fold = staticmethod(fold_committed)
     expand = staticmethod(reference_expand)
     select_tree = staticmethod(reference_select_tree)
 
@@ -131,9 +120,6 @@ class TritonBackend:
         attend = partial(tree_attention, shares=shares)
         return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
 
-    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
-        return PagedDraftBlock(store, draft)
-
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)
 
@@ -142,21 +128,13 @@ class TritonBackend:
         if addresses is not None:
             move_kv(addresses, source, destination)
 
-    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        fold_row(table, store, row, length)
-
     def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentKernels:
         return RecurrentKernels(plan, view, deterministic=self.deterministic)
 
-    def expand(
-        self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-    ) -> Scored:
-        grow = expand if tokens.shape[-1] <= MAX_KERNEL_TOPK else reference_expand
-        return grow(above, tokens, log_probs, out, first_candidate)
-
-    def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
-        choose = select_tree if found.tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
-        return choose(root, found, num_nodes=num_nodes, num_levels=num_levels)
+    draft_block = PagedDraftBlock
+    fold = staticmethod(fold_row)
+    expand = staticmethod(expand)
+    select_tree = staticmethod(select_tree)
 
 
 def choose_backend(

@@ -287,7 +287,7 @@ def fold_states(
     the runs after these, which this forward folds later. A run that begins a text resets its state."""
     since = torch.empty_like(start)
     begin_kernel[(len(rows),)](
-        *(rows, start, start if length is None else length, layers.folded_len, since),
+        *(rows, start, start if length is None else length, layers.sample.folded_len, since),
         RUNS=length is not None,
         FOLD=FOLD,
         num_warps=1,
@@ -320,10 +320,6 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
     prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
     slots = PrefixSlots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
-    if store.ranks is None:
-        for layers in store.recurrent:
-            fold_states(layers, rows, start, slots)
-        return
     store.ranks.begin()
     for rank, sent in enumerate(store.ranks.send((rows, start, slots))):
         with store.ranks.on(rank):
