@@ -42,108 +42,99 @@ class CheckedBackend:
 
     def __init__(self, backend: Backend, sanitizer: Sanitizer) -> None:
         self.backend = backend
-        self.sanitizer = sanitizer
+        self.sanitizer, self.table = sanitizer, sanitizer.table
         self.name = backend.name
         self.locate, self.expand, self.select_tree = backend.locate, backend.expand, backend.select_tree
         self.store, self.move, self.fold = backend.store, backend.move, backend.fold
         self.recurrence = backend.recurrence
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        if plan.pack is not None:
-            self._check_pack(plan, plan.pack, group, window)
-            return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
-        self._check_lengths(plan)
+        if plan.pack is None:
+            self._check_lengths(plan)
         self._check_writes(plan, group)
-        self._check_reads(plan, group)
+        if plan.pack is None:
+            self._check_reads(plan, group)
+        else:
+            self._check_pack_reads(plan, plan.pack, group, window)
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
         for layer, kept in store.layers.items():
-            self._check_draft(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
+            self._check_draft_reads(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
         return CheckedDraftBlock(block, store, draft, self.sanitizer)
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
         """Slots in one group that the table has at positions of rows, of one shape; past a row, that of its end."""
-        slots = self.sanitizer.table.slots.tensor
-        return self.sanitizer.allocator.translate(
-            group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)])
-        )
+        slots = self.table.slots.tensor
+        return self.table.allocator.translate(group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)]))
 
-    def _check_draft(
+    def _check_slots(
+        self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor, read: torch.Tensor, seen: torch.Tensor
+    ) -> None:
+        """Compare `read` [B, L] with the table: slots of the keys at positions [B, L] of rows [B], where `seen`."""
+        expected = self._slots_at(group, rows[:, None], positions)
+        wrong = seen & ((read != expected) | (read == NULL_SLOT))
+        self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
+
+    def _check_draft_reads(
         self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
-        """Compare `read` [B, L] with the table: slots of committed keys from position start [B] on."""
-        rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
+        """Check `read` [B, L]: slots of committed keys from position start [B] on."""
+        rows, length = draft.rows.index, draft.committed_len[:, None]
         positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
-        expected = self._slots_at(group, rows, positions)
         oldest = 0 if window is None else length - window + 1
-        seen = (rows != self.sanitizer.table.padding_row) & (positions >= oldest) & (positions < length)
-        wrong = seen & ((read != expected) | (read == NULL_SLOT))
-        self.sanitizer.record_fault(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
+        seen = (rows != self.table.padding_row)[:, None] & (positions >= oldest) & (positions < length)
+        self._check_slots(group, rows, positions, read, seen)
 
-    def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
-        """Check the slot of every place, and of the oldest and the newest key that the place sees."""
+    def _check_pack_reads(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
+        """Check the slot of the oldest and of the newest key that each place sees."""
         assert isinstance(plan.prefix, PackTables)
-        table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.run_of]
-        real = pack.exists & (rows != table.padding_row)
-        inside = pack.positions < table.slots.tensor.shape[1]
-
-        def note(fault: Fault, found: torch.Tensor, positions: torch.Tensor, *slots: torch.Tensor) -> None:
-            self.sanitizer.record_fault(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
-
-        if plan.write is not None:
-            write, own = plan.write_slots(group), self._slots_at(group, rows, pack.positions)
-            stored = real & (pack.positions >= table.shared_len.tensor[rows])
-            wrong = torch.where(stored & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
-            note(Fault.WRITE, wrong, pack.positions, write, own)
-            owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY) // plan.page_size]
-            note(Fault.SHARED, stored & (owners > 1), pack.positions, write, own)
+        lines, rows = plan.prefix.group_table(group), pack.rows[pack.run_of]
+        inside = self._own(plan).t() & (pack.positions < self.table.slots.tensor.shape[1])[:, None]
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
-            read, own = lines.slots_at(pack.run_of, positions), self._slots_at(group, rows, positions)
-            note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
+            read = lines.slots_at(pack.run_of, positions)
+            self._check_slots(group, rows, positions[:, None], read[:, None], inside)
 
     def _check_lengths(self, plan: KVPlan) -> None:
         """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last
         one."""
-        planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
+        planned, committed = plan.committed_len, self.table.committed_len.tensor[plan.rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed
-        wrong &= self._real(plan)
+        wrong &= plan.rows != self.table.padding_row
         shown = (planned[:, None], committed[:, None], planned[:, None])
         self.sanitizer.record_fault(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
 
     def _check_writes(self, plan: KVPlan, group: GroupId) -> None:
         if plan.write is None:
             return
-        write = plan.write_slots(group).view(plan.positions.shape)  # [B, N]
-        steps = torch.arange(write.shape[1], device=write.device)
-        positions = plan.committed_len[:, None] + steps  # node n lies at S + n, whatever its depth
-        own = self._own(plan)
-        inside = own & (positions < self.sanitizer.table.slots.tensor.shape[1])
-        expected = torch.where(inside, self._slots_at(group, plan.rows[:, None], positions), NULL_SLOT)
-        wrong = (write != expected) | (own & (write == NULL_SLOT))
-        self.sanitizer.record_fault(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
-        owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY).view_as(write) // plan.page_size]
-        self.sanitizer.record_fault(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
+        rows, stored = plan.rows, self._own(plan)
+        if plan.pack is not None:  # one place a row: [T, 1]
+            rows, positions = rows[plan.pack.run_of], plan.positions.t()
+            stored = stored.t() & (positions >= self.table.shared_len.tensor[rows][:, None])
+        else:  # node n lies at S + n, whatever its depth
+            positions = plan.committed_len[:, None] + torch.arange(plan.positions.shape[1], device=rows.device)
+        write, primary = (plan.write_slots(each).view(positions.shape) for each in (group, PRIMARY))
+        inside = stored & (positions < self.table.slots.tensor.shape[1])
+        expected = torch.where(inside, self._slots_at(group, rows[:, None], positions), NULL_SLOT)
+        wrong = (write != expected) | (stored & (write == NULL_SLOT))
+        self.sanitizer.record_fault(Fault.WRITE, group, wrong, rows, positions, write, expected)
+        shared = stored & (self.sanitizer.owners.tensor[primary // plan.page_size] > 1)
+        self.sanitizer.record_fault(Fault.SHARED, group, shared, rows, positions, write, expected)
 
     def _check_reads(self, plan: KVPlan, group: GroupId) -> None:
-        rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
+        """Check the first slot of each page, and that the pages cover the prefix or the window."""
+        page_size, length = plan.page_size, plan.committed_len[:, None]
         pages, start = plan.prefix.pages(group)  # [B, P], [B]
-        columns = torch.arange(pages.shape[1], device=pages.device)
-        positions = start[:, None] + columns * page_size
-        expected = self._slots_at(group, rows, positions) // page_size
-        real = self._real(plan)[:, None]
-        wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
-        self.sanitizer.record_fault(
-            Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size
-        )
-
-        oldest = (length - int(self.sanitizer.table.retain[group])).clamp(min=0)
+        positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size
+        real = (plan.rows != self.table.padding_row)[:, None]
+        self._check_slots(group, plan.rows, positions, pages * page_size, real & (positions < length))
+        oldest = (length - int(self.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
-        lost = self._slots_at(group, rows, missing)
+        lost = self._slots_at(group, plan.rows[:, None], missing)
         self.sanitizer.record_fault(Fault.COVER, group, short, plan.rows, missing, lost, lost)
 
     def check_finite(
@@ -159,17 +150,15 @@ class CheckedBackend:
             return
         self.sanitizer.record_fault(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
 
-    def _real(self, plan: KVPlan) -> torch.Tensor:
-        """Mask [B] of rows that are not padding."""
-        return plan.rows != self.sanitizer.table.padding_row
-
     def _own(self, plan: KVPlan) -> torch.Tensor:
         """Mask [B, N] of queries that are not padding."""
+        real = plan.rows != self.table.padding_row
         if plan.pack is not None:
-            return (plan.pack.exists & (plan.rows[plan.pack.run_of] != self.sanitizer.table.padding_row))[None]
-        steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
-        real = self._real(plan)[:, None].expand_as(plan.positions)
-        return real if plan.block_len is None else real & (steps < plan.block_len[:, None])
+            return (plan.pack.exists & real[plan.pack.run_of])[None]
+        own = real[:, None].expand_as(plan.positions)
+        if plan.block_len is None:
+            return own
+        return own & (torch.arange(own.shape[1], device=own.device) < plan.block_len[:, None])
 
 
 @dataclass(frozen=True, slots=True)
