@@ -28,9 +28,8 @@ from specdec.attention.kernels.page_table import (
 )
 from specdec.attention.kernels.ragged_attention import RaggedAttention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
-from specdec.attention.plan import Attend, KVPlan, PlanBackend
+from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
 from specdec.attention.trees.tree_builder import (
@@ -43,7 +42,7 @@ from specdec.attention.trees.tree_builder import (
 from specdec.errors import ConfigError
 from specdec.gpu.triton_shim import triton_obstacle
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import GroupId, GroupLoc
+from specdec.kvcache.layout import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 

@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from specdec.attention.plan import Attend, KVPlan
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.layer_context import Destination, LayerContext, Recurrence, RecurrentContext, ScoreOptions
+from specdec.kvcache.layout import GroupId
 from specdec.modules.private_copy import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(

@@ -18,13 +18,12 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
-from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
-from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.plan import Attend, KVPlan, Pack, PackTables
 from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.sanitize import Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore
 

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
-from specdec.attention.pack import Pack, RunSlots
 from specdec.attention.path_attention import PathAttention, part_of
-from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.plan import Attend, KVPlan, Pack, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId
 
 
 def visible(

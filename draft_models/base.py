@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from specdec.attention.backend import Backend
-from specdec.attention.pack import Pack
-from specdec.attention.plan import PrefixTables
+from specdec.attention.plan import Pack, PrefixTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.operations import Operations
 from specdec.kvcache.cache import KVCache

@@ -13,8 +13,7 @@ import torch
 from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import ByGroup, GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV

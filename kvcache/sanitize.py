@@ -20,7 +20,7 @@ import torch
 from specdec.errors import LocationError, name_row
 from specdec.gpu.captures import Capture, Program, Replay
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
-from specdec.kvcache.index_spaces import PRIMARY, GroupId
+from specdec.kvcache.layout import PRIMARY, GroupId
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable, row_cells
 

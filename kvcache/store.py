@@ -19,8 +19,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, store_fp8, tensors_of
-from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.layout import CacheField, GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

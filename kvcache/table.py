@@ -29,7 +29,7 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own

@@ -19,8 +19,7 @@ from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import Pack, PackTables, RunSlots
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import KVPlan, Pack, PackTables, RunSlots
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
 from specdec.attention.trees.tree import DraftTree, tree_fields
 from specdec.attention.trees.tree_builder import Candidates, expand, select_tree
@@ -43,8 +42,8 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
-from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
+from specdec.kvcache.layout import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 from specdec.kvcache.store import LayerKV, PoolAddresses, RecurrentLayers, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows

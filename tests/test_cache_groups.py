@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 from kv_rig import ints, layer_spec, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import KEEP_ALL, KVLayout, Retention, attention_fields, cache_groups
+from specdec.kvcache.layout import (
+    KEEP_ALL,
+    PRIMARY,
+    ByGroup,
+    GroupId,
+    KVLayout,
+    PrimaryLoc,
+    Retention,
+    attention_fields,
+    cache_groups,
+)
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable

@@ -21,7 +21,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 BLOCK = 1024

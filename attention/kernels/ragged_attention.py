@@ -1,4 +1,4 @@
-r"""Attention of prompts in one call: runs of tokens of many requests in one row (`attention/pack.py`).
+r"""Attention of prompts in one call: runs of tokens of many requests in one row (`attention/plan.py`).
 
 Token t of run r, at position q, sees its own key and the earlier keys of its request:
 
@@ -26,7 +26,7 @@ from specdec.attention.kernels.paged_attention import (
 )
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_key_split
-from specdec.attention.pack import Pack, RunSlots
+from specdec.attention.plan import Pack, RunSlots
 from specdec.gpu.triton_shim import device_limits, triton
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 

@@ -24,14 +24,13 @@ import numpy as np
 import torch
 
 from specdec.attention.kernels.page_table import PageTables
-from specdec.attention.pack import PackTables
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import KVPlan, PackTables
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import NULL_SLOT, GroupId
 from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import NULL_SLOT, GroupId
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
-from specdec.attention.pack import Pack, PackTables
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import KVPlan, Pack, PackTables
 from specdec.attention.recurrence.block_kernels import CHUNK
 from specdec.attention.recurrence.convolution_kernels import (
     run_convolution_kernel,
@@ -36,8 +35,8 @@ from specdec.attention.recurrence.tree_kernel import fast_tree_kernel, tree_kern
 from specdec.gpu.mirrored_array import upload
 from specdec.gpu.triton_shim import pdl_options, triton
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import GroupId
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 from specdec.kvcache.table import RequestTable, Rows

@@ -19,7 +19,7 @@ import numpy as np
 from specdec.errors import CapacityError
 from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap

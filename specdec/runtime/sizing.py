@@ -11,8 +11,7 @@ from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup
-from specdec.kvcache.layout import KVLayout, Retention, cache_groups
+from specdec.kvcache.layout import PRIMARY, ByGroup, KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.pack import Pack
-from specdec.attention.plan import KVPlan, plan_last, plan_packed
+from specdec.attention.plan import KVPlan, Pack, plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
 from specdec.draft_models.finished_texts import FinishedTexts
