@@ -13,8 +13,8 @@ import torch
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.linear import linear
-from specdec.layers.product import finish
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import finish
 from specdec.sampling.choose_candidate import choose_kernel
 from specdec.sampling.collect_candidates import Shortlist
 from specdec.sampling.kernel_sampler import MAX_BEST

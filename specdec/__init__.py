@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from specdec.engine import Engine
     from specdec.errors import SpecDecError
     from specdec.hf_generate import generate
-    from specdec.runtime.handle import Handle
-    from specdec.runtime.request import GenerationOutput, RequestStats
+    from specdec.runtime.calls.handle import Handle
+    from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 __version__ = "0.2.0"
 __all__ = [
@@ -41,9 +41,9 @@ _HOMES = {
     "Drafter": "specdec.draft_models.base",
     "Engine": "specdec.engine",
     "EngineConfig": "specdec.config",
-    "GenerationOutput": "specdec.runtime.request",
-    "Handle": "specdec.runtime.handle",
-    "RequestStats": "specdec.runtime.request",
+    "GenerationOutput": "specdec.runtime.request_output",
+    "Handle": "specdec.runtime.calls.handle",
+    "RequestStats": "specdec.runtime.request_output",
     "SamplingParams": "specdec.config",
     "SpecConfig": "specdec.config",
     "SpecDecError": "specdec.errors",

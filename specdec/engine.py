@@ -28,12 +28,12 @@ from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
-from specdec.layers.fuse import updates_are_counted, watched_weights
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.target import TargetModel
+from specdec.modules.weight_watch import updates_are_counted, watched_weights
 from specdec.progress import progress_bar
-from specdec.runtime.arguments import (
+from specdec.runtime.calls.arguments import (
     caches_states,
     fitted_spec,
     known_keywords,
@@ -49,18 +49,19 @@ from specdec.runtime.arguments import (
     require_type,
     warn_where_drafts_end,
 )
+from specdec.runtime.calls.handle import Handle
+from specdec.runtime.calls.inbox import Inbox
+from specdec.runtime.calls.request_builder import RequestBuilder
+from specdec.runtime.calls.turns import Turns, with_modes_restored
 from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_ladder import draft_ladder
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy
+from specdec.runtime.draft_policy.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
-from specdec.runtime.handle import Handle
-from specdec.runtime.inbox import Inbox
-from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.prompt_reading import division_of
-from specdec.runtime.prompt_shares import PromptBudget
-from specdec.runtime.request import GenerationOutput, Request, StreamDelta
-from specdec.runtime.request_builder import RequestBuilder
+from specdec.runtime.prompts.prefill import division_of
+from specdec.runtime.prompts.prefixes import Prefixes
+from specdec.runtime.prompts.prompt_budget import PromptBudget
+from specdec.runtime.request import Request
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, capture_for
 from specdec.runtime.rounds.device_state import DeviceState
@@ -68,7 +69,6 @@ from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
 from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
-from specdec.runtime.turns import Turns, with_modes_restored
 from specdec.runtime.warm_up import warm_up
 from specdec.settings.declared_fields import require_int
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids

@@ -64,7 +64,7 @@ def prompts_of_one_cost() -> None:
     """An engine that captures its rounds times prompts when it is made, twelve forwards of hundreds of tokens: on a
     tape they take longer than all a test does. test_adaptive.py has an engine that does."""
     from specdec.runtime import warm_up
-    from specdec.runtime.prompt_gap import PromptLoad
+    from specdec.runtime.prompts.prompt_budget import PromptLoad
 
     for name in ("time_prompts", "time_rounds"):
         assert hasattr(warm_up, name), f"warm_up times by {name} no longer"

@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.runtime.draft_policy.draft_acceptance import FloatArray
 from specdec.runtime.draft_policy.draft_policy import DraftPolicy
-from specdec.runtime.draft_policy.round_times import RoundTimes
-from specdec.runtime.rounds.result import DraftShape
-from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.runtime.draft_policy.round_times import FloatArray, RoundTimes
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
 E4B = {

@@ -12,18 +12,18 @@ import specdec.engine
 from specdec import Engine
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.layers.merge import StorageWatch
-from specdec.layers.packed.packed_experts import PackedExperts
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import StatesNeeded, TargetModel
-from specdec.runtime.prefill import Prefill
-from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
-from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
-from specdec.runtime.prompt_scores import PromptLogProbs
-from specdec.runtime.prompt_shares import IDLE_STEPS, PromptBudget
-from specdec.runtime.request import Request, RequestState, RequestStats, restricted
-from specdec.runtime.rounds.prompt_parts import PartShare, divide
+from specdec.modules.weight_watch import StorageWatch
+from specdec.runtime.prompts.prefill import Prefill
+from specdec.runtime.prompts.prefixes import WORTH_WAITING, Prefixes
+from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBudget, PromptGap, PromptLoad
+from specdec.runtime.prompts.prompt_scores import PromptLogProbs
+from specdec.runtime.request import Request, RequestState, restricted
+from specdec.runtime.request_output import RequestStats
+from specdec.runtime.rounds.prompt_chunks import divide
+from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler, rank, slots_needed
 from specdec.runtime.settling import commit_chunks_on_host, settle_round

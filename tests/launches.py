@@ -49,16 +49,16 @@ from specdec.kvcache.store import LayerKV, PoolAddresses, RecurrentLayers, move_
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.decoder import FusedLayer, embed_inputs
-from specdec.layers.decoder_parts import DecoderParts, LayerParts
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.fuse import fuse
-from specdec.layers.linear import gated_linear, linear, linear_parts
+from specdec.layers.gemm.linear import gated_linear, linear, linear_parts
+from specdec.layers.gemm.product import Product, finish, split_k_of
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import per_layer_inputs
-from specdec.layers.product import Product, finish, split_k_of
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import closing

@@ -18,14 +18,17 @@ from hypothesis import strategies as st
 import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime import startup_timing
-from specdec.runtime.draft_policy.draft_acceptance import DECAY_ROUNDS, DraftAcceptance
-from specdec.runtime.draft_policy.draft_account import LOSS_SHARE, MAX_SAVED, DraftAccount
-from specdec.runtime.draft_policy.draft_ladder import draft_ladder
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy
-from specdec.runtime.draft_policy.round_times import FIRST_GUESS, NEWEST, RoundTimes
+from specdec.runtime.draft_policy.draft_policy import (
+    LOSS_SHARE,
+    MAX_SAVED,
+    DraftAcceptance,
+    DraftAccount,
+    DraftPolicy,
+    draft_ladder,
+)
+from specdec.runtime.draft_policy.round_times import DECAY_ROUNDS, FIRST_GUESS, NEWEST, RoundTimes
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
-from specdec.runtime.rounds.result import DraftShape
-from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 
 from inside import capture_on_tape
 from marks import deep, deep_cases, examples, is_deep, pairs, usual_cases

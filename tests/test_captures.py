@@ -265,7 +265,8 @@ def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
 def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random_prompt, monkeypatch, caplog):
     """Not even where captures are required: it runs as it is, a warning names its size, and shorter ones are captured
     after it."""
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_LONG_TOKENS", 16)
+    for name in ("captured_prompts", "prompt_sizes"):
+        monkeypatch.setattr(f"specdec.runtime.rounds.{name}.MIN_LONG_TOKENS", 16)
     monkeypatch.setattr(CapturedPrompts, "shared_bytes", property(lambda self: 0))
     prompts = [random_prompt(n) for n in (5, 40, 40, 40, 12, 12)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
@@ -309,7 +310,7 @@ KINDS = [
 def test_a_class_changes_no_token():
     """Every kind by itself, and as the class that it shares: random logits, all positions. Classes are few, for each of
     them has captures of its own."""
-    from specdec.runtime.rounds.capture_classes import widen_to_class
+    from specdec.runtime.rounds.round_shapes import widen_to_class
 
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]

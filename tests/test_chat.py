@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.cli.bodies.conversation import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
-from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.text.detokenize import DraftColours
 
 from processes import start

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
 from specdec.attention.path_attention import ROWS, PathAttention
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.layers.batch_invariant_torch import ROWWISE, VectorwiseMode
+from specdec.models.batch_invariance import ROWWISE, VectorwiseMode
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
@@ -193,8 +193,8 @@ def test_kv_that_others_made_have_the_same_bits(dtype, make_target, engine, rand
 def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
     """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_rounds.MIN_TABLE_WIDTH", 8)
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
+    monkeypatch.setattr("specdec.runtime.rounds.round_shapes.MIN_TABLE_WIDTH", 8)
+    monkeypatch.setattr("specdec.runtime.rounds.prompt_sizes.MIN_TOKENS", 4)
     model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     prompts = [random_prompt(11), random_prompt(3)]
     params = [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]

@@ -11,7 +11,7 @@ from specdec import EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend
 from specdec.draft_models import finished_texts
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts
-from specdec.draft_models.suffix import SuffixWorker, newest_tokens
+from specdec.draft_models.lookup import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
 

@@ -12,9 +12,9 @@ import torch
 from crowd import make_crowd
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
-from specdec.runtime.rounds.captured_rounds import batch_buckets, prefix_buckets
+from specdec.runtime.rounds.round_shapes import batch_buckets, prefix_buckets
 
 from inside import StatesNeeded, assert_idle, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep_cases, examples
@@ -90,7 +90,7 @@ def small_engine(monkeypatch, make_target, make_engine):
 def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant, monkeypatch) -> None:
     """Tables, attention and tree selection as interpreted kernels on the tape; tokens are those of plain torch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
+    monkeypatch.setattr("specdec.runtime.rounds.prompt_sizes.MIN_TOKENS", 4)  # the interpreter is slow
     layers = few_layers()
     assistant = make_assistant(make_target("gemma4-e2b", **layers))
     asked = [[5, 9, 11]], [SamplingParams(max_new_tokens=examples(3, 5), ignore_eos=True)]

@@ -13,7 +13,7 @@ from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_alloca
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
-from specdec.runtime.row_totals import RowTotals
+from specdec.runtime.request_output import RowTotals
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (

@@ -7,6 +7,7 @@ import pytest
 
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import RequestState
+from specdec.runtime.rounds.prompt_chunks import read_chunk
 
 from inside import assert_idle, capture_on_tape
 from marks import deep, deep_cases, examples, slow
@@ -171,13 +172,13 @@ def test_prompts_of_a_step_are_one_forward_without_padding(
     engine_for, make_target, greedy_oracle, random_prompt, monkeypatch
 ):
     engine = engine_for(False, prefill_chunk=128, max_model_len=256)
-    widths, read = [], engine.state.read
+    widths = []
 
-    def watched(rows, length, num_places, *rest):
+    def watched(state, rows, length, num_places, *rest):
         widths.append((length.tolist(), num_places))
-        return read(rows, length, num_places, *rest)
+        return read_chunk(state, rows, length, num_places, *rest)
 
-    monkeypatch.setattr(engine.state, "read", watched)
+    monkeypatch.setattr("specdec.runtime.prompts.prefill.read_chunk", watched)
     prompts = [random_prompt(n) for n in (4, 100, 2, 6)]
     handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
     engine.step()

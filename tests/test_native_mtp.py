@@ -33,7 +33,7 @@ from specdec.draft_models.native_mtp.mtp_module import beside
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
-from specdec.runtime import arguments
+from specdec.runtime.calls import arguments
 
 from marks import deep, deep_cases, examples, is_deep, slow, usual_cases
 from proved_models import SHARED

@@ -311,7 +311,7 @@ def test_after_a_fault_the_cache_is_empty(build, greedy_oracle, random_prompt, m
     truth = greedy_oracle(engine.target.model, prompt, NEW)
     ends(engine, prompt)
     with monkeypatch.context() as broken:
-        broken.setattr(engine.state, "prefill", lambda *arguments, **more: 1 / 0)
+        broken.setattr("specdec.runtime.prompts.prefill.draw_first_tokens", lambda *arguments, **more: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate(prompt, SamplingParams(max_new_tokens=NEW))
     assert ends(engine, prompt) == (truth, 0)

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from specdec import SamplingParams
-from specdec.runtime.prompt_gap import GAP_SHARE, MIN_CAP, PROMISED_GAP, PromptCost, PromptGap, PromptLoad
-from specdec.runtime.prompt_shares import PromptBudget, UnreadPrompt, shares
+from specdec.runtime.prompts.prompt_budget import (
+    GAP_SHARE,
+    MIN_CAP,
+    PROMISED_GAP,
+    PromptBudget,
+    PromptCost,
+    PromptGap,
+    PromptLoad,
+    UnreadPrompt,
+    shares,
+)
 
 from marks import examples
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tape import record
 
-import specdec.runtime.prefill
-import specdec.runtime.rounds.prompt_scoring
+import specdec.runtime.prompts.prefill
+import specdec.runtime.rounds.prompt_chunks
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, ConfigError
-from specdec.runtime.rounds.prompt_scoring import score_chunk
+from specdec.runtime.rounds.prompt_chunks import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
 from inside import PromptLogProbs, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
@@ -143,7 +143,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
         seen.append(hidden.numel() // hidden.shape[-1])
         return logits(self, hidden)
 
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MAX_LOGITS", 7 * VOCAB + 5)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_chunks, "MAX_LOGITS", 7 * VOCAB + 5)
     engine = make_engine(model, prefill_chunk=64)
     monkeypatch.setattr(TargetModel, "logits", noting)
     [out] = engine.generate(random_prompt(60), SamplingParams(max_new_tokens=1, prompt_logprobs=4))
@@ -215,7 +215,7 @@ def test_nothing_waits_for_the_device_while_a_prompt_is_scored(
         replay()
         return out
 
-    monkeypatch.setattr(specdec.runtime.prefill, "score_chunk", on_tape)
+    monkeypatch.setattr(specdec.runtime.prompts.prefill, "score_chunk", on_tape)
     model = make_target("gemma4-e2b")
     for out in make_engine(model, prefill_chunk=16).generate([random_prompt(40), random_prompt(9)], SCORE):
         assert_right(model, out, hf_forward)
@@ -298,7 +298,7 @@ def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_ch
     crowd = {"drafter": "ngram", "max_batch_size": 3, "page_size": 4, "full_slots": 80, "swa_slots": 80}
     for config in ({"max_batch_size": 2, "prefill_chunk": 7}, crowd):
         assert all(itertools.starmap(torch.equal, zip(scores(**config), expected, strict=True)))
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MAX_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_chunks, "MAX_LOGITS", 3 * VOCAB)
     assert all(itertools.starmap(torch.equal, zip(scores(), expected, strict=True)))
 
 

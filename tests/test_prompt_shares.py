@@ -6,7 +6,7 @@ import random
 import pytest
 
 from specdec import EngineConfig, SamplingParams
-from specdec.runtime.prompt_shares import PromptBudget, UnreadPrompt, shares
+from specdec.runtime.prompts.prompt_budget import PromptBudget, UnreadPrompt, shares
 
 LONG = 900
 

@@ -16,7 +16,8 @@ from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_atten
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
 from specdec.kvcache.fp8_pool import Fp8Pool
-from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
+from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
+from specdec.runtime.rounds.prompt_sizes import token_buckets
 
 from dense_oracle import attend
 from marks import deep_cases, each_value, examples, pairs

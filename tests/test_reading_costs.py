@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from specdec import SamplingParams
-from specdec.runtime.handle import Handle
+from specdec.runtime.calls.handle import Handle
 from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 from specdec.text.detokenize import Detokenizer

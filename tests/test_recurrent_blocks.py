@@ -22,7 +22,7 @@ from specdec.layers.gated_delta import unit_length
 from specdec.models import recurrent_probe
 from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel
-from specdec.runtime.arguments import require_recurrent
+from specdec.runtime.calls.arguments import require_recurrent
 
 from tiny_models import BASE
 

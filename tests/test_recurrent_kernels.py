@@ -153,7 +153,7 @@ def test_engines_on_kernels_have_the_tokens_of_plain_torch(
     plain = [out.token_ids for out in make_engine(model).generate(prompts, params)]
     after, short = [*prompts[0], *plain[0], 3], SamplingParams(max_new_tokens=2, ignore_eos=True)
     [expected] = make_engine(model, prefix_cache=False).generate(after, short)
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
+    monkeypatch.setattr("specdec.runtime.rounds.prompt_sizes.MIN_TOKENS", 4)
     monkeypatch.setattr("specdec.engine.capture_for", lambda *_: record if captured else None)
     trees = scripted(tree_script([prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]))
     settings = {"page_size": 4, "max_batch_size": 1, "max_model_len": 64, "attention": "triton", "fused": False}

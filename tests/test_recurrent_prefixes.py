@@ -40,7 +40,7 @@ def test_prompts_of_another_salt_share_no_state(make_target, make_engine, random
 
 
 def test_a_long_prompt_leaves_copies_on_its_way(make_target, make_engine, random_prompt, monkeypatch) -> None:
-    monkeypatch.setattr("specdec.runtime.prefixes.STATE_EVERY", 32)
+    monkeypatch.setattr("specdec.runtime.prompts.prefixes.STATE_EVERY", 32)
     engine, prompt = make_engine(make_target("qwen3_5"), prefill_chunk=16), random_prompt(100)
     assert hits(engine, prompt, prompt[:70], prompt[:60]) == [0, 64, 32]
 

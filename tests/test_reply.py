@@ -6,7 +6,7 @@ import random
 import pytest
 
 from specdec.errors import StoppingError
-from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.openai.reply import MessageFold, Reply, whole_message
 from specdec.serving.tools.answer_events import CallEnd

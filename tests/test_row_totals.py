@@ -7,8 +7,8 @@ import pytest
 from kv_rig import ints
 
 from specdec import SamplingParams
-from specdec.runtime.request_batch import Batches
-from specdec.runtime.row_totals import RowTotals
+from specdec.runtime.request_output import RowTotals
+from specdec.runtime.scheduler import Batches
 
 from inside import Detokenizer, Request, RoundResult, record_round
 from marks import examples

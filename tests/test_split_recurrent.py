@@ -10,7 +10,7 @@ from split_engines import PARAMS, engine_of, target_of, use_peers
 from tape import record
 
 from specdec import SamplingParams, SpecConfig
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
@@ -66,7 +66,7 @@ def test_kernels_of_ranks_have_the_tokens_of_one_device(random_prompt, monkeypat
     with engine_of(target, 1, **settings, prefix_cache=False) as engine:
         [expected] = engine.generate(after, short)
     use_peers(monkeypatch)
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
+    monkeypatch.setattr("specdec.runtime.rounds.prompt_sizes.MIN_TOKENS", 4)
     monkeypatch.setattr("specdec.engine.capture_for", lambda *_: record)
     with engine_of(target, 2, NgramDrafter(), CHAIN, **settings, attention="triton") as engine:
         [out] = engine.generate(asked, params)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams
-from specdec.runtime.turns import with_modes_restored
+from specdec.runtime.calls.turns import with_modes_restored
 
 from marks import deep_cases
 

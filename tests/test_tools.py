@@ -11,7 +11,7 @@ from test_ordered_answers import FORMATS
 from tokenizers import AddedToken
 
 from specdec import SpecDecError
-from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
 from specdec.serving.tools.answer_parser import AnswerReader
 from specdec.serving.tools.tool_parsers import PARSERS, tool_parser_for

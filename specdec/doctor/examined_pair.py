@@ -16,7 +16,7 @@ from specdec.draft_models.native_mtp.conventions import conventions_in_words
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
-from specdec.runtime.request import GenerationOutput
+from specdec.runtime.request_output import GenerationOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

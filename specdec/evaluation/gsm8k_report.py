@@ -18,9 +18,9 @@ from io import BytesIO
 from typing import Any
 
 from specdec.errors import ConfigError
-from specdec.evaluation.transcripts import Record
+from specdec.evaluation.timed_comparison import Record
 from specdec.runtime.draft_reports import depths_in_words, why_slower
-from specdec.runtime.request import RequestStats
+from specdec.runtime.request_output import RequestStats
 
 # a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
 NUMBER = r"[$€£]?((?<![\w)%])[-−])?[$€£]?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"

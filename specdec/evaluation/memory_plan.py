@@ -32,7 +32,7 @@ from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import stored_tensors
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.arguments import fitted_spec, require_kv_dtype
+from specdec.runtime.calls.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.unread import MAX_UNREAD
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 

@@ -23,7 +23,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.evaluation.timed_comparison import TokenPrompts, Way
-from specdec.runtime.request import GenerationOutput, RequestStats
+from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 
 def plain_peer(engine: Engine, params: SamplingParams) -> dict[str, Way]:

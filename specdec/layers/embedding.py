@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm, row_options
-from specdec.layers.product import Product, reference_finish, sum_parts
 
 BLOCK = 512
 

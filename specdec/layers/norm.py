@@ -23,7 +23,7 @@ import torch
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.product import Product, reference_finish, sum_parts
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 
 NUMBERS_A_WARP = 256
 

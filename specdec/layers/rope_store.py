@@ -25,8 +25,8 @@ from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_ne
 from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import reference_store_kv, store_kv
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 from specdec.layers.norm import ABSENT, Norm, reference_rms_norm
-from specdec.layers.product import Product, reference_finish, sum_parts
 
 
 class Heads(NamedTuple):

@@ -31,10 +31,10 @@ from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention, l
 from specdec.kvcache.recurrent_state import StateShape
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import replace_recurrent_modules
-from specdec.models.transformers_names import auto_class
 from specdec.models.unsupported import find_decoder, require_placed, require_supported
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
+from specdec.modules.transformers_names import auto_class
 
 META = torch.device("meta")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from specdec.runtime.request import RequestStats
+from specdec.runtime.request_output import RequestStats
 
 UNKNOWN = "no round had a choice"
 

@@ -16,7 +16,8 @@ from specdec.kvcache.cache import KVCache
 from specdec.kvcache.page_pool import PagePool
 from specdec.models.target import TargetModel
 from specdec.runtime.draft_policy.draft_stats import DraftStats
-from specdec.runtime.request import Request, RequestStats
+from specdec.runtime.request import Request
+from specdec.runtime.request_output import RequestStats
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler
 

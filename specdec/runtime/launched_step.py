@@ -6,10 +6,10 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
+from specdec.runtime.prompts.prompt_scores import ChunkScoring, ScoredSpan
 from specdec.runtime.request import Request
-from specdec.runtime.request_batch import RequestBatch
-from specdec.runtime.rounds.prompt_scoring import ChunkScoring, ScoredSpan
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack_round_result
+from specdec.runtime.scheduler import RequestBatch
 from specdec.sampling.log_probs import TokenScores
 
 

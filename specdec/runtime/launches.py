@@ -17,12 +17,11 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request
+from specdec.runtime.request_output import RowTotals
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult, RoundShape
-from specdec.runtime.row_totals import RowTotals
 from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.seating import keep_outputs
-from specdec.runtime.settling import settle_chunks, settle_round
+from specdec.runtime.settling import keep_outputs, settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
 """Called with each settled round: (shape, requests, result, gained, seconds). gained: output tokens of all its requests

@@ -1,14 +1,13 @@
-"""A request and its state in the engine, with the output and figures that the user gets."""
+"""A request and its state in the engine."""
 
 import copy
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -16,10 +15,9 @@ import numpy as np
 from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_scores import PromptLogProbs
-from specdec.runtime.rounds.result import DraftShape
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
-from specdec.runtime.row_totals import SECONDS, RowTotals
+from specdec.runtime.prompts.prompt_scores import PromptLogProbs
+from specdec.runtime.request_output import GenerationOutput, RequestStats, RowTotals, StreamDelta
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer, TokenView
@@ -28,122 +26,6 @@ from specdec.text.stop_strings import StopStrings
 logger = logging.getLogger(__name__)
 
 _LOSSES = itertools.count(1)
-
-
-@dataclass(slots=True)
-class RequestStats:
-    """Figures of one request, or (summed) of many: speculation, cache hits and times.
-
-    `drafted_rounds`: rounds with drafts. `drafted_round_tokens`: tokens emitted in them, the bonus included.
-    `draft_tokens`: depths of their drafts, summed. `draft_nodes`: nodes verified in them, without roots.
-    `drafted_counts[i]`: rounds with drafts at least i + 1 deep. `accepted_counts[i]`: those of them that emitted draft
-    i + 1. A round that ends the output counts only as deep as it emitted.
-    `forced_tokens`: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
-    `cached_tokens`: prompt tokens whose K/V were found in the prefix cache.
-    Seconds are a request's share of its batch's time, with three exceptions: queue, from its submission to its row;
-    first_token, from its submission to its first token; decode, from its first to its newest token.
-    """
-
-    rounds: int = 0
-    round_tokens: int = 0
-    drafted_rounds: int = 0
-    drafted_round_tokens: int = 0
-    draft_tokens: int = 0
-    draft_nodes: int = 0
-    accepted_counts: list[int] = field(default_factory=list)
-    drafted_counts: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    forced_tokens: int = 0
-    forced_rounds: int = 0
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    other_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens emitted per round with drafts, the bonus included. Other rounds do not count: it is 1 if no round had
-        drafts, and 0 before the first round."""
-        return self.drafted_round_tokens / self.drafted_rounds if self.drafted_rounds else float(self.rounds > 0)
-
-    @property
-    def accepted_per_position(self) -> list[float]:
-        """For each depth, the share of accepted drafts among the rounds that had a draft at this depth."""
-        by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
-        return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
-
-    def copy(self) -> "RequestStats":
-        """Copy these figures; lists are replaced, never changed, so they are shared."""
-        return RequestStats(*_FIGURES(self))
-
-    @classmethod
-    def total(cls, requests: Iterable["RequestStats"]) -> "RequestStats":
-        """Sum these figures."""
-        found = cls()
-        for one in requests:
-            found.add(one)
-        return found
-
-    def add(self, other: "RequestStats", sign: int = 1) -> None:
-        """Sum another request's figures into this one (`sign=-1` takes them out again)."""
-        for name in _BY_DEPTH:
-            pairs = itertools.zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
-            setattr(self, name, [mine + sign * theirs for mine, theirs in pairs])
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
-
-
-_NAMES = tuple(each.name for each in fields(RequestStats))
-_FIGURES = attrgetter(*_NAMES)
-_BY_DEPTH = ("accepted_counts", "drafted_counts")
-_SUMS = tuple(name for name in _NAMES if name not in _BY_DEPTH)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationOutput:
-    """One finished request.
-
-    token_ids end with the stop token if there was one, or with the token that completes a stop string; `text` has
-    special tokens removed and ends before a stop string.
-    finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away, or the
-    engine was closed).
-    drafted: per token, whether it came out of an accepted draft.
-    prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for tokens that an
-    aborted request has not read.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    stats: RequestStats
-    drafted: list[bool]
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamDelta:
-    """Tokens and text that a streamed request gained since the last delta; the last delta carries `output`.
-
-    logprobs: of its tokens, if the request asks for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    drafted: list[bool]
-    output: GenerationOutput | None = None
-    logprobs: list[TokenLogprob] | None = None
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.output.finish_reason if self.output else None
 
 
 class RequestState(Enum):
@@ -157,10 +39,9 @@ class RequestState(Enum):
 class RequestProgress(NamedTuple):
     """Progress of a request. It is replaced as a whole, so a step either applies to the request fully or not at all.
 
-    num_tokens: prompt and output. stats: its figures, except those of the rounds that `row_totals` counts in
-    `row`. row_totals: None if no round was settled since the request got its row, or if the output ended within a
-    round. reader: decodes the output so far, for
-    stop strings. grammar_state: None: it has no grammar.
+    num_tokens: prompt and output. stats: its figures, except those of the rounds that `row_totals` counts in `row`.
+    row_totals: None if no round was settled since the request got its row, or if the output ended within a round.
+    reader: decodes the output so far, for stop strings. grammar_state: None: it has no grammar.
     """
 
     num_tokens: int
@@ -275,7 +156,7 @@ class Request:
         if row_totals is None:
             return stats
         stats = stats.copy()
-        stats.add(RequestStats(**row_totals.of_row(row)))  # type: ignore[arg-type]
+        stats.add(row_totals.of_row(row))
         stats.decode_seconds = row_totals.settled_at - self.submit_time - stats.first_token_seconds
         return stats
 
@@ -404,16 +285,7 @@ class Request:
         stats.output_tokens += taken
         if row_totals is None:
             return stats
-        seconds_of = dict(zip(SECONDS, row_totals.shares, strict=True))
-        last = RequestStats(rounds=1, round_tokens=taken, **seconds_of)  # type: ignore[arg-type]
-        if num_forced:
-            last.forced_tokens, last.forced_rounds = min(taken, num_forced), 1
-        elif num_drafts:
-            last.draft_nodes = row_totals.num_drafted
-            if taken:  # its output ends within the accepted drafts, so later ones do not count
-                last.drafted_rounds, last.drafted_round_tokens, last.draft_tokens = 1, taken, taken
-                last.accepted_counts = last.drafted_counts = [1] * taken
-        stats.add(last)
+        stats.add(row_totals.of_last_round(taken, num_drafts, num_forced))
         return stats
 
     def fail(self, called: str, error: BaseException) -> None:

@@ -12,6 +12,7 @@ admitted before it.
 """
 
 from bisect import bisect, insort
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,14 +22,59 @@ from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
-from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.prompt_gap import PromptGap
-from specdec.runtime.prompt_shares import PromptBudget, UnreadPrompt, shares
+from specdec.runtime.prompts.prefixes import Prefixes
+from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap, UnreadPrompt, shares
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
-from specdec.runtime.request_batch import Batches
 
 OVERTAKEN_PER_LEVEL = 64
 """A waiting request gains one priority level for this many later requests that were admitted before it."""
+
+MAX_BATCHES = 3
+"""Number of batches kept: one of all running requests, one of those that decode, one of those in the next round."""
+
+
+class RequestBatch:
+    """Requests, with the epochs, rows [B] and parameters that they had. max_total_len [B]: their lengths if only
+    max_new_tokens ends them. constrained: those with a grammar or rules about tokens. fixed [B]: do they fix their
+    draft?"""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._checked = Request.row_loss_epoch  # as of which all have their rows
+        self._all = list(range(len(requests)))
+        self.requests = list(requests)
+        self.epochs = [request.row_epoch for request in requests]
+        self.rows: IntArray = table_rows(requests)
+        self.params = [request.params for request in requests]
+        self.logprobs = [each.logprobs for each in self.params]
+        self.max_total_len: IntArray = np.array([request.max_total_len for request in requests], dtype=np.int64)
+        self.constrained = [request for request in requests if request.settled.grammar_state is not None]
+        self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
+
+    def present(self) -> list[int]:
+        """Numbers of the requests that still have their row."""
+        row_loss_epoch = Request.row_loss_epoch
+        if self._checked != row_loss_epoch:
+            epochs = [request.row_epoch for request in self.requests]
+            if epochs != self.epochs:
+                return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
+            self._checked = row_loss_epoch
+        return self._all
+
+
+class Batches:
+    """The newest batches: a step whose requests are those of the step before makes none."""
+
+    def __init__(self) -> None:
+        self._newest: deque[RequestBatch] = deque(maxlen=MAX_BATCHES)
+
+    def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
+        """The batch of these requests, each of which has a row."""
+        for batch in self._newest:
+            same = requests is batch.requests or requests == batch.requests
+            if same and len(batch.present()) == len(requests):
+                return batch
+        self._newest.append(RequestBatch(requests))
+        return self._newest[-1]
 
 
 class Scheduler:
@@ -163,7 +209,7 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Request], IntArray]:
         """Requests with unread prompt tokens, and the length of each one's next chunk. Slots are allocated.
 
-        `prompt_shares` decides the requests and lengths; a chunk shrinks to the available pages.
+        `shares` decides the requests and lengths; a chunk shrinks to the available pages.
         """
         table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []

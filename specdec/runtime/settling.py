@@ -1,25 +1,45 @@
-"""Settles a step on the host: repeats the device's commit, appends tokens, checks stop conditions.
+"""What passes between requests and their rows: it loads requests into new rows, and settles steps on the host.
 
-The device has already committed the round. The host's table repeats the commit with the same numbers, then each request
-takes its tokens in one assignment. The commit of prompt chunks is known at their launch, so the host makes it then.
-After a fault every request is either settled or unchanged. The table may be half updated; the engine rebuilds it from
-the requests (`Scheduler.restart`).
+To settle a step is to repeat the device's commit, append tokens, and check stop conditions. The device has already
+committed the round. The host's table repeats the commit with the same numbers, then each request takes its tokens in
+one assignment. The commit of prompt chunks is known at their launch, so the host makes it then. After a fault every
+request is either settled or unchanged. The table may be half updated; the engine rebuilds it from the requests
+(`Scheduler.restart`).
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 
 from specdec.errors import name_row
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.table import RequestTable
+from specdec.kvcache.table import RequestTable, row_cells
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompts.prefixes import Prefixes, salt_of
 from specdec.runtime.request import Request, RequestState, table_rows
+from specdec.runtime.request_output import RowTotals
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult
-from specdec.runtime.row_totals import RowTotals
+
+
+def load_requests(state: DeviceState, requests: Sequence[Request]) -> None:
+    """Write the tokens and parameters of these requests to their new rows, on the host; the next upload sends them."""
+    rows = table_rows(requests)
+    length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+    tokens = chain.from_iterable(request.tokens for request in requests)
+    state.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+    state.sampling.load(rows, [(request.params, request.seed) for request in requests])
+    state.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+    state.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+    if state.unread is not None:
+        state.unread.clear_rows(rows)
+    if state.finished is not None:
+        for request in requests:
+            state.finished.seat(request.row, salt_of(request))
+    if state.seen_bits is not None:
+        held = [request for request in requests if request.params.repetition_penalty != 1]
+        state.seen_bits.load(table_rows(held), [request.tokens for request in held])
 
 
 def commit_chunks_on_host(
@@ -83,3 +103,12 @@ def settle_round(
         except Exception as error:
             raise name_row(error, request.row)  # noqa: B904 - the same error
     table.evict_unseen(rows, ahead=True)
+
+
+def keep_outputs(state: DeviceState, finished: Sequence[Request]) -> None:
+    """Keep the outputs of finished requests as a source of drafts for other requests."""
+    if state.finished is None:
+        return
+    for request in finished:
+        if request.finish_reason in ("stop", "length"):
+            state.finished.add(request.tokens, len(request.prompt), salt_of(request))

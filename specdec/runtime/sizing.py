@@ -15,7 +15,7 @@ from specdec.kvcache.layout import PRIMARY, ByGroup, KVLayout, Retention, cache_
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel
-from specdec.runtime.prompt_shares import PromptBudget
+from specdec.runtime.prompts.prompt_budget import PromptBudget
 from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
 
 KV_SHARE = {"cpu": 0.25, "cuda": 0.8}

@@ -11,11 +11,11 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.models.target import StatesNeeded
-from specdec.runtime.prompt_gap import PromptGap, PromptLoad
-from specdec.runtime.rounds.captured_prompts import token_buckets
+from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.prompt_sizes import token_buckets
 from specdec.runtime.rounds.result import RoundShape
 
 REPEATS = 8

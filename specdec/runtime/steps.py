@@ -2,7 +2,7 @@
 
 NOTICE: every token of every request passes through this file. Do not add here: a branch on a model family, a kind of
 drafter or a backend; state or device work of one feature (`rounds/`, `grammar_masks.py`, `prompt_scores.py`); a policy
-(`scheduler.py`, `prompt_gap.py`, `draft_policy/`); a wait for the device outside of settling.
+(`scheduler.py`, `prompt_budget.py`, `draft_policy/`); a wait for the device outside of settling.
 
 Between two rounds, a decoding request waits for at most one group of chunks. With captured rounds the device always has
 work: the next round is launched before the previous one is settled (`launches.py`), and needs no length that the host
@@ -25,18 +25,16 @@ from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.launches import Launches
-from specdec.runtime.prefill import Prefill
+from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
-from specdec.runtime.request_batch import RequestBatch
-from specdec.runtime.rounds.capture_classes import is_rare
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, HostWorkBetween, no_host_work, run_programs
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
-from specdec.runtime.rounds.round_shapes import end_drafts, largest, round_shape, whole_draft, with_forced
-from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.seating import load_requests
+from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape, largest, whole_draft
+from specdec.runtime.rounds.round_shapes import end_drafts, is_rare, round_shape, with_forced
+from specdec.runtime.scheduler import RequestBatch, Scheduler
+from specdec.runtime.settling import load_requests
 
 
 class Steps:
@@ -148,7 +146,8 @@ class Steps:
         shape = shape._replace(features=shape.features._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
-            shape = with_forced(shape, self.state, rows, int(forced.max()), self.captured_rounds)
+            captured = self.captured_rounds is not None
+            shape = with_forced(shape, self.state, rows, int(forced.max()), captured=captured)
             forced = forced.clip(max=shape.width - 1)
         if self.captured_rounds is not None:
             shape = self.captured_rounds.bucket(shape)

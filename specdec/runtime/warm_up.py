@@ -12,10 +12,10 @@ import numpy as np
 
 from specdec.progress import progress_bar
 from specdec.runtime.draft_policy.round_times import RoundTimes
-from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
-from specdec.runtime.rounds.captured_rounds import CapturedRounds, batch_buckets, prefix_buckets
-from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft
+from specdec.runtime.rounds.captured_rounds import CapturedRounds
+from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
+from specdec.runtime.rounds.result import NO_DRAFT, RoundShape, whole_draft
+from specdec.runtime.rounds.round_shapes import batch_buckets, prefix_buckets, round_shape
 from specdec.runtime.startup_timing import time_prompts, time_rounds
 from specdec.runtime.steps import Steps
 

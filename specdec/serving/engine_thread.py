@@ -6,7 +6,7 @@
 
 A failed step (out of memory included) is tried again; if it fails again, the engine ends one of its requests
 (`specdec.runtime.step_faults`) and continues with the others. A step costs this thread time only for requests that
-gained tokens. A signal in the middle of a call must leave no lock held (`specdec.runtime.turns`), so
+gained tokens. A signal in the middle of a call must leave no lock held (`specdec.runtime.calls.turns`), so
 `threading.Condition` is not used.
 """
 
@@ -25,7 +25,7 @@ import torch
 
 from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
-from specdec.runtime.handle import Handle
+from specdec.runtime.calls.handle import Handle
 from specdec.serving.fair_pool import settle
 
 logger = logging.getLogger(__name__)

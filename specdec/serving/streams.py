@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 

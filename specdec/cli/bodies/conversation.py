@@ -22,7 +22,7 @@ from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
 from specdec.runtime.draft_reports import acceptance_in_words
-from specdec.runtime.request import GenerationOutput
+from specdec.runtime.request_output import GenerationOutput
 from specdec.text.detokenize import DraftColours
 
 with suppress(ImportError):  # Windows has none

@@ -2,29 +2,168 @@
 
     rate[draft] = tokens[draft] / seconds[draft]
 
-The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
-range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source (model
-or lookup), its account must cover the cost. The target draws the same tokens with any draft.
+    draft_ladder       the drafts that an engine chooses among
+    DraftAcceptance    tokens of a round with each draft, by request
+    RoundTimes         seconds of a round with each draft, by batch size: `round_times.py`
+    DraftAccount       what each source (model or lookup) has saved, and may therefore risk
+    DraftPolicy        one draft for all requests of a round; `Steps` asks for it, and reports the settled round
 
-    draft_ladder.py      the drafts that an engine chooses among: none, chains or trees of a few depths, lookups
-    draft_acceptance.py  tokens of a round with each draft, by request
-    round_times.py       seconds of a round with each draft, by batch size
-    draft_account.py     what each source has saved, and may therefore risk
-    this file            one draft for all requests of a round; `Steps` asks for it, and reports the settled round
-    draft_stats.py       what was chosen and why, for `Engine.stats()`
+The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
+range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source, its
+account must cover the cost. The target draws the same tokens with any draft.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.config import SpecConfig
 from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.draft_policy.draft_acceptance import DraftAcceptance
-from specdec.runtime.draft_policy.draft_account import DraftAccount
 from specdec.runtime.draft_policy.draft_stats import DraftStats
-from specdec.runtime.draft_policy.round_times import RoundTimes
-from specdec.runtime.rounds.result import DraftShape
+from specdec.runtime.draft_policy.round_times import DECAY_ROUNDS, FloatArray, RoundTimes
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft
+
+CHAINS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Levels of the chains. If the full draft is a tree, only the first two are used."""
+
+TREES = (8, 16, 32, 64, 128, 256)
+"""Nodes of the trees, root included."""
+
+ROW_WEIGHT = 4.0
+"""The engine's chances count as this many drafts in those of a row."""
+
+ROW_MEMORY = 64
+"""Most drafts that a row remembers for a source and depth."""
+
+LOSS_SHARE = 0.008
+"""Share of the decoding time that drafts may lose. Together with one plain round per DECAY_ROUNDS rounds it is 1 %."""
+
+MAX_SAVED = 16.0
+"""Upper bound on a balance, in plain rounds: the most that a good drafter can lose if it turns bad."""
+
+
+def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> Sequence[DraftShape]:
+    """The drafts from which each round's draft is chosen: none, the model's up to the engine's full draft, a lookup's.
+
+        captured, chain of 6     none   chains of 1, 2, 3, 4, 6       few: each is captured for every batch size
+        captured, tree of 60     none   chains of 1, 2, trees of 8, 16, 32, 60 nodes
+        not captured             none   the full draft
+
+    A lookup next to a model adds its full draft and, if rounds are captured, a chain of half as many levels.
+    """
+    whole = whole_draft(spec)
+    half = max(1, whole.depth // 2)
+    chains, trees = (CHAINS, ()) if whole.topk == 1 else (CHAINS[:2], TREES)
+    rungs = [DraftShape(depth, 1, depth + 1) for depth in chains if depth < whole.depth]
+    rungs += [_tree(spec, nodes) for nodes in trees if nodes < whole.num_nodes]
+    looked_up = dict.fromkeys([DraftShape(half, 1, half + 1), whole])
+    if not captured:
+        rungs, looked_up = [], {whole: None}
+    return [NO_DRAFT, *rungs, whole, *(draft._replace(by_lookup=True) for draft in looked_up if lookup)]
+
+
+def _tree(spec: SpecConfig, num_nodes: int) -> DraftShape:
+    """A tree of `num_nodes` nodes. Its depth rises by one level for twice the nodes."""
+    steps, most = spec.shortened(num_nodes.bit_length())
+    return DraftShape(steps, spec.topk, min(num_nodes, most))
+
+
+class DraftAcceptance:
+    """Expected tokens per round of each draft, learned from accepted and rejected drafts.
+
+        chance    probability that depth i + 1 of a draft is accepted if depth i was
+                  The engine has one per source and class; chains are one class, each tree is its own.
+                  A request has one per source. The engine's is its prior, worth ROW_WEIGHT drafts
+        tokens    1 + p_1 + p_1 p_2 + ...      p_i: the chance of the request at depth i
+
+    A round counts for the depths that it reached. Counts decay, so old chances become uncertain again. shapes: the
+    engine's drafts; the first is no draft.
+    """
+
+    def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
+        kinds = [shape if shape.topk > 1 else DraftShape(0, 1, 1, shape.by_lookup) for shape in shapes]
+        found = list(dict.fromkeys(kinds))  # the model's chains first, since "no draft" belongs to them
+        self._class_of = np.array([found.index(kind) for kind in kinds])
+        self._source_of = np.array([int(kind.by_lookup) for kind in found])  # [C]: 0 the model, 1 the lookup
+        same = self._source_of[:, None] == self._source_of
+        self._others = same.astype(np.float64) - np.eye(len(found))  # [C, C]
+        self._depth_of = np.array([shape.depth for shape in shapes])
+        self._levels = np.arange(max(self._depth_of))
+        self._counts = np.zeros((2, len(found), len(self._levels)))  # [2, C, D]: accepted, and tried
+        self._row_counts = np.zeros((2, 2, num_rows, len(self._levels)))  # [2, source, R, D]
+
+    def begin_rows(self, rows: IntArray) -> None:
+        """Reset the chances of rows [B], which have new requests."""
+        self._row_counts[:, :, rows] = 0
+
+    @property
+    def chance(self) -> FloatArray:
+        """The engine's chances [C, D]. As a prior, two drafts are added to the counts of a class, accepted as often as
+        the drafts of the source's other classes; the prior of these is one right and one wrong draft."""
+        (right, tried), (other_right, other_tried) = self._counts, self._others @ self._counts
+        chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
+        return chance
+
+    def learn(self, draft_index: int, rows: IntArray, accepted: IntArray, max_drafts: IntArray) -> None:
+        """Count a round with draft `draft_index`: rows [B] accepted `accepted` [B] drafts and could accept `max_drafts`
+        [B]."""
+        kind, depth = self._class_of[draft_index], self._depth_of[draft_index]
+        reached = np.minimum([accepted, accepted + 1], np.minimum(max_drafts, depth))  # the next one was rejected
+        counts = self._levels < reached[..., None]  # [2, B, D]
+        own = self._row_counts[:, self._source_of[kind], rows] + counts
+        self._row_counts[:, self._source_of[kind], rows] = own * np.where(own[1] > ROW_MEMORY, 0.5, 1.0)
+        self._counts *= 1 - 1 / DECAY_ROUNDS
+        self._counts[:, kind] += counts.sum(axis=1)
+
+    def tokens(self, rows: IntArray, max_drafts: IntArray) -> FloatArray:
+        """Expected and hopeful tokens [2, K] of each draft, bonus token included, for rows [B] that accept at most
+        `max_drafts` [B]. Hopeful tokens use chances one standard error higher (the engine's and the row's). The mean
+        over rows is geometric: hard requests stay longest, and a draft that helps only easy requests delays them."""
+        right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
+        tried = tried + ROW_WEIGHT
+        chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried
+        errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))  # rows are not all lucky
+        high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
+        reach = np.cumprod([chance, high], axis=3) * (self._levels < max_drafts[:, None])
+        brought = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
+        mean: FloatArray = np.exp(np.log(brought).mean(axis=2))[:, self._class_of, self._depth_of]
+        return mean
+
+
+class DraftAccount:
+    """Bounds the time lost on rejected drafts to a share of the decoding time of the newest rounds.
+
+        allowance   one plain round, and LOSS_SHARE of the seconds of all rounds; each source has an equal part
+        balance     allowance + seconds of plain rounds for the same tokens - seconds that its rounds took
+
+    The newest DECAY_ROUNDS rounds count, at the times that are believed *now*. So a burst of noise is not charged for
+    long, and a draft that was timed too fast is charged in full when its true time is known. A draft is allowed only if
+    the balance of its source covers its full cost and that of the drafts in flight. source [K]: source number of each
+    draft; the first is no draft.
+    """
+
+    def __init__(self, source: Sequence[int]) -> None:
+        self._is_of = np.eye(1 + max(source))[source]  # [K, S]
+        self._counts = defaultdict[RoundTimes, FloatArray](lambda: np.zeros((2, len(source))))  # rounds, tokens
+
+    def balance(self, now: RoundTimes) -> FloatArray:
+        """Balance of each source [S] in seconds. now: times for the present batch size."""
+        balance, longest = np.zeros(len(self._is_of.T)), float(now.seconds[0, 0])
+        for times, (rounds, tokens) in self._counts.items():
+            spent, plain = rounds * times.seconds[0], float(times.seconds[0, 0])
+            balance += (tokens * plain - spent) @ self._is_of + LOSS_SHARE * spent.sum() / len(balance)
+            longest = max(longest, plain)
+        return balance + longest / len(balance)
+
+    def settle(self, times: RoundTimes, draft_index: int, tokens: float) -> None:
+        """Enter a round with draft `draft_index` that brought `tokens` per row on average."""
+        self._counts[times][:, draft_index] += 1, tokens
+        most = MAX_SAVED * float(times.seconds[0, 0]) or np.inf
+        kept = np.minimum(1 - 1 / DECAY_ROUNDS, most / np.maximum(self.balance(times), 1e-9))
+        for counts in self._counts.values():
+            counts *= self._is_of @ kept
 
 
 class DraftPolicy:

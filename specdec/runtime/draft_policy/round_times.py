@@ -12,8 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from specdec.runtime.draft_policy.draft_acceptance import DECAY_ROUNDS, FloatArray
+FloatArray = npt.NDArray[np.float64]
+
+DECAY_ROUNDS = 512
+"""Rounds after which counts of the draft policy have decayed to about 1/e."""
 
 NEWEST = 8
 """Number of newest rounds per draft whose times are kept."""

@@ -21,23 +21,13 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.paused_forward import PausedForward
 from specdec.models.target import StatesNeeded
 from specdec.runtime.rounds.captured_rounds import CaptureSet
-from specdec.runtime.rounds.device_state import Chunk, DeviceState
-from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PartShare, PromptParts, divide
+from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, PromptParts, begin_reading, divide, read_chunk
+from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
 
 MAX_TOKENS = 8192
 """Largest captured chunks in tokens, padding included: the memory that captured forwards share grows with it. By
 default no step reads more."""
-
-MIN_LONG_TOKENS = 2048
-"""From this many tokens on sizes are closer together, since padding takes as long as tokens. Larger forwards are
-captured only if there is memory to spare."""
-
-MIN_TOKENS = 16
-"""Smallest size: this few tokens take as long as one, since the weights are read in any case."""
-
-SIZES_IN_PARTS = 64, 128, 256
-"""Sizes that are also captured in parts. While other requests decode, a step with time for more tokens has time for a
-whole forward, and fewer tokens take as long as the smallest of these sizes."""
 
 TOKENS_A_RUN = 8
 """Places of a captured forward per request that it has room for, which is the length of its tables."""
@@ -118,7 +108,7 @@ class ChunkProgram:
         return [partial(self._part, part) for part in range(len(self.layer_ends))] or [self._whole]
 
     def _whole(self) -> torch.Tensor:
-        chunk = self._state.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.needed)
+        chunk = read_chunk(self._state, self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.needed)
         self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
@@ -126,7 +116,7 @@ class ChunkProgram:
     def _part(self, part: int) -> torch.Tensor:
         if part == 0:
             inputs = self._inputs[0], self._inputs[1], self._shape.tokens
-            self._paused = self._state.begin_reading(*inputs, self._shape.needed)
+            self._paused = begin_reading(self._state, *inputs, self._shape.needed)
         paused = self._paused
         assert paused is not None, f"part {part} before the first"
         paused.advance(self.layer_ends[part])
@@ -211,13 +201,3 @@ class CapturedPrompts(CaptureSet):
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
                 return ChunkShape(tokens, runs, needed, divided)
         return None
-
-
-def token_buckets(limit: int) -> list[int]:
-    """Sizes 16, 24, 32, 48, 64, 96, ..., `limit`: powers of two with one size between, or three from MIN_LONG_TOKENS
-    on."""
-    sizes, size = [], MIN_TOKENS
-    while size <= limit:
-        sizes += [size * quarters // 4 for quarters in ((4, 6) if size < MIN_LONG_TOKENS else (4, 5, 6, 7))]
-        size *= 2
-    return [size for size in sizes if size <= limit]

@@ -13,12 +13,10 @@ other view is an error. If weights have moved, all rounds are captured again.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from typing import ClassVar
 
 import torch
 
-from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.gpu.captures import (
     SPARE_POOL,
@@ -28,22 +26,18 @@ from specdec.gpu.captures import (
     OverBudget,
     Program,
     is_out_of_memory,
-    next_power_of_two,
 )
 from specdec.gpu.cuda_capture import CudaCapture
-from specdec.runtime.rounds.capture_classes import is_rare, widen_to_class
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round_shapes import captured_shape, is_rare
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
 
 HostWorkBetween = Callable[[int, torch.Tensor], None]
 """Host work after each program of a round except the last: (number of the program, its result)."""
-
-MIN_TABLE_WIDTH = 4096
-"""Width in tokens of the narrowest page tables in a captured round. Narrower ones save nothing."""
 
 RARE_RUNS_BEFORE_CAPTURE = 4
 """Eager runs of a rare shape before it is captured: there are many such shapes, and a capture takes as long as a dozen
@@ -175,25 +169,8 @@ class CapturedRounds(CaptureSet):
         return "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
-        """The captured shape for a round: padded to the next size, with the parameters of its class."""
-        table = self.state.cache.table
-        features, logprobs = widen_to_class(shape.features, shape.logprobs, on_kernels=self.state.on_kernels)
-        shape = shape._replace(features=features, logprobs=logprobs)
-        rare = is_rare(shape)
-        sizes = few_batch_buckets(table.max_requests) if rare else batch_buckets(table.max_requests)
-        batch = min(size for size in sizes if size >= shape.batch)
-        if shape.features.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
-            shape = shape._replace(forced=shape.num_nodes)
-        row_len = table.slots.host.shape[1] - 1  # unsettled rounds count in full, so the bound may exceed a row
-        max_committed_len = min(
-            width for width in prefix_buckets(row_len) if width >= min(shape.max_committed_len, row_len)
-        )
-        return shape._replace(batch=batch, max_committed_len=max_committed_len)
-
-    def forced_width(self, width: int, room: int, num_nodes: int) -> int:
-        """Nodes of rounds with forced tokens: one size, unless rows lack the slots. room: slots that every row has."""
-        max_width = max(num_nodes, 1 + MAX_FORCED_TOKENS)
-        return max_width if max_width <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
+        """The captured shape for a round: see `captured_shape`."""
+        return captured_shape(self.state, shape)
 
     def pool(self, shape: Hashable) -> str:
         return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
@@ -227,29 +204,3 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
             )
         return None
     return None if setting is False else CudaCapture(*devices)
-
-
-@cache
-def batch_buckets(limit: int) -> Sequence[int]:
-    """Captured numbers of seats: 1, 2, 4, 8, then multiples of 8 up to 64, multiples of 32 after that, and `limit`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit + 32, 32)]
-    return [size for size in sizes if size < limit] + [limit]
-
-
-@cache
-def few_batch_buckets(limit: int) -> Sequence[int]:
-    """Captured numbers of seats for rare rounds (they change or report logits): 1, 4, 8, 16, 32, ..., `limit`."""
-    sizes = [1, *(1 << i for i in range(2, limit.bit_length()))]
-    return [size for size in sizes if size < limit] + [limit]
-
-
-@cache
-def prefix_buckets(limit: int) -> Sequence[int]:
-    """Captured table widths in tokens: 4096, 32768, 262144, ..., `limit`. Few are enough, since a wide table costs
-    kernels no time: they stop where a row ends. One is not enough, since the buffer of attention's partial results
-    grows with the width."""
-    widths, width = [], MIN_TABLE_WIDTH
-    while width < limit:
-        widths.append(width)
-        width *= 8
-    return [*widths, limit]

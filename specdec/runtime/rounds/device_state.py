@@ -1,4 +1,4 @@
-"""The device state that rounds and prompt chunks read and change, and the programs of prompt chunks.
+"""The device state that rounds and prompt chunks read and change.
 
 NOTICE: captured programs replay this file without Python. Do not add here: a request, a text or a policy; a branch on a
 model family or a kind of drafter; the state of one feature (a class of its own holds it, as `SeenBits` and `MaskBuffer`
@@ -8,69 +8,73 @@ State is indexed by row of the request table: slots, committed lengths, tokens, 
 state. A round (`decode_round.py`) is a program over this state; the host launches programs and settles their results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import KVPlan, Pack, plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
-from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
+from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.draft_models.finished_texts import FinishedTexts
-from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
+from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
-from specdec.models.paused_forward import PausedForward
 from specdec.models.target import StatesNeeded, TargetModel
+from specdec.modules.weight_watch import watched_weights
 from specdec.runtime.rounds.opening import Opening
-from specdec.runtime.rounds.result import RoundShape, pack_round_result
-from specdec.runtime.rounds.round_weights import RoundWeights
+from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.unread import MAX_UNREAD, UnreadTokens, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
-from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable
-from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
-
-PREFILL_STAGES = ("prefill",)
-"""Stages of a group of prompt chunks that the clock times."""
-
-
-class Chunk(NamedTuple):
-    """Prompt tokens that the target has read, and its final states at them.
-
-    pack: the runs of R requests in T places. tokens [T]: their tokens, 0 on padding. hidden: [T, H] if `needed` is
-    EVERY, the last state of each run [R, H] if it is LAST, zeros [R, H] if it is NONE. aux_states: [T, A * H].
-    """
-
-    pack: Pack
-    tokens: torch.Tensor
-    hidden: torch.Tensor
-    aux_states: torch.Tensor | None
-    needed: StatesNeeded
-
-    @classmethod
-    def from_pack(
-        cls, pack: Pack, tokens: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], needed: StatesNeeded
-    ) -> "Chunk":
-        """Make a chunk from the result of the target's forward: hidden and auxiliary states."""
-        hidden, aux_states = done
-        hidden = hidden[0].expand(len(pack.rows), -1) if needed is StatesNeeded.NONE else hidden[0]
-        return cls(pack, tokens, hidden, None if aux_states is None else aux_states[0], needed)
-
-    def last_hidden(self) -> torch.Tensor:
-        """Final states at the end of each run [R, H]; zeros if none were made."""
-        return self.hidden[self.pack.last] if self.needed is StatesNeeded.EVERY else self.hidden
+from specdec.sampling.token_bitmaps import MaskBuffer, SeenBits
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
     """Do kernels open, draw and close a round? Not in Triton's interpreter, where they are slow."""
     return backend.name == "triton" and device.type == "cuda"
+
+
+class RoundWeights:
+    """Values that change when the weights change: see `Weights`."""
+
+    def __init__(self, target: Any, drafter: Any) -> None:
+        self._weights = watched_weights(target, drafter)
+        self._found: dict[str, Any] | None = None  # what was looked up in the current step; None: between steps
+
+    def generation(self) -> int:
+        """A number that changes when weights are re-pointed to other storage."""
+        number: int = self._once("generation", lambda: sum(weights.generation() for weights in self._weights))
+        return number
+
+    def version(self) -> tuple[object, ...]:
+        """A value that changes when weights are re-pointed or updated in place."""
+        found: tuple[object, ...] = self._once("version", self._version)
+        return found
+
+    def _version(self) -> tuple[object, ...]:
+        return self.generation(), *(weights.updates() for weights in self._weights)
+
+    def _once(self, name: str, look_up: Callable[[], Any]) -> Any:
+        if self._found is None:
+            return look_up()
+        if name not in self._found:
+            self._found[name] = look_up()
+        return self._found[name]
+
+    @contextmanager
+    def cached_lookups(self) -> Iterator[None]:
+        """Within the block, look the weights up only once: a look-up costs the host 0.3 us per tensor."""
+        self._found = {}
+        try:
+            yield
+        finally:
+            self._found = None
 
 
 class DeviceState:
@@ -179,105 +183,6 @@ class DeviceState:
         if scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None:
             return StatesNeeded.EVERY
         return StatesNeeded.LAST if ends_prompt else StatesNeeded.NONE
-
-    @torch.inference_mode()
-    def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded) -> Chunk:
-        """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together.
-
-        Makes their K/V and the final states that `needed` names. Layers that are needed for neither do not run.
-        """
-        pack, tokens, plan, fewer = self._prepare_reading(rows, length, num_places, needed)
-        done = self.target.forward(tokens[None], plan, self.view, self.aux_layers, **fewer)
-        return Chunk.from_pack(pack, tokens, done, needed)
-
-    @torch.inference_mode()
-    def begin_reading(
-        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
-    ) -> PausedForward[Chunk]:
-        """Begin the forward of `read`, stopped before its first layer. Requires a target that can pause."""
-        pack, tokens, plan, fewer = self._prepare_reading(rows, length, num_places, needed)
-        paused = self.target.begin(tokens[None], plan, self.view, self.aux_layers, **fewer)
-        return PausedForward(paused.advance, lambda: Chunk.from_pack(pack, tokens, paused.finish(), needed))
-
-    def _prepare_reading(
-        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, needed: StatesNeeded
-    ) -> tuple[Pack, torch.Tensor, KVPlan, dict[str, Any]]:
-        table = self.cache.table
-        pack = Pack.from_lengths(rows, table.committed_len.tensor[rows], length, num_places)
-        plan = plan_packed(self.backend, table, pack)
-        last_column = self.tokens.tensor.shape[1] - 1
-        tokens = self.tokens.tensor[rows[pack.run_of], pack.positions.clamp(max=last_column)]  # [T]
-        tokens = tokens.masked_fill(~pack.exists, 0)
-        fewer: dict[str, Any] = {}
-        if needed is StatesNeeded.LAST:
-            fewer = {"last_plan": plan_last(self.backend, table, pack)}
-        elif needed is StatesNeeded.NONE:
-            fewer = {"kv_only": True}
-        return pack, tokens, plan, fewer
-
-    @torch.inference_mode()
-    def prefill(
-        self,
-        chunk: Chunk,
-        through: IntArray,
-        max_prompt_len: int,
-        shape: RoundShape,
-        allowed: RowMasks | None,
-        earlier: torch.Tensor | None = None,
-        *,
-        first_position: int = 0,
-    ) -> torch.Tensor:
-        """Draw the first token after the chunks with indices `through` [B], which end their prompts, and show all
-        chunks to the drafter. Returns the packed result, like that of a round of one node for B rows.
-
-        max_prompt_len: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier:
-        device nanoseconds of parts that ran in earlier steps. first_position: the first position that was read. Drawn
-        tokens are written to `tokens`, so a round may follow. The host commits the chunks after the launch; the drafter
-        observes them as committed.
-        """
-        pack, last_hidden = chunk.pack, chunk.last_hidden()
-        first, scores = pack.rows.new_zeros((0, 1)), None
-        if len(through):
-            chosen = upload(through, self.device)
-            logits, softcap = self.logits(last_hidden[chosen][:, None], shape.logprobs)  # [B, 1, V]
-            drawing = Rows(pack.rows[chosen], max_prompt_len)
-            history_len = (pack.start + pack.length)[chosen]
-            bits = None
-            if allowed is not None:
-                bits = chosen.new_empty((len(through), 1, self.masks.num_words), dtype=torch.int32)
-                write_masks(bits, allowed)
-            sampler = self.sampler_of(drawing, history_len, shape)
-            first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [B, 1]
-            self.tokens.tensor[drawing.index, history_len] = first[:, 0]
-            if self.seen_bits is not None and shape.features.penalty:
-                self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
-            scores = None if shape.logprobs is None else LogProbs.from_logits(logits, first, shape.logprobs)
-        self._observe_prompts(chunk, last_hidden, first_position)
-        one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
-        stamps = self.clock.stop()
-        if earlier is not None:
-            stamps = torch.stack([stamps[0] - earlier, stamps[1]])
-        return pack_round_result(one_node, scores, stamps)
-
-    def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, first_position: int) -> None:
-        """Show the drafter the chunks and the target's states, unless all are after the drafter's last position."""
-        if self.worker is None:
-            return
-        pack = chunk.pack
-        if self.unread is not None:
-            self.unread.read[pack.rows] = pack.start + pack.length
-        if self.max_positions is not None and first_position >= self.max_positions:
-            return
-        column = (pack.positions + 1).clamp(max=self.tokens.tensor.shape[1] - 1)
-        seen = PromptObservation(
-            pack=pack,
-            tokens=chunk.tokens,
-            following=self.tokens.tensor[pack.rows[pack.run_of], column],
-            hidden=chunk.hidden if chunk.needed is StatesNeeded.EVERY else None,
-            last_hidden=last_hidden,
-            aux_states=chunk.aux_states,
-        )
-        self.worker.observe_prompts(seen)
 
     def history(self, rows: Rows) -> torch.Tensor:
         """Tokens by position [B, L], up to the root of the longest row."""

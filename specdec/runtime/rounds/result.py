@@ -7,13 +7,14 @@
 Everything is int64, so that one copy moves it to the host; a float is stored as the bits of a float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec.config import SpecConfig
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.stage_clock import seconds_by_stage
 from specdec.sampling.log_probs import LogProbs, TokenLogprob
@@ -43,6 +44,21 @@ class DraftShape(NamedTuple):
             return "no draft"
         drafted = f"a chain of {self.num_steps}" if self.topk == 1 else f"a tree of {self.num_nodes} nodes"
         return f"{drafted} by lookup" if self.by_lookup else drafted
+
+
+NO_DRAFT = DraftShape(0, 1, 1)
+"""No draft: the root only."""
+
+
+def whole_draft(spec: SpecConfig) -> DraftShape:
+    """The draft of these settings before any request shortens it."""
+    num_steps, num_nodes = spec.shortened(spec.depth)
+    return DraftShape(num_steps, spec.topk, num_nodes)
+
+
+def largest(drafts: Collection[DraftShape]) -> DraftShape:
+    """The smallest draft that covers all of these; no draft if there are none."""
+    return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
 
 
 class RoundShape(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from specdec.errors import StoppingError
-from specdec.runtime.request import GenerationOutput, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Text
 from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader
