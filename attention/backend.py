@@ -71,13 +71,12 @@ class TorchBackend:
         return locate_prefixes(reference_build_page_tables, table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        if plan.pack is not None:
-            assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
+        if isinstance(plan.prefix, PackTables):
+            pack, lines = plan.prefix.pack, plan.prefix.lines[group]
             if self.captured and not self.deterministic:
-                return MaskedRuns(plan.pack, plan.prefix.group_table(group), window, plan.first_key)
+                return MaskedRuns(pack, lines, window, plan.first_key)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.from_pack(make, plan.pack, plan.prefix.group_table(group), window, plan.first_key)
-        assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
+            return RunsAttention.from_pack(make, pack, lines, window, plan.first_key)
         if self.deterministic:
             table = plan.prefix.group_table(group)
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
@@ -111,11 +110,9 @@ class TritonBackend:
         return locate_prefixes(build_page_tables, table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        if plan.pack is not None:
-            assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            lines = plan.prefix.group_table(group)
-            return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
-        assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
+        if isinstance(plan.prefix, PackTables):
+            pack, lines = plan.prefix.pack, plan.prefix.lines[group]
+            return RaggedAttention(pack, lines, window, self.deterministic, shares, plan.first_key)
         attend = partial(tree_attention, shares=shares)
         return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
 

@@ -19,7 +19,7 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
 from specdec.attention.path_attention import part_of
-from specdec.attention.plan import Attend, KVPlan, Pack, PackTables
+from specdec.attention.plan import Attend, KVPlan, PackTables
 from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.layer_context import ScoreOptions
@@ -48,13 +48,13 @@ class CheckedBackend:
         self.recurrence = backend.recurrence
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        if plan.pack is None:
-            self._check_lengths(plan)
-        self._check_writes(plan, group)
-        if plan.pack is None:
-            self._check_reads(plan, group)
+        if isinstance(plan.prefix, PackTables):
+            self._check_writes(plan, group)
+            self._check_pack_reads(plan, plan.prefix, group, window)
         else:
-            self._check_pack_reads(plan, plan.pack, group, window)
+            self._check_lengths(plan)
+            self._check_writes(plan, group)
+            self._check_reads(plan, group, *plan.prefix.pages(group))
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
@@ -86,10 +86,10 @@ class CheckedBackend:
         seen = (rows != self.table.padding_row)[:, None] & (positions >= oldest) & (positions < length)
         self._check_slots(group, rows, positions, read, seen)
 
-    def _check_pack_reads(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
+    def _check_pack_reads(self, plan: KVPlan, tables: PackTables, group: GroupId, window: int | None) -> None:
         """Check the slot of the oldest and of the newest key that each place sees."""
-        assert isinstance(plan.prefix, PackTables)
-        lines, rows = plan.prefix.group_table(group), pack.rows[pack.run_of]
+        pack, lines = tables.pack, tables.lines[group]
+        rows = pack.rows[pack.run_of]
         inside = self._own(plan).t() & (pack.positions < self.table.slots.tensor.shape[1])[:, None]
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
@@ -122,10 +122,10 @@ class CheckedBackend:
         shared = stored & (self.sanitizer.owners.tensor[primary // plan.page_size] > 1)
         self.sanitizer.record_fault(Fault.SHARED, group, shared, rows, positions, write, expected)
 
-    def _check_reads(self, plan: KVPlan, group: GroupId) -> None:
-        """Check the first slot of each page, and that the pages cover the prefix or the window."""
+    def _check_reads(self, plan: KVPlan, group: GroupId, pages: torch.Tensor, start: torch.Tensor) -> None:
+        """Check the first slot of each page [B, P] from position start [B] on, and that the pages cover the prefix or
+        the window."""
         page_size, length = plan.page_size, plan.committed_len[:, None]
-        pages, start = plan.prefix.pages(group)  # [B, P], [B]
         positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size
         real = (plan.rows != self.table.padding_row)[:, None]
         self._check_slots(group, plan.rows, positions, pages * page_size, real & (positions < length))

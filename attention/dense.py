@@ -240,13 +240,10 @@ class MaskedRuns:
             oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
             inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
             mine = pack.exists & (pack.run_of == number)
-            back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
-            seen = (back >= 0) & (keys == inside)
-            if self.window is not None:
-                seen = seen & (back < self.window)
-            if self.first_key:
-                seen = seen & (keys >= pack.positions.clamp(max=self.first_key)[:, None])
-            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen[None])).attend
+            positions = torch.where(mine, pack.positions, end - 1)[None]
+            known = (positions[:, :, None] >= keys) & (keys == inside)  # [1, T, L]
+            seen = visible(positions, keys[None], known, self.window, self.first_key)
+            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen)).attend
             answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
         return out

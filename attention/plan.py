@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
 from specdec.kvcache.frozen import KVView
@@ -90,21 +91,13 @@ class RunSlots(NamedTuple):
 
 
 class PackTables(NamedTuple):
-    """Slots that a forward over a pack reads and writes (`PrefixTables`). Lines of the primary group are those of the
+    """A pack, and the slots that a forward over it reads and writes. Lines of the primary group are those of the
     request table. Lines of a windowed group are made for the forward: they hold the keys that some token of the run
     sees, so they are O(window + longest run) wide."""
 
+    pack: Pack
     lines: ByGroup[RunSlots]
     write: ByGroup[GroupLoc]
-    page_size: int
-
-    def group_table(self, group: GroupId) -> RunSlots:
-        return self.lines[group]
-
-    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        lines = self.lines[group]
-        begin = torch.zeros_like(lines.line) if lines.begin is None else lines.begin
-        return lines.slots[lines.line, :: self.page_size] // self.page_size, begin
 
 
 def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
@@ -129,7 +122,7 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
 
     groups = [group for group, _ in allocator.pools.items()]
     lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)
-    return PackTables(ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)), page_size)
+    return PackTables(pack, ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)))
 
 
 Attend = Callable[..., torch.Tensor]
@@ -137,20 +130,10 @@ Attend = Callable[..., torch.Tensor]
 scaling, softcap, sinks) -> [B, N, Hq, D]. The forward's own keys are in the pools already."""
 
 
-class PrefixTables(Protocol):
-    """Tables of the committed prefixes that a forward reads, in a form that only their backend knows. `write` has, by
-    group, the slots [B, N] of the N positions after each prefix, which the forward writes."""
-
-    @property
-    def write(self) -> ByGroup[GroupLoc]: ...
-    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. Used for checks."""
-
-
 class PlanBackend(KVOperations, Protocol):
     """The part of a backend that plans need: it makes their tables and computes with them."""
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         """Make tables of the prefixes [0, committed_len [B]), with slots of the `num_queries` positions after each."""
 
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
@@ -171,9 +154,8 @@ class KVPlan:
     rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N] of the queries.
     tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
     write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
-    prefix: the backend's tables of the prefixes.
+    prefix: tables of the prefixes; of a pack if the sequence is one.
     block_len [B]: number of real queries of each causal run, before padding; None: all are real.
-    pack: the runs of the sequence, if it is one; rows and committed_len then have one entry per run, [R].
     window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.
     first_key: keys before this position do not exist, except a query's own. MTP modules begin later than the text.
     """
@@ -182,14 +164,18 @@ class KVPlan:
     rows: torch.Tensor
     committed_len: torch.Tensor
     positions: torch.Tensor
-    prefix: PrefixTables
+    prefix: PageTables | PackTables
     page_size: int
     tree: DraftTree | None = None
     write: ByGroup[GroupLoc] | None = None
     block_len: torch.Tensor | None = None
-    pack: Pack | None = None
     window_shift: int = 0
     first_key: int = 0
+
+    @property
+    def pack(self) -> Pack | None:
+        """The runs of the sequence, if it is a pack; rows and committed_len then have one entry per run, [R]."""
+        return self.prefix.pack if isinstance(self.prefix, PackTables) else None
 
     def write_slots(self, group: GroupId) -> GroupLoc:
         """Slots of the forward's own tokens in one group, [B * N]."""
@@ -229,7 +215,6 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
         prefix=tables,
         page_size=table.allocator.page_size,
         write=tables.write,
-        pack=pack,
     )
 
 
@@ -246,7 +231,7 @@ def plan_verify(
     tree: DraftTree,
     *,
     committed_len: torch.Tensor | None = None,
-    prefix: PrefixTables | None = None,
+    prefix: PageTables | None = None,
     positions: torch.Tensor | None = None,
 ) -> KVPlan:
     """Plan one tree per request. Node n writes to the slot of position S + n; its own position is S + depth[n].
@@ -279,7 +264,7 @@ def plan_frozen(
     window_shift: int,
     num_queries: int = 1,
     committed_len: torch.Tensor | None = None,
-    prefix: PrefixTables | None = None,
+    prefix: PageTables | None = None,
 ) -> KVPlan:
     """Plan queries that are all at position S + `position_offset` and see only the committed prefix [0, S).
 

@@ -142,7 +142,7 @@ def recurrent(
     )
     kept = LayerKV((numbers(9999, 1, channels, dtype=dtype), *records), GroupId(1), state)
     layers = RecurrentLayers(
-        integers(3, 6), integers(9), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
+        integers(3, 6), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
     )
     view: Any = SimpleNamespace(recurrent=(layers,), writable_layer=lambda layer: kept)
     batch, rows = 4, 4 * num_nodes
@@ -172,9 +172,8 @@ def recurrent(
         KVPlan(
             **shared,
             positions=integers(1, rows),
-            prefix=PackTables(ByGroup((lines, lines)), write, 1),
+            prefix=PackTables(runs, ByGroup((lines, lines)), write),
             page_size=1,
-            pack=runs,
         ),
     ):
         added = numbers(channels, dtype=dtype) if bias else None

@@ -38,8 +38,8 @@ address."""
 
 
 class PageTables(NamedTuple):
-    """The `PrefixTables` of one launch: page ids [B, width] of each group, the position `start` [groups, B] of each
-    first column, and the slots [B, N] to write."""
+    """Tables of the committed prefixes that a forward reads, from one launch: page ids [B, width] of each group, the
+    position `start` [groups, B] of each first column, and the slots [B, N] to write."""
 
     tables: ByGroup[torch.Tensor]
     start: torch.Tensor

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.plan import KVPlan, PackTables
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.gpu.mirrored_array import IntArray
@@ -108,15 +107,15 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
     exists = write != NULL_SLOT
     position = _host(plan.positions).reshape(-1)[numbers]
     rows, start = _host(plan.rows), _host(plan.committed_len)
-    if plan.pack is not None:
-        assert isinstance(plan.prefix, PackTables)
-        lines, length, of_run = plan.prefix.group_table(group), _host(plan.pack.length), _host(plan.pack.run_of)
+    if isinstance(plan.prefix, PackTables):
+        pack, lines = plan.prefix.pack, plan.prefix.lines[group]
+        length, of_run = _host(pack.length), _host(pack.run_of)
         line = _host(lines.slots[lines.line])
         begin = np.zeros_like(rows) if lines.begin is None else _host(lines.begin)
         requests = [RequestPath(*known) for known in zip(rows, begin, line, start + length, strict=True)]
         request, own = of_run[numbers][exists], None
     else:
-        assert isinstance(plan.prefix, PageTables) and plan.tree is not None
+        assert plan.tree is not None
         slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
         requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
         request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
+from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
 from specdec.attention.plan import KVPlan, Pack, PackTables
 from specdec.attention.recurrence.block_kernels import CHUNK
 from specdec.attention.recurrence.convolution_kernels import (
@@ -86,12 +86,10 @@ class PrefixSlots:
 
     @classmethod
     def of_plan(cls, plan: KVPlan, group: GroupId) -> "PrefixSlots":
-        if plan.pack is not None:
-            assert isinstance(plan.prefix, PackTables)
-            lines = plan.prefix.group_table(group)
+        if isinstance(plan.prefix, PackTables):
+            lines = plan.prefix.lines[group]
             assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
             return cls(lines.slots, lines.begin, 1)
-        assert isinstance(plan.prefix, PageTables)
         return cls(*plan.prefix.pages(group), plan.page_size)
 
 
