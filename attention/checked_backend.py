@@ -55,24 +55,25 @@ class CheckedBackend:
             self._check_lengths(plan)
             self._check_writes(plan, group)
             self._check_reads(plan, group, *plan.prefix.pages(group))
-        return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
+        queries = self._own(plan), self._rows(plan).expand_as(plan.positions), plan.positions
+        return CheckedAttention(self, self.backend.attention(plan, group, window, shares), group, queries)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
         for layer, kept in store.layers.items():
             self._check_draft_reads(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
-        return CheckedDraftBlock(block, store, draft, self.sanitizer)
+        return CheckedDraftBlock(block, store, draft, self)
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
-        """Slots in one group that the table has at positions of rows, of one shape; past a row, that of its end."""
+        """Slots in one group that the table has at positions of rows; past a row, that of its end."""
         slots = self.table.slots.tensor
         return self.table.allocator.translate(group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)]))
 
     def _check_slots(
         self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor, read: torch.Tensor, seen: torch.Tensor
     ) -> None:
-        """Compare `read` [B, L] with the table: slots of the keys at positions [B, L] of rows [B], where `seen`."""
-        expected = self._slots_at(group, rows[:, None], positions)
+        """Compare `read` [B, L] with the table: slots of the keys at positions [B, L] of rows, where `seen`."""
+        expected = self._slots_at(group, rows, positions)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
         self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
 
@@ -80,43 +81,41 @@ class CheckedBackend:
         self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
         """Check `read` [B, L]: slots of committed keys from position start [B] on."""
-        rows, length = draft.rows.index, draft.committed_len[:, None]
+        rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
         positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
         oldest = 0 if window is None else length - window + 1
-        seen = (rows != self.table.padding_row)[:, None] & (positions >= oldest) & (positions < length)
+        seen = (rows != self.table.padding_row) & (positions >= oldest) & (positions < length)
         self._check_slots(group, rows, positions, read, seen)
 
     def _check_pack_reads(self, plan: KVPlan, tables: PackTables, group: GroupId, window: int | None) -> None:
         """Check the slot of the oldest and of the newest key that each place sees."""
-        pack, lines = tables.pack, tables.lines[group]
-        rows = pack.rows[pack.run_of]
-        inside = self._own(plan).t() & (pack.positions < self.table.slots.tensor.shape[1])[:, None]
-        oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
-        for positions in (oldest, pack.positions):
-            read = lines.slots_at(pack.run_of, positions)
-            self._check_slots(group, rows, positions[:, None], read[:, None], inside)
+        newest = plan.positions
+        inside = self._own(plan) & (newest < self.table.slots.tensor.shape[1])
+        oldest = torch.zeros_like(newest) if window is None else (newest - window + 1).clamp(min=0)
+        for positions in (oldest, newest):
+            read = tables.lines[group].slots_at(tables.pack.run_of, positions)
+            self._check_slots(group, self._rows(plan), positions, read, inside)
 
     def _check_lengths(self, plan: KVPlan) -> None:
         """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last
         one."""
-        planned, committed = plan.committed_len, self.table.committed_len.tensor[plan.rows]
+        rows, planned = plan.rows[:, None], plan.committed_len[:, None]
+        committed = self.table.committed_len.tensor[rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed
-        wrong &= plan.rows != self.table.padding_row
-        shown = (planned[:, None], committed[:, None], planned[:, None])
-        self.sanitizer.record_fault(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
+        wrong &= rows != self.table.padding_row
+        self.sanitizer.record_fault(Fault.LENGTH, PRIMARY, wrong, rows, planned, committed, planned)
 
     def _check_writes(self, plan: KVPlan, group: GroupId) -> None:
         if plan.write is None:
             return
-        rows, stored = plan.rows, self._own(plan)
-        if plan.pack is not None:  # one place a row: [T, 1]
-            rows, positions = rows[plan.pack.run_of], plan.positions.t()
-            stored = stored.t() & (positions >= self.table.shared_len.tensor[rows][:, None])
-        else:  # node n lies at S + n, whatever its depth
-            positions = plan.committed_len[:, None] + torch.arange(plan.positions.shape[1], device=rows.device)
+        rows, positions, stored = self._rows(plan), plan.positions, self._own(plan)
+        if plan.pack is None:  # node n lies at S + n, whatever its depth
+            positions = plan.committed_len[:, None] + torch.arange(positions.shape[1], device=positions.device)
+        else:
+            stored = stored & (positions >= self.table.shared_len.tensor[rows])
         write, primary = (plan.write_slots(each).view(positions.shape) for each in (group, PRIMARY))
         inside = stored & (positions < self.table.slots.tensor.shape[1])
-        expected = torch.where(inside, self._slots_at(group, rows[:, None], positions), NULL_SLOT)
+        expected = torch.where(inside, self._slots_at(group, rows, positions), NULL_SLOT)
         wrong = (write != expected) | (stored & (write == NULL_SLOT))
         self.sanitizer.record_fault(Fault.WRITE, group, wrong, rows, positions, write, expected)
         shared = stored & (self.sanitizer.owners.tensor[primary // plan.page_size] > 1)
@@ -125,36 +124,41 @@ class CheckedBackend:
     def _check_reads(self, plan: KVPlan, group: GroupId, pages: torch.Tensor, start: torch.Tensor) -> None:
         """Check the first slot of each page [B, P] from position start [B] on, and that the pages cover the prefix or
         the window."""
-        page_size, length = plan.page_size, plan.committed_len[:, None]
+        rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
         positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size
-        real = (plan.rows != self.table.padding_row)[:, None]
-        self._check_slots(group, plan.rows, positions, pages * page_size, real & (positions < length))
+        real = rows != self.table.padding_row
+        self._check_slots(group, rows, positions, pages * page_size, real & (positions < length))
         oldest = (length - int(self.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
-        lost = self._slots_at(group, plan.rows[:, None], missing)
-        self.sanitizer.record_fault(Fault.COVER, group, short, plan.rows, missing, lost, lost)
+        lost = self._slots_at(group, rows, missing)
+        self.sanitizer.record_fault(Fault.COVER, group, short, rows, missing, lost, lost)
 
     def check_finite(
-        self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
+        self,
+        group: GroupId,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        own: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
     ) -> None:
-        """Check attention results `out` [B, N, Hq, D] of `query` [B, Hq, N, D], a part of a plan's requests and
-        columns."""
-        broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
+        """Check results `out` [B, N, Hq, D] of `query` [B, Hq, N, D], where `own`: those of finite queries are
+        finite."""
+        broken = own & query.isfinite().all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)
         null = torch.zeros_like(positions)
-        if plan.pack is not None:
-            rows = plan.rows[plan.pack.run_of][part[1]]
-            self.sanitizer.record_fault(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
-            return
-        self.sanitizer.record_fault(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
+        self.sanitizer.record_fault(Fault.POISON, group, broken, rows, positions, null, null)
+
+    def _rows(self, plan: KVPlan) -> torch.Tensor:
+        """Row of the request table of each query: [B, 1], or [1, T] of a pack."""
+        return plan.rows[:, None] if plan.pack is None else plan.rows[plan.pack.run_of][None]
 
     def _own(self, plan: KVPlan) -> torch.Tensor:
         """Mask [B, N] of queries that are not padding."""
-        real = plan.rows != self.table.padding_row
+        own = (self._rows(plan) != self.table.padding_row).expand_as(plan.positions)
         if plan.pack is not None:
-            return (plan.pack.exists & real[plan.pack.run_of])[None]
-        own = real[:, None].expand_as(plan.positions)
+            return own & plan.pack.exists
         if plan.block_len is None:
             return own
         return own & (torch.arange(own.shape[1], device=own.device) < plan.block_len[:, None])
@@ -162,31 +166,34 @@ class CheckedBackend:
 
 @dataclass(frozen=True, slots=True)
 class CheckedAttention:
-    """`attend` for a plan or a part of its rows. Finite queries must get finite results."""
+    """`attend` for a plan or a part of its rows. Finite queries must get finite results.
+
+    queries: which are not padding, their rows of the request table and their positions, [B, N] each.
+    """
 
     checks: CheckedBackend
     attend: Attend
-    plan: KVPlan
     group: GroupId
-    rows: tuple[slice, slice] = (slice(None), slice(None))
+    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
     def __call__(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         out = self.attend(query, *args, **options)
-        self.checks.check_finite(query, out, self.plan, self.group, self.rows)
+        self.checks.check_finite(self.group, query, out, *self.queries)
         return out
 
     def part(self, requests: slice, columns: slice) -> "CheckedAttention":
-        return replace(self, attend=part_of(self.attend, requests, columns), rows=(requests, columns))
+        own, rows, positions = (x[requests, columns] for x in self.queries)
+        return replace(self, attend=part_of(self.attend, requests, columns), queries=(own, rows, positions))
 
 
 class CheckedDraftBlock:
     """A draft in progress. Finite queries must get finite results."""
 
-    def __init__(self, block: DraftBlock, store: KVStore, draft: DraftPlan, sanitizer: Sanitizer) -> None:
+    def __init__(self, block: DraftBlock, store: KVStore, draft: DraftPlan, checks: CheckedBackend) -> None:
         self.block = block
         self.store = store
         self.draft = draft
-        self.sanitizer = sanitizer
+        self.checks = checks
         self.level = -1
         self.destination, self.prefix_slots = block.destination, block.prefix_slots
 
@@ -196,14 +203,7 @@ class CheckedDraftBlock:
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         out = self.block.attend(layer, query, **options)  # [B, K, Hq, D]
-        rows = self.draft.rows.index
-        broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
-        positions = self.draft.level_positions(self.level)
-        null = torch.zeros_like(positions)
-        self.sanitizer.record_fault(Fault.POISON, self.store.layers[layer].group, broken, rows, positions, null, null)
+        rows, positions = self.draft.rows.index[:, None], self.draft.level_positions(self.level)
+        real = rows != self.checks.table.padding_row
+        self.checks.check_finite(self.store.layers[layer].group, query, out, real, rows, positions)
         return out
-
-
-def _broken(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Mask [B, N] of finite queries [B, Hq, N, D] whose results [B, N, Hq, D] are not finite."""
-    return query.isfinite().all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)

@@ -92,15 +92,14 @@ class Sanitizer:
         slots: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Record the first place where `found` [B, M] is true, if any: its row [B], position, slot and expected slot
-        [B, M]."""
+        """Record the first place where `found` [B, M] is true, if any: its row, position, slot and expected slot, which
+        are [B, M] or expand to it."""
         if found.numel() == 0:
             return
         flat = found.reshape(-1)
         first = flat.long().argmax()[None]
         code = torch.full_like(first, 1 + FAULTS.index(fault) + group * len(FAULTS))
-        of_row = rows[:, None].expand_as(found)
-        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, expected)]
+        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (rows, positions, slots, expected)]
         fresh = torch.cat([code, *(value.long() for value in values)])
         self._record.copy_(torch.where(flat.any() & (self._record[0] == 0), fresh, self._record))
         if not self._capturing:
