@@ -44,6 +44,12 @@ class LayerKV(NamedTuple):
         return self.fields[1]
 
     @property
+    def recurrent_state(self) -> RecurrentState:
+        """The states of a recurrent layer."""
+        assert self.state is not None
+        return self.state
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the pools."""
         return tuple(tensor for pool in self.fields for tensor in tensors_of(pool))
@@ -96,13 +102,10 @@ class RecurrentLayers:
 
     @classmethod
     def of_layers(cls, shape: StateShape, key_heads: int, layers: Sequence[LayerKV]) -> "RecurrentLayers":
-        rows = []
+        sample, rows = layers[0].recurrent_state, []
         for kept in layers:
-            assert kept.state is not None
-            found = [tensor.data_ptr() for tensor in (*kept.state[:2], *kept.tensors)]
+            found = [tensor.data_ptr() for tensor in (*kept.recurrent_state[:2], *kept.tensors)]
             rows.append(found + [0] * (6 - len(found)))
-        sample = layers[0].state
-        assert sample is not None
         table = torch.tensor(rows, dtype=torch.int64, device=sample.inputs.device)
         return cls(table, shape, key_heads, sample, tuple(layers))
 

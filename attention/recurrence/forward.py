@@ -245,9 +245,8 @@ class RecurrentForward:
     def _rows(self) -> ForwardRows:
         """Rows of the forward. All recurrent layers have the slots of one group, and the same folded tokens when the
         first of them runs."""
-        layer_kv = self._view.recurrent[0].layers[0]
-        assert layer_kv.state is not None
-        return rows_of_plan(self._plan, layer_kv.group, self._part, layer_kv.state.folded_len)
+        first = self._view.recurrent[0]
+        return rows_of_plan(self._plan, first.layers[0].group, self._part, first.sample.folded_len)
 
     @cached_property
     def _waves(self) -> list[Wave]:
@@ -261,8 +260,7 @@ class RecurrentForward:
     ) -> torch.Tensor:
         """Convolve inputs [T, C] with weight [C, K] -> [T, C], 0 on padding."""
         layer_kv, mine = self._view.writable_layer(layer), self._rows
-        state, pool, taps = layer_kv.state, layer_kv.fields[0], weight.shape[1]
-        assert state is not None
+        state, pool, taps = layer_kv.recurrent_state, layer_kv.fields[0], weight.shape[1]
         state.clear(mine.begun)
         pool.index_copy_(0, mine.write, inputs[mine.numbers][:, None])
         if taps not in self._newest:
@@ -284,8 +282,7 @@ class RecurrentForward:
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """Run the recurrence -> [T, HV, DV] in float32, 0 on padding."""
         layer_kv, mine = self._view.writable_layer(layer), self._rows
-        state = layer_kv.state
-        assert state is not None
+        state = layer_kv.recurrent_state
         new = rows.map(lambda x: x[mine.numbers].float())
         _, pool_k, pool_u, pool_g = layer_kv.fields
         pool_k.index_copy_(0, mine.write, new.k)

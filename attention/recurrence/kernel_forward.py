@@ -133,8 +133,7 @@ class RecurrentKernels:
     ) -> torch.Tensor:
         """inputs [T, C], weight [C, K] -> [T, C]."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
-        slots, state = self._begun(layer_kv), layer_kv.state
-        assert state is not None
+        slots, state = self._begun(layer_kv), layer_kv.recurrent_state
         inputs = _by_row(inputs)
         out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         taps, channels = weight.shape[1] - 1, inputs.shape[1]
@@ -179,8 +178,7 @@ class RecurrentKernels:
         """-> [T, HV, DV] in float32."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
         convolved = self._slots is not None  # by a plain launch, which starts after all folds
-        slots, state = self._begun(layer_kv), layer_kv.state
-        assert state is not None
+        slots, state = self._begun(layer_kv), layer_kv.recurrent_state
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)
         _, pool_k, pool_u, pool_g = layer_kv.fields
