@@ -26,7 +26,7 @@ from specdec.attention.kernels.page_table import (
     locate_prefixes,
     reference_build_page_tables,
 )
-from specdec.attention.kernels.ragged_attention import RaggedAttention
+from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
@@ -72,11 +72,10 @@ class TorchBackend:
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if isinstance(plan.prefix, PackTables):
-            pack, lines = plan.prefix.pack, plan.prefix.lines[group]
+            runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
             if self.captured and not self.deterministic:
-                return MaskedRuns(pack, lines, window, plan.first_key)
-            make = exact_run if self.deterministic else dense_run
-            return RunsAttention.from_pack(make, pack, lines, window, plan.first_key)
+                return MaskedRuns(*runs)
+            return RunsAttention.from_pack(exact_run if self.deterministic else dense_run, *runs)
         if self.deterministic:
             table = plan.prefix.group_table(group)
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
@@ -111,10 +110,10 @@ class TritonBackend:
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if isinstance(plan.prefix, PackTables):
-            pack, lines = plan.prefix.pack, plan.prefix.lines[group]
-            return RaggedAttention(pack, lines, window, self.deterministic, shares, plan.first_key)
-        attend = partial(tree_attention, shares=shares)
-        return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
+            attend = partial(ragged_attention, pack=plan.prefix.pack, lines=plan.prefix.lines[group])
+            return partial(attend, window=window, first_key=plan.first_key, exact=self.deterministic, shares=shares)
+        by_tree = partial(tree_attention, shares=shares)
+        return PathAttention.from_plan(by_tree, own_keys, plan, plan.prefix.group_table(group), group, window)
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)

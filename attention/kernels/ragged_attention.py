@@ -11,8 +11,7 @@ position, whatever its chunk and the other rows. Places of no run are 0. T and R
 nothing back, so it can be captured. `RunsAttention` does the same in plain torch, run by run.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -50,22 +49,6 @@ class RaggedTiles(NamedTuple):
     split_len: int = 0
     waves: float = 1.0
     total_in_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedAttention:
-    """An `Attend` of `plan.py`."""
-
-    pack: Pack
-    lines: RunSlots
-    window: int | None
-    exact: bool
-    shares: int = 1
-    first_key: int = 0
-
-    def __call__(self, query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
-        options |= {"window": self.window, "exact": self.exact, "shares": self.shares, "first_key": self.first_key}
-        return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
 def ragged_attention(

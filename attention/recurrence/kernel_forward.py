@@ -190,12 +190,10 @@ class RecurrentKernels:
             "HEADS": heads,
             "KEY_HEADS": k.shape[1],
             "K_DIM": k.shape[2],
-            "V_DIM": v_dim,
             "CORRECTED": rows.beta is not None,
             "FOLD": FOLD,
-            "CHUNK": CHUNK,
         }
-        sizes = {"BLOCK_V": block, **FORM.options}
+        sizes = {"V_DIM": v_dim, "CHUNK": CHUNK, "BLOCK_V": block, **FORM.options}
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
         out = make(v.shape, dtype=torch.float32, device=v.device)
@@ -209,7 +207,8 @@ class RecurrentKernels:
                 block_k = _block(k.shape[2], 4096)
                 fast_tree_kernel[grid](
                     *(*given, *requests, tree.tensors[1], *strides, *tree.strides[1:], tree.num_nodes),
-                    **{name: size for name, size in shape.items() if name != "CHUNK"},
+                    **shape,
+                    V_DIM=v_dim,
                     PAGE=slots.page_size,
                     RECORDS=records,
                     BLOCK_K=block_k,
@@ -239,20 +238,22 @@ class RecurrentKernels:
         weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
         total = torch.empty((len(v), heads), dtype=torch.float32, device=v.device)
         block = _block(v_dim, SPAN_COLUMNS)
-        shape |= {"SPAN": SPAN, "PARTS": parts, "CHUNK": _block(k.shape[2], SPAN)}
+        shape |= {"SPAN": SPAN, "PARTS": parts}
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
         weights_kernel[(heads, len(spans.run_of))](
             *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
             *(x.stride(0) for x in (q, k, g, beta)),
             *of_parts,
-            **{name: size for name, size in shape.items() if name not in ("V_DIM", "CHUNK")},
+            **shape,
             CHUNK=_block(k.shape[2], WEIGHT_CHUNK),
             num_warps=WEIGHT_WARPS,
         )
         spans_kernel[(heads, triton.cdiv(v_dim, block), len(pack.rows))](
             *(*given[1:], *made, *runs, *strides[1:], *of_parts, len(v)),
             **shape,
+            V_DIM=v_dim,
+            CHUNK=_block(k.shape[2], SPAN),
             BLOCK_K=_block(k.shape[2], 4096),
             BLOCK_V=block,
             num_warps=SPAN_WARPS,
