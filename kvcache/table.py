@@ -316,7 +316,6 @@ class RequestTable:
             in_order = by_page == by_page[:, :1] + np.arange(page_size)
             assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
             pages = by_page[:, 0] // page_size
-            assert 0 not in pages, f"{row=}: owns page 0"
             assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
             starts = np.maximum(
                 self.num_evicted(self.shared_len.host[row] // page_size) * page_size, length - self.retain
