@@ -128,6 +128,7 @@ def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             found[f"{name}.weight"] = dequantised(module.packed, torch.float32)
         if isinstance(module, PackedExperts):
             for which in ("gate_up", "down"):
-                each = [dequantised(module.packed(which)[i], torch.float32) for i in range(module.num_experts)]
+                weights = getattr(module.experts, which)
+                each = [dequantised(weights[i], torch.float32) for i in range(len(weights))]
                 found[f"{name}.{which}_proj"] = torch.stack(each)
     return found

@@ -48,7 +48,7 @@ from specdec.gpu.operations import Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
