@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 from kv_rig import PRIMARY, SWA, GroupId, HybridAllocator, PrefixRig, PrimaryLoc, ints, layer_spec, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.layout import (
-    KEEP_ALL,
-    PRIMARY,
-    GroupId,
-    KVLayout,
-    PrimaryLoc,
-    Retention,
-    cache_groups,
-)
+from specdec.kvcache.layout import KEEP_ALL, KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.sizing import DraftNeeds
 
