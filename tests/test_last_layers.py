@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.pack import locate_pack
+from specdec.attention.plan import locate_pack
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layer_context import EarlyExit
