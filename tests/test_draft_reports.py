@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import logging
 
 import numpy as np
@@ -36,9 +37,8 @@ def right(make_target, make_engine, random_prompt, greedy_oracle, scripted):
 
 def in_turn(engine, *depths):
     """Rounds have chains of these depths in turn."""
-    turn = iter(range(10**6))
-    chosen = lambda choice, shape, *_: shape.with_draft(CHAINS[depths[next(turn) % len(depths)]])  # noqa: E731
-    engine.steps._with_chosen_draft = chosen
+    shape_for, turn = engine.steps.shape_for, itertools.cycle(CHAINS[depth] for depth in depths)
+    engine.steps.shape_for = lambda *asked: shape_for(*asked)._replace(draft=next(turn))
 
 
 # by depth

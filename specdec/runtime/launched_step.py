@@ -8,6 +8,8 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, ScoredSpan
 from specdec.runtime.request import Request
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.prompt_chunks import PREFILL_STAGES
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack_round_result
 from specdec.runtime.scheduler import RequestBatch
 from specdec.sampling.log_probs import TokenScores
@@ -19,20 +21,24 @@ class LaunchedStep:
 
     batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
     requests whose prompt ends here and that draw their first token; None for a round. packed: the result, being copied
-    to the host; `shape` and `stages` say how to read it. draft_depth [B]: deepest draft that each request could accept.
-    forced [B]: number of tokens that each request's grammar forced. scores: requested log-probabilities of prompt
-    tokens. done: the CUDA event of the copy; None: there is nothing to wait for.
+    to the host; `shape` says how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]:
+    number of tokens that each request's grammar forced. done: the CUDA event of the copy; None: there is nothing to
+    wait for. scores: requested log-probabilities of prompt tokens. catch_up_seconds: see `Steps.launch_round`.
     """
 
     batch: RequestBatch
     drawing: list[int] | None
     shape: RoundShape
-    stages: tuple[str, ...]
     packed: torch.Tensor
     draft_depth: IntArray
     forced: IntArray
-    scores: tuple[ChunkScoring, torch.Tensor] | None
     done: torch.cuda.Event | None
+    scores: tuple[ChunkScoring, torch.Tensor] | None = None
+    catch_up_seconds: float = 0.0
+
+    @property
+    def is_round(self) -> bool:
+        return self.drawing is None
 
     @property
     def requests(self) -> list[Request]:
@@ -51,9 +57,8 @@ class LaunchedStep:
         asked = self.batch.logprobs
         if self.drawing is not None:
             asked = [asked[i] for i in self.drawing]
-        return unpack_round_result(
-            self._on_host(self.packed), self.shape, self.stages, asked, self.draft_depth, self.forced
-        )
+        stages = DECODE_STAGES if self.is_round else PREFILL_STAGES
+        return unpack_round_result(self._on_host(self.packed), self.shape, stages, asked, self.draft_depth, self.forced)
 
     def prompt_scores(self) -> list[tuple[ScoredSpan, TokenScores]]:
         return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))

@@ -29,10 +29,10 @@ from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, HostWorkBetween, no_host_work, run_programs
-from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape, largest, whole_draft
-from specdec.runtime.rounds.round_shapes import end_drafts, is_rare, round_shape, with_forced
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, largest, whole_draft
+from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
 from specdec.runtime.settling import load_requests
 
@@ -58,10 +58,9 @@ class Steps:
         self.spec = spec
         self.draft_policy = draft_policy
         self.captured_rounds = captured_rounds
-        self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
-        self.launches = Launches(scheduler, state, self._learn, captured=captured_rounds is not None)
+        self.launches = Launches(scheduler, state, draft_policy, captured=captured_rounds is not None)
         self.prefill = Prefill(scheduler, state, captured_prompts, self.threads)
         state.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
@@ -150,7 +149,7 @@ class Steps:
             shape = with_forced(shape, self.state, rows, int(forced.max()), captured=captured)
             forced = forced.clip(max=shape.width - 1)
         if self.captured_rounds is not None:
-            shape = self.captured_rounds.bucket(shape)
+            shape = captured_shape(self.state, shape)
         self.state.seat(rows)
         self.state.sampling.load_biases(rows, batch.params, shape.features)
         if shape.forced:
@@ -158,7 +157,7 @@ class Steps:
         self.state.flush()
         self.threads.fit(shape.batch * shape.width)
         draft_depth = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
-        self._catch_up(shape, rows, ending)
+        catch_up_seconds = self._catch_up(shape, rows, ending)
         between: HostWorkBetween = no_host_work
         if masked:
             between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
@@ -167,70 +166,52 @@ class Steps:
         else:
             packed = self.captured_rounds.run(shape, between)
         result, done = copy_to_host(packed), event_now(packed.device, self.state.target.ranks)
-        launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, draft_depth, forced, None, done)
+        launched = LaunchedStep(
+            batch, None, shape, result, draft_depth, forced, done, catch_up_seconds=catch_up_seconds
+        )
         self.launches.unsettled.append(launched)
 
-    def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
-        """Let the drafter read these rows' unread tokens if a round of this shape requires it."""
+    def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> float:
+        """Let the drafter read these rows' unread tokens if a round of this shape requires it. Returns the seconds that
+        it took; 0 if rounds are captured."""
         begin, unread = time.perf_counter(), self.state.unread
         if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
             if self.captured_rounds is None:
                 self.state.catch_up(shape, num_unread)
             else:
                 self.captured_rounds.catch_up(shape)
-        self._catch_up_seconds = 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
+        return 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
 
     def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
-        """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
-        those of the draft ladder."""
-        batch = self.scheduler.batches.batch_of(requests)
-        drafting = self.state.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
-        drafts = self._drafts(batch, remaining, drafting)
-        shape = round_shape(self.state, batch.rows, batch.params, drafts, self._unsettled_nodes())
-        if self.draft_policy is None or shape.num_steps == 0:
-            return shape
-        min_draft = largest(self._drafts(batch, remaining, drafting & batch.fixed))
-        return self._with_chosen_draft(self.draft_policy, shape, batch.rows, remaining, min_draft)
+        """Shape of the next round of these requests. If their drafts are adaptive, the draft policy chooses its draft.
 
-    def _drafts(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
-        """Drafts of the requests that are `drafting` [B]."""
+        Captured rounds have few draft shapes: none, the engine's own, and those of the draft ladder; rare ones have
+        only the first two.
+        """
+        batch, policy, captured = self.scheduler.batches.batch_of(requests), self.draft_policy, self.captured_rounds
+        rows = batch.rows
+        drafting = self.state.max_drafts.host[rows] > 0  # 0: no drafts, or after the drafter's last position
+        draft = self._largest_draft(batch, remaining, drafting)
+        shape = round_shape(self.state, rows, batch.params, draft, self._unsettled_nodes())
+        if policy is None or not draft.num_steps:
+            return shape
+        bucket = shape if captured is None else captured_shape(self.state, shape)
+        if captured is not None and is_rare(bucket):
+            return shape
+        min_draft = self._largest_draft(batch, remaining, drafting & batch.fixed)
+        max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
+        unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.is_round]
+        chosen = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
+        if captured is None and chosen.num_steps:  # no deeper than any request can use
+            chosen = draft._replace(by_lookup=chosen.by_lookup)
+        return shape._replace(draft=chosen)
+
+    def _largest_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
+        """The smallest draft that suffices for the requests that are `drafting` [B]."""
         if self.captured_rounds is not None:
-            return {whole_draft(self.spec)} if drafting.any() else set()
-        return {batch.requests[i].draft_size(remaining[i]) for i in np.flatnonzero(drafting).tolist()}
+            return whole_draft(self.spec) if drafting.any() else NO_DRAFT
+        return largest({batch.requests[i].draft_size(remaining[i]) for i in np.flatnonzero(drafting).tolist()})
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""
         return self.launches.num_rounds * (1 if self.state.worker is None else self.spec.num_nodes)
-
-    def _with_chosen_draft(
-        self,
-        policy: DraftPolicy,
-        shape: RoundShape,
-        rows: IntArray,
-        remaining: Sequence[int],
-        min_draft: DraftShape,
-    ) -> RoundShape:
-        """This shape with the draft that `policy` selects. Rare captured rounds have only one draft. min_draft: the
-        smallest draft allowed, since some requests have `adaptive=False`."""
-        bucket = shape if self.captured_rounds is None else self.captured_rounds.bucket(shape)
-        if self.captured_rounds is not None and is_rare(bucket):
-            return shape
-        max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
-        unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
-        if self.captured_rounds is None and draft.num_steps:  # no deeper than any request can use
-            draft = shape.draft._replace(by_lookup=draft.by_lookup)
-        return shape.with_draft(draft)
-
-    def _learn(
-        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
-    ) -> None:
-        """Update the draft policy from a settled round: see `launches.Learn`."""
-        if self.draft_policy is None or shape.forced or (self.captured_rounds is not None and is_rare(shape)):
-            return
-        rows = table_rows(requests)
-        drafting = result.draft_depth > 0
-        drafted = rows[drafting], result.length[drafting] - 1, result.draft_depth[drafting]
-        chosen = not any(request.has_fixed_draft for request in requests)
-        brought = gained / len(requests) if chosen else 0.0
-        self.draft_policy.learn(shape.draft, shape.batch, seconds + self._catch_up_seconds, drafted, brought)

@@ -15,7 +15,7 @@ from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape, whole_draft
-from specdec.runtime.rounds.round_shapes import batch_buckets, prefix_buckets, round_shape
+from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets, round_shape
 from specdec.runtime.startup_timing import time_prompts, time_rounds
 from specdec.runtime.steps import Steps
 
@@ -30,7 +30,7 @@ def warm_up(steps: Steps) -> None:
     own = NO_DRAFT if state.worker is None else whole_draft(steps.spec)
     drafts = [own] if steps.draft_policy is None else steps.draft_policy.shapes
     shapes = [
-        captured_rounds.bucket(round_shape(state, NO_ROWS, [], [draft], 0)._replace(batch=size))
+        captured_shape(state, round_shape(state, NO_ROWS, [], draft, 0)._replace(batch=size))
         for size in reversed(batch_buckets(steps.table.max_requests))
         for draft in reversed(drafts)
     ]

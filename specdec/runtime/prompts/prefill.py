@@ -42,7 +42,7 @@ from specdec.runtime.rounds.prompt_chunks import (
     whole_chunk,
 )
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
-from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
 from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
@@ -148,7 +148,7 @@ class Prefill:
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
-        shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerFeatures.from_params(params), max_logprobs(params))
+        shape = RoundShape(len(drawn), 0, NO_DRAFT, SamplerFeatures.from_params(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
         state.sampling.load_biases(rows[chosen], params, shape.features)
         state.flush()
@@ -164,7 +164,7 @@ class Prefill:
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
         result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
-        launched = LaunchedStep(batch, drawing, shape, PREFILL_STAGES, result, none, none, scores, event)
+        launched = LaunchedStep(batch, drawing, shape, result, none, none, event, scores)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 

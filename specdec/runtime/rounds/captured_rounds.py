@@ -31,7 +31,7 @@ from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round_shapes import captured_shape, is_rare
+from specdec.runtime.rounds.round_shapes import is_rare
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
@@ -167,10 +167,6 @@ class CapturedRounds(CaptureSet):
 
     def warning(self, shape: Hashable) -> str:
         return "rounds run without CUDA graphs: %s"
-
-    def bucket(self, shape: RoundShape) -> RoundShape:
-        """The captured shape for a round: see `captured_shape`."""
-        return captured_shape(self.state, shape)
 
     def pool(self, shape: Hashable) -> str:
         return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
