@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
-from specdec.draft_models.ngram import NgramDrafter
-from specdec.draft_models.suffix import SuffixDrafter
+from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
 from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_drafter, make_target

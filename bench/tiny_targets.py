@@ -12,7 +12,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
 from specdec.training.assistant_training import new_assistant

@@ -26,7 +26,7 @@ from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import Rows
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 from specdec.sampling.sampling_table import ParamVectors
 
 SampleFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

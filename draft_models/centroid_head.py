@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import tl, triton
-from specdec.layers.linear import linear
-from specdec.layers.product import finish
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import finish
 from specdec.sampling.choose_candidate import choose_kernel
 from specdec.sampling.collect_candidates import Shortlist
 from specdec.sampling.kernel_sampler import MAX_BEST

@@ -27,14 +27,15 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.draft_models.heads.draft_context import DraftTreeBuilder, continued
-from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
+from specdec.draft_models.heads.fused_layers import EchoContext, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.layers.accepted_path import keep_last
-from specdec.layers.fuse import FusedEmbedding, Weights, fuse, fuse_embedding, fuse_linear
+from specdec.layers.fuse import FusedEmbedding, fuse, fuse_embedding, fuse_linear
 from specdec.modules.private_copy import private_copy
+from specdec.modules.weight_watch import Weights
 from specdec.sampling.kernel_sampler import MAX_BEST
 
 QUERY_POSITION_OFFSET = 0
@@ -147,28 +148,24 @@ class Gemma4MTPDrafter(Drafter):
         model, embed = self.model, self.embed
         plain = {name: getattr(model, name) for name in ("model", "pre_projection", "post_projection", "lm_head")}
 
-        def fused() -> torch.Tensor:
+        def fuse_parts() -> None:
             for name, module in plain.items():
                 setattr(model, name, fuse(module, ops) if name == "model" else fuse_linear(module, ops))
             self.embed = fuse_embedding(embed, ops)
-            return self._probed()
 
-        reason = why_unfused(self.name, model, len(self.windows), self._probed, fused)
+        reason = why_unfused(self.name, model, len(self.windows), self._probed, fuse_parts)
         if reason is not None:
             for name, module in plain.items():
                 setattr(model, name, module)
             self.embed = embed
         return reason
 
-    @torch.inference_mode()
     def _probed(self) -> torch.Tensor:
         """Logits and next states of six tokens under `EchoContext`: [6, V + Ht] float32."""
-        device = self.model.device
-        tokens = torch.arange(6, device=device).view(2, 3)
+        tokens = torch.arange(6, device=self.model.device).view(2, 3)
         hidden = self.embed(tokens + 6)
-        with torch.autocast(device.type, enabled=False):
-            out, following = self._run(tokens, hidden, tokens * 100, EchoContext())
-            return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
+        out, following = self._run(tokens, hidden, tokens * 100, EchoContext())
+        return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, M, H] -> [B, M, V]; -inf outside the best centroids if the head has centroids."""

@@ -18,7 +18,7 @@ from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuil
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 
 
 class LanguageModel(TargetInfo, Protocol):

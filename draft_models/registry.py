@@ -20,8 +20,7 @@ from specdec.draft_models.gemma4_mtp import (
     constructible_assistants,
     is_assistant_config,
 )
-from specdec.draft_models.ngram import NgramDrafter
-from specdec.draft_models.suffix import SuffixDrafter
+from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
 
 

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 import specdec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.models.bundled import BUNDLED_NAMES, resolve_name
+from specdec.models.published import BUNDLED_NAMES, resolve_name
 
 PROMPTS = (
     "Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many pencils are left?",

@@ -38,7 +38,7 @@ from word_problems import generate, heldout, heldout_questions
 
 from specdec.progress import Stage
 from specdec.training.packed_rows import ANSWER, causal_mask
-from specdec.training.training_optimizer import MixedOptimizer, schedule
+from specdec.training.training_loop import MixedOptimizer, schedule
 
 STAGES = ("tokenizer", "target", "report")
 

@@ -17,8 +17,8 @@ from rich.tree import Tree
 from transformers.utils import logging as transformers_logging
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.attention.backend import TorchBackend
 from specdec.attention.plan import KVPlan, plan_verify
-from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree_builder import TreeBuilder
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
 

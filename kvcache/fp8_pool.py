@@ -1,16 +1,24 @@
 """K/V in 8 bits: e4m3 numbers with one float32 scale per slot and head.
 
     write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
-    read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `fp8_kernels.py`
+    read     e4m3 -> float32, times scale, rounded to the model's dtype
 
 A row's scale is computed from that row alone, so its bits depend on no other token, chunk or request. A move copies the
 bits and does not round again. Invariant: target, frozen drafter and draft in progress all attend to the numbers that
-`read` returns.
+`read` returns; kernels do not round them.
+
+Kernels decode the bits exactly (`from_e4m3`) and multiply the score of a key, and the weight of a value, by the scale
+in float32: one multiplication per key, not per number. A reader loads two neighbours of a row as one int16, and
+computes one product for even and one for odd numbers. With 8-bit operands, Triton would add channels in different
+orders in small and in large tiles, and would read V number by number.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from specdec.gpu.triton_shim import INTERPRETED, tl, triton
+from specdec.kvcache.index_spaces import GroupLoc
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -91,3 +99,107 @@ def numbers_and_scales(pool: FieldPool) -> tuple[torch.Tensor, torch.Tensor | No
 def tensors_of(pool: FieldPool) -> tuple[torch.Tensor, ...]:
     """The tensors of a pool, to be moved, poisoned with NaN or counted."""
     return (pool.bits, pool.scales) if isinstance(pool, Fp8Pool) else (pool,)
+
+
+IN_PTX = tl.constexpr(not INTERPRETED)
+FULL_SCALE = tl.constexpr(E4M3_MAX)
+
+# Widens the low or the high number of each of two pairs. Sign and magnitude move to bfloat16's sign and the low end of
+# its exponent; this gives 2^-120 times the number, subnormals included. fma, since bfloat16 mul needs sm_90.
+_TWO = """{
+    .reg .b32 a, b, m, z;
+    mov.b32 m, 0x7b807b80;
+    mov.b32 z, 0x80008000;
+    and.b32 b, %s, 0x80008000;
+    %s
+    lop3.b32 a, a, 0x07f007f0, b, 0xea;
+    fma.rn.bf16x2 $0, a, m, z;
+}"""
+LOW_TO_BF16 = tl.constexpr(_TWO.replace("and.b32 b, %s", "shl.b32 a, $1, 8;\n    and.b32 b, a") % "shl.b32 a, $1, 4;")
+HIGH_TO_BF16 = tl.constexpr(_TWO % ("$1", "shr.u32 a, $1, 4;"))
+
+
+@triton.jit
+def from_e4m3(b_pairs: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Decode int16 pairs exactly -> the even and the odd numbers of a row. Pools hold no NaN."""
+    if IN_PTX and DTYPE.is_bf16():
+        b_even = tl.inline_asm_elementwise(LOW_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
+        b_odd = tl.inline_asm_elementwise(HIGH_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        b_even, b_odd = _widened(b_pairs.to(tl.int32)).to(DTYPE), _widened(b_pairs.to(tl.int32) >> 8).to(DTYPE)
+    return b_even, b_odd
+
+
+@triton.jit
+def _widened(b_bits: tl.tensor) -> tl.tensor:
+    """float32 of e4m3 in the low 8 bits of int32."""
+    b_wide = ((b_bits & 0x80) << 24) | ((b_bits & 0x7F) << 20)
+    return b_wide.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def _to_e4m3(b_x: tl.tensor) -> tl.tensor:
+    """Round float32 of at most 448 to the nearest e4m3 number, ties to even -> its bits."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_magnitude = b_bits & 0x7FFFFFFF
+    # e4m3 numbers below 2^-6 are 2^-9 apart, and so are float32 numbers from 2^14 on: adding 2^14 rounds
+    b_small = (tl.abs(b_x) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    b_large = (b_magnitude - (120 << 23) + 0x7FFFF + ((b_magnitude >> 20) & 1)) >> 20
+    return tl.where(b_magnitude < (121 << 23), b_small, b_large) | ((b_bits >> 24) & 0x80)
+
+
+@triton.jit
+def _round_row(
+    p_row: tl.tensor, p_bits: tl.tensor, p_scale: tl.tensor, s_dim: tl.tensor, o_d: tl.tensor, DIM: tl.constexpr
+) -> None:
+    m_d = o_d < DIM
+    b_row = tl.load(p_row + o_d * s_dim, mask=m_d, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(b_row), 0)
+    largest = tl.where(tl.max((b_row != b_row).to(tl.int32), 0) > 0, float("nan"), largest)
+    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, FULL_SCALE))
+    b_bits = _to_e4m3(tl.div_rn(b_row, tl.zeros_like(b_row) + scale))
+    tl.store(p_bits + o_d, b_bits.to(tl.uint8), mask=m_d)
+    tl.store(p_scale, scale)
+
+
+@triton.jit
+def _store_fp8_kernel(
+    p_k: tl.tensor,  # [T, Hkv, D]
+    p_v: tl.tensor,  # [T, Hkv, DV]
+    p_slots: tl.tensor,  # [T]
+    p_pool_k: tl.tensor,  # [slots, Hkv, D] uint8
+    p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,  # [slots, Hkv]
+    p_scale_v: tl.tensor,
+    s_k_t: tl.tensor,
+    s_k_h: tl.tensor,
+    s_k_d: tl.tensor,
+    s_v_t: tl.tensor,
+    s_v_h: tl.tensor,
+    s_v_d: tl.tensor,
+    s_slots: tl.tensor,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_d = tl.arange(0, BLOCK)
+    o_head = tl.load(p_slots + i_t * s_slots).to(tl.int64) * HEADS + i_h
+    _round_row(p_k + i_t * s_k_t + i_h * s_k_h, p_pool_k + o_head * K_DIM, p_scale_k + o_head, s_k_d, o_d, K_DIM)
+    _round_row(p_v + i_t * s_v_t + i_h * s_v_h, p_pool_v + o_head * V_DIM, p_scale_v + o_head, s_v_d, o_d, V_DIM)
+
+
+def store_fp8(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Fp8Pool, pool_v: Fp8Pool) -> None:
+    """Round k [T, Hkv, D] and v [T, Hkv, DV], of any strides, and store them at slots [T]."""
+    num_tokens, num_heads, head_dim = k.shape
+    assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
+    _store_fp8_kernel[(num_tokens, num_heads)](
+        *(k, v, slots, pool_k.bits, pool_v.bits, pool_k.scales, pool_v.scales),
+        *(*k.stride(), *v.stride(), slots.stride(0)),
+        HEADS=num_heads,
+        K_DIM=head_dim,
+        V_DIM=v.shape[2],
+        BLOCK=triton.next_power_of_2(max(head_dim, v.shape[2])),
+        num_warps=1,
+    )

@@ -18,8 +18,7 @@ import torch
 from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.fp8_kernels import store_fp8
-from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, tensors_of
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, store_fp8, tensors_of
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape

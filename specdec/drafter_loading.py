@@ -22,9 +22,8 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
-from specdec.models.bundled import resolve_name
-from specdec.models.published import PAIRS
-from specdec.models.quantised.packed_parts import load_packed
+from specdec.models.published import PAIRS, resolve_name
+from specdec.models.quantised.packed_quantizer import load_packed
 from specdec.models.target import TargetModel
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
-from specdec.layers.fuse import updates_are_counted, watched_weights
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.target import TargetModel
+from specdec.modules.weight_watch import updates_are_counted, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.calls.arguments import (
     caches_states,

@@ -23,7 +23,7 @@ from specdec.config import MAX_TREE_NODES, BoundedDepth, EngineConfig, SamplingP
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.loading import pick_tokenizer
-from specdec.models.context_length import context_length
+from specdec.models.described_model import context_length
 from specdec.settings.declared_fields import require
 from specdec.settings.plain_arguments import plain_number
 

@@ -20,8 +20,8 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.models.published import last_part, published_steps
-from specdec.models.quantised.weight_grid import rounded_to
 from specdec.models.target import TargetModel
+from specdec.models.weight_storage import rounded_to
 
 logger = logging.getLogger("specdec")
 

@@ -13,8 +13,7 @@ from capturable import capturable
 from kv_rig import KVRig
 
 from specdec import DraftTree
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
+from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import GroupId, PrimaryLoc

@@ -144,7 +144,7 @@ def prepare(request: dict[str, Any], streams: tuple[int, ...]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     if folder := os.environ.get("SHALLOW_PAIR"):  # see shallow_pair.py
-        import_module("specdec.models.bundled").BUNDLED_DIR = Path(folder)
+        import_module("specdec.models.published").BUNDLED_DIR = Path(folder)
     sys.stdin = sys.__stdin__ = stream_of(0, "r", "strict")
     sys.stdout = sys.__stdout__ = stream_of(1, "w", "strict")
     sys.stderr = sys.__stderr__ = stream_of(2, "w", "backslashreplace")

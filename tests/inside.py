@@ -12,11 +12,10 @@ import specdec.engine
 from specdec import Engine
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.layers.merge import StorageWatch
-from specdec.layers.packed.packed_experts import PackedExperts
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import StatesNeeded, TargetModel
+from specdec.modules.weight_watch import StorageWatch
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prefixes import WORTH_WAITING, Prefixes
 from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBudget, PromptGap, PromptLoad

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.attention.backend import Backend
+from specdec.attention.backend import Backend, TorchBackend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
-from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
 from specdec.kvcache.allocator import HybridAllocator

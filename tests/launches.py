@@ -22,14 +22,11 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import Pack, PackTables, RunSlots
 from specdec.attention.plan import KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
-from specdec.attention.trees.beam import Candidates, expand
-from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.tree_builder import select_tree
-from specdec.attention.trees.walk import tree_fields
+from specdec.attention.trees.tree import DraftTree, tree_fields
+from specdec.attention.trees.tree_builder import Candidates, expand, select_tree
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.evaluation.phases.random_weights import FORMS, build_model, pack_layers
-from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
     EMPTY,
     NUMBERS,
@@ -44,6 +41,7 @@ from specdec.gpu.exchange_kernels import (
 from specdec.gpu.operations import FAST, KERNELS, Operations
 from specdec.gpu.stage_clock import StageClock
 from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.triton_shim import pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
@@ -52,16 +50,16 @@ from specdec.kvcache.store import LayerKV, PoolAddresses, RecurrentLayers, move_
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.decoder import FusedLayer, embed_inputs
-from specdec.layers.decoder_parts import DecoderParts, LayerParts
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.fuse import fuse
-from specdec.layers.linear import gated_linear, linear, linear_parts
+from specdec.layers.gemm.linear import gated_linear, linear, linear_parts
+from specdec.layers.gemm.product import Product, finish, split_k_of
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import per_layer_inputs
-from specdec.layers.product import Product, finish, split_k_of
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import closing

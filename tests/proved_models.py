@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import specdec.models.target
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.layers.batch_invariant_torch import ROWWISE
+from specdec.models.batch_invariance import ROWWISE
 from specdec.models.probe import ProbeResult
 from specdec.models.target import TargetModel
 

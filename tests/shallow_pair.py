@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.models import bundled
+from specdec.models import published
 
 from marks import is_deep
 
-WHOLE = bundled.BUNDLED_DIR
+WHOLE = published.BUNDLED_DIR
 TARGET = Path(__file__).with_name("shallow_target")
 VARIABLE = "SHALLOW_PAIR"  # tells a fork of fork_server.py the folder
 AUX_LAYERS = [0, 1, 3]  # of the 6, for 1, 14 and 26 of the 30
@@ -51,7 +51,7 @@ def shallow_pair(shallow_folder: Path) -> Iterator[None]:
     """The bundled names are those of the shallow pair, in this process and in forks that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_deep():
-            patch.setattr(bundled, "BUNDLED_DIR", shallow_folder)
+            patch.setattr(published, "BUNDLED_DIR", shallow_folder)
             patch.setenv(VARIABLE, str(shallow_folder))
         yield
 
@@ -59,5 +59,5 @@ def shallow_pair(shallow_folder: Path) -> Iterator[None]:
 @pytest.fixture
 def whole_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundled names are those of the bundled pair again."""
-    monkeypatch.setattr(bundled, "BUNDLED_DIR", WHOLE)
+    monkeypatch.setattr(published, "BUNDLED_DIR", WHOLE)
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -11,11 +11,11 @@ from mtp_checkpoints import SHAPES, publish
 from random_loads import check_tokens, random_config, random_requests
 
 from specdec import Engine, SpecConfig
-from specdec.draft_models.block.fused_block import FusedBlock
+from specdec.draft_models.block.block_head import FusedBlock
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.draft_models.lookup import SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.suffix import SuffixDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import HELD_OUT_PROBLEMS
 
 from marks import deep
 from processes import run

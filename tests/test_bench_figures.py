@@ -12,7 +12,7 @@ from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
 from specdec.evaluation import timed_comparison
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
-from specdec.evaluation.request_figures import acceptance_figures, time_figures
+from specdec.evaluation.timed_comparison import acceptance_figures, time_figures
 from specdec.runtime.draft_reports import vllm_figures
 
 from inside import RequestStats, record_round

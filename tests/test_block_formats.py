@@ -25,7 +25,7 @@ from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import cache_argument
+from specdec.modules.transformers_names import cache_argument
 
 from marks import deep, deep_cases, examples, slow
 from proved_models import SHARED

@@ -18,7 +18,7 @@ from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.evaluation.gsm8k_report import final_number
 from specdec.kvcache.index_spaces import PRIMARY
-from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
+from specdec.models.published import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
 from marks import examples

@@ -16,7 +16,7 @@ from torch import nn
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import UnsupportedModelError
-from specdec.layers import merge
+from specdec.modules import weight_watch
 
 from inside import StorageWatch, TargetModel, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep, deep_cases, each_value
@@ -385,7 +385,8 @@ def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, m
 
 def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):
     """An address says nothing once its tensor is gone: weights that are re-pointed twice may be where they were."""
-    monkeypatch.setattr(merge, "_addresses", lambda tensors: [4096] * len(tensors))  # an allocator that likes one place
+    # an allocator that likes one place
+    monkeypatch.setattr(weight_watch, "_addresses", lambda tensors: [4096] * len(tensors))
     layer = nn.Linear(4, 4, bias=False)
     watch = StorageWatch(layer)
     assert not watch.moved()

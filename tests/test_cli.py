@@ -18,8 +18,7 @@ from specdec.cli.app import COMMANDS, app, load_command
 from specdec.cli.command import spread
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
-from specdec.models.bundled import BUNDLED_NAMES
-from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.models.published import BUNDLED_NAMES, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
 from specdec.runtime.request_output import StreamDelta
 from specdec.serving.server_settings import ServeSettings
 

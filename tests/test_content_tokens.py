@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
-from specdec.models.bundled import resolve_name
+from specdec.models.published import resolve_name
 from specdec.text.content_tokens import ContentTokens
 from specdec.text.prompts import chat_ids, chat_or_text_ids
 

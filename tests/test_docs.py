@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 import specdec
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
-from specdec.models import bundled
+from specdec.models import published
 from specdec.runtime.draft_policy.draft_policy import DraftPolicy
 
 from marks import deep, is_deep, usual_cases
@@ -224,7 +224,7 @@ def levels_of_loggers() -> Iterator[None]:
 def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page in TRUE_OF_ANY_PAIR and not is_deep():
-        monkeypatch.setattr(bundled, "BUNDLED_DIR", request.getfixturevalue("shallow_folder"))
+        monkeypatch.setattr(published, "BUNDLED_DIR", request.getfixturevalue("shallow_folder"))
     names = request.getfixturevalue("readers_names") if page == "README.md" else {}
     text = (ROOT / page).read_text("utf-8")
     if page == "README.md" and not is_deep():  # fewer tokens, and what it shows first is run by the test below

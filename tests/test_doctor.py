@@ -18,18 +18,17 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.doctor import diagnose
-from specdec.doctor.acceptance import Comparison, Measured
-from specdec.doctor.changes import changed_block, possible_masks
+from specdec.doctor.causes import changed_block, possible_masks
 from specdec.doctor.dense_drafts import dense_drafts, record
+from specdec.doctor.diagnosis import Comparison, Measured
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
 from specdec.load_check import warn_at_load
-from specdec.models import bundled
-from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.published import ACCEPTED, BLOCK_PAIRS, PAIRS_BY_TITLE, published_acceptance
-from specdec.models.quantised.weight_grid import NONE, grid_of
+from specdec.models import published
+from specdec.models.published import ACCEPTED, BLOCK_PAIRS, HELD_OUT_PROBLEMS, PAIRS_BY_TITLE, published_acceptance
+from specdec.models.weight_storage import NONE, grid_of
 from specdec.text.prompt_files import read_prompts
 
 from inside import REFERENCE, TargetModel
@@ -70,7 +69,7 @@ def export(tmp_path):
     """A copy of a bundled checkpoint, with its config.json and tensors changed."""
 
     def copy(name, config=None, tensors=None, folder="copy"):
-        place = shutil.copytree(bundled.BUNDLED_DIR / name, tmp_path / folder)
+        place = shutil.copytree(published.BUNDLED_DIR / name, tmp_path / folder)
         if config is not None:
             content = json.loads((place / "config.json").read_text())
             config(content)

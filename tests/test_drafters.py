@@ -11,7 +11,7 @@ from block_heads import KINDS, random_block
 from specdec import DraftTree, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 

@@ -10,18 +10,17 @@ from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.fused_head import FusedHead
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput, PlainHead
-from specdec.draft_models.heads.fused_form import EchoContext, proved_form
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, FusedHead, HeadOutput, PlainHead
+from specdec.draft_models.heads.fused_layers import EchoContext, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.merge import is_merged
 from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
-from specdec.layers.fusable import Unfusable
-from specdec.layers.fuse import Weights
-from specdec.layers.linear import gated_linear
-from specdec.layers.merge import is_merged
+from specdec.layers.gemm.linear import gated_linear
+from specdec.layers.gemm.product import Product
 from specdec.layers.norm import Norm
-from specdec.layers.product import Product
+from specdec.modules.weight_watch import Weights
 
 from marks import deep_cases, each_value, usual
 

@@ -10,14 +10,20 @@ import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
-from specdec.evaluation.accuracy import evaluate, find_parting, problem_seed
+from specdec.evaluation.accuracy import (
+    append_record,
+    evaluate,
+    find_parting,
+    open_transcripts,
+    problem_seed,
+    read_transcripts,
+)
 from specdec.evaluation.bench_run import PLAIN as UNDRAFTED
 from specdec.evaluation.bench_run import require_parity
+from specdec.evaluation.data_sets import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
 from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdown
-from specdec.evaluation.tasks import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
-from specdec.evaluation.transcripts import append_record, open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
-from specdec.models.bundled import resolve_name
+from specdec.models.published import resolve_name
 from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem
 

@@ -16,7 +16,7 @@ import pytest
 
 from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
 
 from marks import deep, deep_cases

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import auto_class
+from specdec.modules.transformers_names import auto_class
 
 from marks import deep, examples, usual, usual_cases
 from tiny_models import TARGETS, VOCAB, build_target, spread

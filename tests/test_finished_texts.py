@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.backend import TorchBackend
 from specdec.draft_models import finished_texts
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts
-from specdec.draft_models.suffix import SuffixWorker, newest_tokens
+from specdec.draft_models.lookup import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
 

@@ -12,7 +12,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
 from specdec.kvcache.layout import CacheField
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
 from marks import deep, examples, usual_cases

@@ -17,11 +17,11 @@ from specdec.draft_models.centroid_head import centroid_best, centroid_sample
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import FAST, REFERENCE, choose_operations
-from specdec.layers import merged_weights
 from specdec.layers.decoder import FusedDecoder
+from specdec.layers.description import merge as merge_module
+from specdec.layers.description.merge import is_merged, merge
 from specdec.layers.fuse import FusedLinear
-from specdec.layers.linear import gated_linear, linear
-from specdec.layers.merge import is_merged, merge
+from specdec.layers.gemm.linear import gated_linear, linear
 from specdec.layers.norm import norm
 from specdec.layers.rope_store import rotary
 from specdec.models.target import StatesNeeded, TargetModel
@@ -422,7 +422,7 @@ def test_one_thread_at_a_time_merges(make_target, monkeypatch):
         inside.pop()
         return merge(params)
 
-    monkeypatch.setattr(merged_weights, "merge", slow_merge)
+    monkeypatch.setattr(merge_module, "merge", slow_merge)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: TargetModel(model, REFERENCE), range(4)))
     assert len(most) == 4 * 2 * 2 and set(most) == {1}  # threads, layers, merged weights of a layer

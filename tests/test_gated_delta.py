@@ -9,16 +9,16 @@ from one_text import OneText
 from specdec.evaluation.phases.random_weights import FORMS, random_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
+from specdec.layers.description.families import described_mixer
+from specdec.layers.description.merge import WeightGroups
 from specdec.layers.gated_delta import (
     DeltaHeads,
     delta_inputs,
 )
-from specdec.layers.linear import linear
-from specdec.layers.merged_weights import WeightGroups
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
-from specdec.layers.product import Product
-from specdec.layers.recurrent_families import described_mixer
 
 from marks import slow, usual_cases
 from tiny_models import build_target
@@ -71,7 +71,7 @@ def test_a_mixer_is_the_module_it_replaces(family: str, form: str, ops: Operatio
         gates = name in ("in_proj_ba", "in_proj_b", "in_proj_a")
         if form != "plain" and name.startswith("in_proj") and not (gates and form != "packed"):
             setattr(module, name, packed(child))
-    parts = described_mixer(module, WeightGroups(unmerged=False), lambda name: name)
+    parts = described_mixer(module, WeightGroups(unmerged=False))
     x = randn(9, module.hidden_size)
     want = module(x[None])[0]
     rows = parts["mixer"].run(ops(linear)(x, parts["qkv"]), x, 0, OneText(), ops)

@@ -16,7 +16,7 @@ from specdec import SamplingParams, SpecConfig, SpecDecError
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import cache_argument
+from specdec.modules.transformers_names import cache_argument
 
 from marks import deep, deep_cases, each_value, examples, pairs, quick
 from stand_ins import watch_proposals

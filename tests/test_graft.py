@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DraftTree
-from specdec.attention.trees.forced_tokens import BLANK, force_tokens, without_blanks
+from specdec.attention.trees.tree import BLANK, force_tokens, without_blanks
 
 T, F = True, False
 

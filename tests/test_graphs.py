@@ -12,7 +12,7 @@ import torch
 from crowd import make_crowd
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
 from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets
 

@@ -16,14 +16,14 @@ from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm
+from specdec.layers.gemm.linear import gated_linear, linear
+from specdec.layers.gemm.product import Product, finish, reference_finish, split_k_of
 from specdec.layers.head_gates import gate_channels, gate_heads
-from specdec.layers.linear import gated_linear, linear
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import fork_norm, join_norm
 from specdec.layers.moe.routing import Routing
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
-from specdec.layers.product import Product, finish, reference_finish, split_k_of
 from specdec.layers.rope_store import Destination, Heads, Rotary, rope_store, rotary
 
 from marks import examples

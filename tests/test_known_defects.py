@@ -18,10 +18,10 @@ from kv_rig import PRIMARY, SWA, GroupId, GroupLoc, KVPlan, replaced
 
 import specdec.attention.plan
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
+from specdec.attention.backend import TorchBackend
 from specdec.attention.dense import VisibleKeys
 from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.pack import Pack, PackTables
-from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
 

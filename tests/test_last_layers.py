@@ -14,7 +14,7 @@ import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.pack import locate_pack
-from specdec.draft_models.suffix import SuffixDrafter
+from specdec.draft_models.lookup import SuffixDrafter
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import FAST, REFERENCE, Operations
 from specdec.kvcache.layer_context import EarlyExit

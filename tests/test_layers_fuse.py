@@ -17,13 +17,13 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.families import FAMILIES
-from specdec.layers.fusable import Unfusable
+from specdec.layers.description.families import FAMILIES
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.merge import is_merged
 from specdec.layers.fuse import fuse
-from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
-from specdec.modules.family_name import family_name
 from specdec.modules.private_copy import private_copy
+from specdec.modules.transformers_names import family_name
 
 from marks import deep, usual_cases
 

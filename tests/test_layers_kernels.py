@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from specdec.layers import gemm_large, gemm_medium, gemm_small
-from specdec.layers.activation import reference_activate
-from specdec.layers.gemm_medium import MediumTiles, choose_medium_tiles
-from specdec.layers.gemm_medium import gemm_medium as multiply_medium
-from specdec.layers.head_gates import gate_heads
-from specdec.layers.linear import (
+from specdec.layers.gemm import gemm_large, gemm_medium, gemm_small
+from specdec.layers.gemm.gemm_medium import MediumTiles, choose_medium_tiles
+from specdec.layers.gemm.gemm_medium import gemm_medium as multiply_medium
+from specdec.layers.gemm.linear import (
     gated_linear,
     linear,
     reference_gated_linear,
@@ -17,12 +15,13 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.gemm.product import Product, SplitK, Tiles, choose_split_k, finish, reference_activate
+from specdec.layers.head_gates import gate_heads
 from specdec.layers.moe.fork_join import fork_norm, join_norm, reference_fork_norm, reference_join_norm
 from specdec.layers.norm import Norm, norm, reference_norm
 from specdec.layers.per_layer_embedding import (
     gated_projection,
 )
-from specdec.layers.product import Product, SplitK, Tiles, choose_split_k, finish
 from specdec.layers.rope_store import (
     Heads,
     Rotary,

@@ -50,6 +50,7 @@ NEVER = (  # what a room does not know, beyond its floor
     ("specdec.runtime.rounds", "specdec.sampling.grammars", "a round is handed masks, and knows no grammar"),
     ("specdec.runtime.scheduler", "specdec.runtime.rounds", "who runs is decided without a look at the device"),
     ("specdec.serving.http", "specdec.serving.openai", "connections, bodies and keys are those of any route"),
+    ("specdec.serving.http", "specdec.serving.responses", "connections, bodies and keys are those of any route"),
     ("specdec.sampling.grammars", "torch", "grammars are of the host"),
     *(
         (file, heavy, "help takes half a second at most")

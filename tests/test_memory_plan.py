@@ -20,8 +20,7 @@ from specdec.drafter_loading import drafts_by_modules
 from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import load_model
-from specdec.models.cache_geometry import GeometryContext
-from specdec.models.described_model import ModelOnMeta, model_on_meta
+from specdec.models.described_model import GeometryContext, ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime import sizing

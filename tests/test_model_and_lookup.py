@@ -10,8 +10,8 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.cli.bodies.settings import drafter_name
 from specdec.cli.options import PairOptions
 from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.draft_models.lookup import SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 

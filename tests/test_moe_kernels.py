@@ -6,18 +6,17 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
-from specdec.gpu.triton_shim import triton
-from specdec.layers.linear import Mlp, gated_linear, linear
+from specdec.gpu.triton_shim import TL_DTYPES, pdl_options, triton
+from specdec.layers.description.moe_families import experts_of, router_of
+from specdec.layers.gemm.linear import Mlp, gated_linear, linear
+from specdec.layers.gemm.product import finish, reference_finish
 from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe import experts as moe_experts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.fork_join import Fork
-from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel, reference_route, route
 from specdec.layers.norm import reference_rms_norm
-from specdec.layers.product import finish, reference_finish
 
 from marks import deep, deep_cases, slow, usual_cases
 from tiny_models import build_target

@@ -8,8 +8,8 @@ import torch
 
 from specdec import DraftTree, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.ngram import NgramDrafter
 
 from inside import capture_on_tape
 from marks import deep, deep_cases

@@ -16,9 +16,8 @@ from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool
-from specdec.serving.http import client_limits
-from specdec.serving.http.api_keys import by_name, read_key_file
-from specdec.serving.http.client_limits import ClientLimits, RequestRate
+from specdec.serving.http import clients
+from specdec.serving.http.clients import ClientLimits, RequestRate, by_name, read_key_file
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
@@ -147,7 +146,7 @@ def test_requests_of_a_minute_come_back_one_by_one():
 
 
 def test_clients_that_sent_nothing_in_the_last_minute_are_forgotten(monkeypatch):
-    monkeypatch.setattr(client_limits, "MAX_REMEMBERED", 10)
+    monkeypatch.setattr(clients, "MAX_REMEMBERED", 10)
     rate = RequestRate(per_minute=1)
     for number in range(100):
         assert rate.take(f"client {number}", 100.0 * number) == 0

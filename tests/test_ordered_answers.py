@@ -14,7 +14,8 @@ import httpx
 import pytest
 from reciting import SPECIAL, reciting
 
-from specdec.serving.openai import reply, response_events
+from specdec.serving.openai import reply
+from specdec.serving.responses import response_events
 
 from marks import deep, examples, usual_cases
 

@@ -20,10 +20,10 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.loading import load_model
-from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from packed_weights import CODES, random_weight
 
-from specdec.layers import linear as linear_module
 from specdec.layers import per_layer_embedding
-from specdec.layers.linear import (
+from specdec.layers.gemm import linear as linear_module
+from specdec.layers.gemm.linear import (
     Mlp,
     gated_linear,
     linear,
@@ -20,18 +20,17 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.gemm.product import Product, SplitK, Tiles, finish, reference_finish, split_k_of
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed import packed_launch, unpack_asm
-from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.packed_gemm import packed_gemm
+from specdec.layers.packed.packed_gemm import dequantise, packed_gemm
 from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
 from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack_words
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
-from specdec.layers.product import Product, SplitK, Tiles, finish, reference_finish, split_k_of
 
 from marks import is_deep, usual_cases
 from packed_times import GATED, TIMES

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.loading import load_model
 

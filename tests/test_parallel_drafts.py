@@ -19,9 +19,8 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.models.target import TargetModel
 from specdec.training.assistant_training import TrainableAssistant, new_assistant
-from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import TrainableDrafter
-from specdec.training.eagle3_training import TrainableEagle3
+from specdec.training.head_training import TrainableBlock, TrainableEagle3
 from specdec.training.native_mtp_training import trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows
 

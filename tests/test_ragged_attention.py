@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.pack import Pack, RunSlots
-from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
 from specdec.runtime.rounds.prompt_sizes import token_buckets

@@ -6,8 +6,7 @@ import pytest
 
 from specdec.errors import ConfigError
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
-from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.reasoning import REASONING, reasoning_format
+from specdec.serving.tools.answer_parser import REASONING, AnswerParser, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

@@ -10,10 +10,9 @@ from kv_rig import KVLayout, LayerSpec
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec import EngineConfig
+from specdec.attention.backend import TorchBackend, TritonBackend
+from specdec.attention.path_attention import ROWS
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
-from specdec.attention.row_tiles import ROWS
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.layer_context import Recurrence

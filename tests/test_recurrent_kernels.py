@@ -11,10 +11,9 @@ from recurrent_scene import Scene, Shape, as_answer, as_prompt, chosen, in_float
 from tape import record
 
 from specdec import SamplingParams, SpecConfig
+from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.pack import Pack
 from specdec.attention.recurrence.kernel_forward import Spans
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.triton_backend import TritonBackend
 from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.layer_context import Recurrence
 

@@ -13,8 +13,8 @@ import transformers
 from specdec import Engine, EngineConfig, SamplingParams, loading
 from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
-from specdec.evaluation.transcripts import append_record, open_transcripts
-from specdec.models.bundled import resolve_name
+from specdec.evaluation.accuracy import append_record, open_transcripts
+from specdec.models.published import resolve_name
 
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
 

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from specdec import Engine
-from specdec.serving.openai import response_store
-from specdec.serving.openai.response_store import ResponseStore, StoredResponse
+from specdec.serving import state
+from specdec.serving.state import ResponseStore, StoredResponse
 
 from served_engine import served
 
@@ -172,7 +172,7 @@ def num_bytes(store: ResponseStore) -> int:
 
 def test_the_bytes_of_what_is_stored_are_bounded_for_each_key_and_in_all(monkeypatch):
     for name, most in {"MAX_KEY_BYTES": 1000, "MAX_BYTES": 2000}.items():
-        monkeypatch.setattr(response_store, name, most)
+        monkeypatch.setattr(state, name, most)
     store = ResponseStore()
     for i in range(9):
         store.put("a", stored(f"a{i}", 250))
@@ -194,7 +194,7 @@ def test_the_bytes_of_what_is_stored_are_bounded_for_each_key_and_in_all(monkeyp
 
 def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
     """Objects were kept and their JSON was counted: 64 MiB of many small items took 426 MB."""
-    monkeypatch.setattr(response_store, "MAX_KEY_BYTES", 100_000)
+    monkeypatch.setattr(state, "MAX_KEY_BYTES", 100_000)
     items = [{"role": "user", "content": [{"type": "input_text", "text": str(index)}]} for index in range(100)]
     store = ResponseStore()
     tracemalloc.start()

@@ -12,8 +12,8 @@ from kv_rig import make_allocator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.forced_tokens import force_tokens
+from specdec.attention.backend import TorchBackend
+from specdec.attention.trees.tree import force_tokens
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows

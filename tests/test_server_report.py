@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 from specdec.runtime.engine_stats import EngineStats, PoolStats
 from specdec.runtime.request_output import RequestStats
-from specdec.serving import tracing
+from specdec.serving.http import middleware
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import Snapshot
 
@@ -45,7 +45,7 @@ def test_the_start_says_what_is_served_and_traffic_is_reported():
     assert "tokens/s" in log
 
 
-@pytest.mark.skipif(tracing.trace is None, reason="needs opentelemetry-api")
+@pytest.mark.skipif(middleware.trace is None, reason="needs opentelemetry-api")
 def test_a_request_is_one_span_with_its_id_and_status(monkeypatch):
     spans = []
 
@@ -70,11 +70,11 @@ def test_a_request_is_one_span_with_its_id_and_status(monkeypatch):
         await send({"type": "http.response.start", "status": 201, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    traced = tracing.Tracing(app)
+    traced = middleware.Tracing(app)
     traced._tracer = Tracer()
     assert TestClient(traced).get("/v1/models").status_code == 201
     [span] = spans
     assert span.name == "GET /v1/models" and span.attributes["http.response.status_code"] == 201
-    monkeypatch.setattr(tracing, "trace", None)  # as where the package is not installed
-    assert TestClient(tracing.Tracing(app)).get("/v1/models").status_code == 201
+    monkeypatch.setattr(middleware, "trace", None)  # as where the package is not installed
+    assert TestClient(middleware.Tracing(app)).get("/v1/models").status_code == 201
     assert len(spans) == 1

@@ -24,14 +24,14 @@ from specdec.evaluation.phases.random_weights import (
     randomise,
     require_room,
 )
-from specdec.layers.moe.moe_families import router_of
+from specdec.layers.description.moe_families import router_of
 from specdec.layers.moe.routing import reference_route
-from specdec.layers.packed.packed_experts import packed_of
+from specdec.layers.packed.packed_modules import packed_of
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import stored_weights
+from specdec.modules.transformers_names import auto_class
 
 from marks import deep_cases, slow, usual_cases
 

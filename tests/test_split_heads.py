@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from specdec import Engine, EngineConfig, SamplingParams
+from specdec.attention.backend import TorchBackend
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import choose_key_split, tree_attention
 from specdec.attention.pack import Pack, RunSlots
-from specdec.attention.torch_backend import TorchBackend
 
 from tiny_models import build_target
 

@@ -15,10 +15,10 @@ from split_engines import engine_of, target_of, use_peers
 
 from specdec.gpu.operations import KERNELS
 from specdec.gpu.tensor_tree import map_tensors
+from specdec.layers.gemm.product import Product, choose_split_k
 from specdec.layers.latent import LatentParts, expand_latent
 from specdec.layers.norm import Norm
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight
-from specdec.layers.product import Product, choose_split_k
 from specdec.layers.rope_store import Heads
 from specdec.layers.split.layer_shares import layer_share
 

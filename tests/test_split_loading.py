@@ -19,7 +19,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
-from specdec.layers.merge import is_merged
+from specdec.layers.description.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 

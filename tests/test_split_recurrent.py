@@ -10,7 +10,7 @@ from split_engines import PARAMS, engine_of, target_of, use_peers
 from tape import record
 
 from specdec import SamplingParams, SpecConfig
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from specdec import SamplingParams, SpecConfig
-from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.backend import TorchBackend
 from specdec.attention.trees.tree_builder import LOWEST
-from specdec.draft_models import suffix
+from specdec.draft_models import lookup
 from specdec.draft_models.finished_texts import BEFORE, MATCH
-from specdec.draft_models.suffix import (
+from specdec.draft_models.lookup import (
     MATCHES,
     Matches,
     SuffixWorker,
@@ -132,7 +132,7 @@ def matched_at_once(history, newest):
 
 @pytest.mark.parametrize("compared", [1, 100, 3000, 1 << 23])
 def test_matches_found_in_blocks_are_those_found_at_once(compared, monkeypatch):
-    monkeypatch.setattr(suffix, "COMPARED", compared)
+    monkeypatch.setattr(lookup, "COMPARED", compared)
     rng = random.Random(compared)
     for batch, width in ((1, 1), (3, 7), (2, MATCH), (5, 60)):
         rows = [[rng.randrange(rng.choice((2, 3))) for _ in range(width)] for _ in range(batch)]
@@ -141,14 +141,14 @@ def test_matches_found_in_blocks_are_those_found_at_once(compared, monkeypatch):
         assert matched_lengths(history, newest).equal(matched_at_once(history, newest))
         found = find_matches(history, length, newest)
         with monkeypatch.context() as at_once:
-            at_once.setattr(suffix, "matched_lengths", matched_at_once)
+            at_once.setattr(lookup, "matched_lengths", matched_at_once)
             for tensor, want in zip(found, find_matches(history, length, newest), strict=True):
                 assert tensor.equal(want)
 
 
 def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
     """[B, L, 16] numbers of 12 bytes were made: 3.2 GB for 64 rows, one of them past 32,768 tokens."""
-    monkeypatch.setattr(suffix, "COMPARED", 1 << 14)
+    monkeypatch.setattr(lookup, "COMPARED", 1 << 14)
     history = torch.randint(0, 3, (4, 5000), generator=torch.Generator().manual_seed(0))
     length = torch.tensor([5000, 4000, 17, 1])
     with Made() as made:

@@ -7,8 +7,8 @@ import pytest
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError
+from specdec.serving.admission import TextBound, characters
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.text_bound import TextBound, characters
 
 from served_engine import served
 

@@ -26,12 +26,11 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import cache_argument
+from specdec.modules.transformers_names import cache_argument
 from specdec.progress import Stage
-from specdec.training import assistant_training, output_folder, train_drafter
-from specdec.training.block_training import TrainableBlock
+from specdec.training import assistant_training, output_folder, train_drafter, training_loop
 from specdec.training.draft_loss import draft_loss
-from specdec.training.eagle3_training import TrainableEagle3
+from specdec.training.head_training import TrainableBlock, TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
@@ -393,7 +392,7 @@ def test_overwrite_replaces_a_model_and_leaves_what_its_links_lead_to(checkpoint
 
 @pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
-    script, calls = train_drafter, []
+    calls = []
 
     def loss(*args):
         calls.append(args)
@@ -402,7 +401,7 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
         return draft_loss(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(script, "draft_loss", loss)
+        patch.setattr(training_loop, "draft_loss", loss)
         with pytest.raises(SystemExit, match="130"):
             run(checkpoint, prompts, tmp_path / "out")
     assert "the same command goes on" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 
 from specdec.training.packed_rows import PackedRows
 from specdec.training.train_settings import TrainSettings
-from specdec.training.training_batches import TrainingBatches
+from specdec.training.training_loop import TrainingBatches
 
 LENGTH, ROWS = 12, 4
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import reference_accept as accept
+from specdec.attention.trees.tree import reference_accept as accept
 
 from marks import examples
 

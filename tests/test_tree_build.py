@@ -7,17 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.tree import DraftTree
+from specdec.attention.backend import TorchBackend, TritonBackend
+from specdec.attention.trees.tree import DraftTree, reference_accept, tree_fields
 from specdec.attention.trees.tree_builder import (
+    Candidates,
     TreeBackend,
     TreeBuilder,
     reference_select_tree,
     select_tree,
 )
-from specdec.attention.trees.walk import reference_accept, tree_fields
-from specdec.attention.triton_backend import TritonBackend
 
 from marks import deep_cases, examples, slow
 

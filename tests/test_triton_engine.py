@@ -17,7 +17,7 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.kernels import page_table, ragged_attention
 from specdec.attention.trees import tree_builder as tree_build
 from specdec.errors import ConfigError
-from specdec.gpu import triton_device
+from specdec.gpu import triton_shim
 from specdec.kvcache import store as kv_store
 from specdec.models.target import TargetModel
 
@@ -184,15 +184,15 @@ class NoCompiler:
     [
         pytest.param(CPU, False, {}, r"needs a CUDA device, and this model is on cpu; use attention='torch'", id="cpu"),
         pytest.param(
-            *(CPU, True, {(triton_device, "INTERPRETED"): False}, "before Python starts"), id="interpreter set too late"
+            *(CPU, True, {(triton_shim, "INTERPRETED"): False}, "before Python starts"), id="interpreter set too late"
         ),
         pytest.param(
-            *(GPU, False, {(triton_device, "INTERPRETED"): False, (triton.runtime, "driver"): NoCompiler()}),
+            *(GPU, False, {(triton_shim, "INTERPRETED"): False, (triton.runtime, "driver"): NoCompiler()}),
             r"does not start \(Failed to find C compiler.\); it needs .* attention='torch'",
             id="no compiler",
         ),
         pytest.param(
-            *(CPU, True, {(triton_device, "triton"): None}),
+            *(CPU, True, {(triton_shim, "triton"): None}),
             r"Triton is not installed; install it, or use attention='torch'",
             id="not installed",
         ),

@@ -13,7 +13,7 @@ from side_by_side import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import SpecDecError
-from specdec.layers.merge import StorageWatch
+from specdec.modules.weight_watch import StorageWatch
 from specdec.runtime.calls.turns import Turns
 from specdec.serving.engine_thread import EngineThread, StreamedSample
 

@@ -7,13 +7,13 @@ import torch
 from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.heads.fused_form import EchoContext
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.heads.fused_layers import EchoContext
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.gpu.operations import REFERENCE
-from specdec.layers.families import FAMILIES
+from specdec.layers.description.families import FAMILIES
 from specdec.models.target import TargetModel
-from specdec.modules.family_name import family_name
 from specdec.modules.private_copy import private_copy
+from specdec.modules.transformers_names import family_name
 
 from inside import capture_on_tape, captured_rounds
 from marks import deep

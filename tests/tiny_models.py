@@ -27,7 +27,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import Checkpoint
-from specdec.models import bundled
+from specdec.models import published
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
@@ -314,7 +314,7 @@ def bundled_once() -> Iterator[None]:
 
     def once(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
         path = Path(checkpoint.path)
-        if path.parent != bundled.BUNDLED_DIR or set(checkpoint.options) - {"dtype"}:
+        if path.parent != published.BUNDLED_DIR or set(checkpoint.options) - {"dtype"}:
             return load(checkpoint, dtype, device, config)
         key = path, dtype, device
         if key not in BUNDLED:

@@ -15,9 +15,9 @@ import recipe_figures
 
 from specdec.evaluation.model_shapes import SHAPES
 from specdec.evaluation.recipes import HEADS, recipes, row
-from specdec.layers.families import FAMILIES
-from specdec.models.bundled import BUNDLED_NAMES
-from specdec.serving.tools.reasoning import REASONING
+from specdec.layers.description.families import FAMILIES
+from specdec.models.published import BUNDLED_NAMES
+from specdec.serving.tools.answer_parser import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS
 
 ROOT = Path(__file__).resolve().parent.parent

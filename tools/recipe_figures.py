@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.heads.head_spec import HeadSpec
+from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import layout_of_modules
 from specdec.evaluation.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs

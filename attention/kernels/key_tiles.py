@@ -8,8 +8,7 @@ by one, so that a row's bits depend neither on the layout nor on the number of s
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.fp8_kernels import from_e4m3
-from specdec.kvcache.fp8_pool import FieldPool
+from specdec.kvcache.fp8_pool import FieldPool, from_e4m3
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # after all keys, yet far enough from overflow for a loop's prefetch
@@ -91,7 +90,7 @@ def load_keys(
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tensor]:
     """K [BK, BD] at these slots, which must all exist, and the factors of their scores, [1, BK] or [1, 1]: see
-    `fp8_kernels.py`."""
+    `fp8_pool.py`."""
     b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:

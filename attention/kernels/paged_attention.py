@@ -25,7 +25,7 @@ import torch
 from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
-from specdec.gpu.triton_device import device_limits
+from specdec.gpu.triton_shim import device_limits
 from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
 from specdec.kvcache.layer_context import ScoreOptions
 

@@ -28,7 +28,7 @@ from specdec.attention.kernels.key_tiles import (
     zero_parts,
 )
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.fp8_kernels import from_e4m3
+from specdec.kvcache.fp8_pool import from_e4m3
 
 BLOCK_N = tl.constexpr(16)  # keys per tile of the block
 

@@ -27,8 +27,7 @@ from specdec.attention.kernels.paged_attention import (
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_key_split
 from specdec.attention.pack import Pack, RunSlots
-from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_shim import device_limits, triton
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 FEW_TOKENS = 256

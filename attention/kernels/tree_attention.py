@@ -31,8 +31,7 @@ import torch
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
-from specdec.gpu.dependent_launch import pdl_options
-from specdec.gpu.triton_device import device_limits
+from specdec.gpu.triton_shim import device_limits, pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30

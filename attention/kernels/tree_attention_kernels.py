@@ -30,8 +30,7 @@ from specdec.attention.kernels.key_tiles import (
     scores_of,
     zero_parts,
 )
-from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, tl, trigger_next, triton, wait_for_previous
 
 SHORT_SPLITS = tl.constexpr(16)
 MIDDLE_SPLITS = tl.constexpr(16)

@@ -4,7 +4,7 @@ same bits.
     begin     notes how far each state is folded, and will be after this forward                   one launch a forward
     fold      folds committed tokens and the convolution's inputs into the states of all layers    one launch a forward
     tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
-              (in the fast mode up to 49 nodes by `fast_tree_kernel.py`, in another order of sums)
+              (in the fast mode up to 49 nodes by `tree_kernel.py`, in another order of sums)
     run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
 
 A forward first folds each state to the last multiple of FOLD among committed tokens, wherever it stood before. Drafts

@@ -20,9 +20,7 @@ from specdec.attention.recurrence.convolution_kernels import (
     run_inputs_kernel,
     tree_convolution_kernel,
 )
-from specdec.attention.recurrence.fast_tree_kernel import fast_tree_kernel
-from specdec.attention.recurrence.fold_kernels import begin_kernel, fold_kernel
-from specdec.attention.recurrence.run_kernel import run_kernel
+from specdec.attention.recurrence.run_kernel import begin_kernel, fold_kernel, run_kernel
 from specdec.attention.recurrence.span_kernels import (
     SPAN,
     SPAN_COLUMNS,
@@ -34,10 +32,9 @@ from specdec.attention.recurrence.span_kernels import (
     spans_kernel,
     weights_kernel,
 )
-from specdec.attention.recurrence.tree_kernel import tree_kernel
-from specdec.gpu.dependent_launch import pdl_options
+from specdec.attention.recurrence.tree_kernel import fast_tree_kernel, tree_kernel
 from specdec.gpu.mirrored_array import upload
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_shim import pdl_options, triton
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.layer_context import Recurrence

@@ -1,4 +1,5 @@
-"""The kernel for runs of prompts: see `block_kernels.py`."""
+"""Kernels that fold (see `block_kernels.py`): `begin_kernel` notes how far states are folded, `fold_kernel` folds
+committed tokens into the states of all layers, and `run_kernel` computes runs of prompts and folds them."""
 
 from specdec.attention.recurrence.block_kernels import (
     fold_chunk,
@@ -125,3 +126,91 @@ def run_kernel(
                     p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, m_new, o_v, i_head, i_tile,
                     HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                 )  # fmt: skip
+
+
+@triton.jit
+def begin_kernel(
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_length: tl.tensor,
+    p_folded_len: tl.tensor,
+    p_from: tl.tensor,
+    RUNS: tl.constexpr,
+    FOLD: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0)
+    row = tl.load(p_rows + i_request).to(tl.int64)
+    start = tl.load(p_start + i_request).to(tl.int64)
+    certain = start // FOLD * FOLD
+    folded = tl.load(p_folded_len + row)
+    tl.store(p_from + i_request, tl.where(start > 0, folded, 0))
+    if RUNS:
+        certain = (start + tl.load(p_length + i_request)) // FOLD * FOLD
+    tl.store(p_folded_len + row, certain)
+
+
+@triton.jit
+def fold_kernel(
+    p_layers: tl.tensor,
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_from: tl.tensor,
+    p_table: tl.tensor,
+    p_begin: tl.tensor,
+    p_float: tl.tensor,
+    p_like: tl.tensor,
+    stride_table: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PAGE: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(1).to(tl.int64)
+    i_part = tl.program_id(2)  # a head, or a block of channels
+    first = tl.load(p_from + i_request)
+    last = tl.load(p_start + i_request).to(tl.int64) // FOLD * FOLD
+    if first < last:
+        row = tl.load(p_rows + i_request).to(tl.int64)
+        begin = tl.load(p_begin + i_request)
+        p_table += i_request * stride_table
+        p_layers += tl.program_id(0) * 6
+        if HEADS > 0:  # noqa: SIM102 - a constant: a convolution alone has no heads to divide by
+            if i_part < HEADS:
+                p_state = tl.load(p_layers).to(p_float.dtype) + (row * HEADS + i_part) * (K_DIM * V_DIM)
+                p_k = tl.load(p_layers + 3).to(p_float.dtype) + i_part // (HEADS // KEY_HEADS) * K_DIM
+                p_u = tl.load(p_layers + 4).to(p_float.dtype) + i_part * V_DIM
+                p_g = tl.load(p_layers + 5).to(p_float.dtype) + i_part
+                o_place = tl.arange(0, FOLD)
+                every = o_place >= 0
+                for i_v in range(0, V_DIM, BLOCK_V):
+                    o_v = i_v + tl.arange(0, BLOCK_V)
+                    p_tile = p_state + o_v
+                    for position in range(first, last, FOLD):
+                        slots = slots_at(p_table, begin, position + o_place, every, PAGE)
+                        u = load_block(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
+                        total = running_sum(tl.load(p_g + slots * HEADS), FOLD, o_place)
+                        weighted, kept = weigh_records(u, total, o_place, FOLD)
+                        for i_k in range(0, K_DIM, CHUNK):
+                            o_k = i_k + tl.arange(0, CHUNK)
+                            m_k = (o_k < K_DIM)[:, None] & (o_v < V_DIM)[None, :]
+                            state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                            k = load_block(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
+                            state = fold_chunk(state, kept, k, weighted, PRECISION)
+                            tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
+                        tl.debug_barrier()  # the next block reads these stores
+        if i_part >= HEADS:
+            o_channel = (i_part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
+            m_channel = o_channel < CHANNELS
+            p_inputs = tl.load(p_layers + 1).to(p_like.dtype) + row * (TAPS * CHANNELS) + o_channel
+            p_pool = tl.load(p_layers + 2).to(p_like.dtype) + o_channel
+            for tap in range(TAPS):
+                slot = slots_at(p_table, begin, last - TAPS + tap, first < last, PAGE)
+                tl.store(p_inputs + tap * CHANNELS, tl.load(p_pool + slot * CHANNELS, mask=m_channel), mask=m_channel)

@@ -31,8 +31,8 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, few_layers, mixed_params, pair_of, prompts_of
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.lookup import SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.suffix import SuffixDrafter
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.runtime.draft_policy.draft_policy import DraftPolicy

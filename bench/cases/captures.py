@@ -22,7 +22,7 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, TREE, Pair, engine_of, pair_of
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.models.bundled import resolve_name
+from specdec.models.published import resolve_name
 
 MAX_CAPTURES = 80
 PARTS = {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}, "on": {"type": "boolean"}}

@@ -19,12 +19,12 @@ from bench.cases.products import random_weight
 from bench.clock import bandwidth_row, floor_us, graph_seconds, timed_row
 from bench.report import Row
 from bench.verify import bits_row, company_bits, distance
+from specdec.layers.description.moe_families import experts_of, router_of
+from specdec.layers.gemm.product import finish, reference_finish
 from specdec.layers.moe import experts as moe_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
-from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.norm import reference_rms_norm
-from specdec.layers.product import finish, reference_finish
 
 DTYPE = torch.float16 if ON_CPU else torch.bfloat16
 GROUPED: dict[str, Any] = {"experts_implementation": "grouped_mm"}

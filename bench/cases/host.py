@@ -32,7 +32,7 @@ from bench.subjects import pair_of, prompts_of
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
-from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.rounds import captured_rounds

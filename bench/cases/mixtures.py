@@ -28,11 +28,11 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.evaluation.phases.phase_run import PLAIN
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.families import FAMILIES
+from specdec.layers.description.families import FAMILIES
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.routing import Router, Routing, route
 from specdec.models.target import TargetModel
-from specdec.modules.family_name import family_name
+from specdec.modules.transformers_names import family_name
 
 MAX_FLOORS = 1.6
 MAX_GAIN = 1.25

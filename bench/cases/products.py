@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from bench.clock import bandwidth_row, best_tiles, copies_of, floor_us, microseconds
 from bench.report import Row
 from bench.verify import bits_row, company_bits, distance
-from specdec.layers.gemm_small import gemm_small
-from specdec.layers.linear import (
+from specdec.layers.gemm.gemm_small import gemm_small
+from specdec.layers.gemm.linear import (
     gated_linear,
     linear,
     reference_gated_linear,
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.gemm.product import Tiles, choose_split_k, finish, split_k_of
 from specdec.layers.norm import Norm, norm
-from specdec.layers.packed.dequantise import dequantise
+from specdec.layers.packed.packed_gemm import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
-from specdec.layers.product import Tiles, choose_split_k, finish, split_k_of
 
 SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
     "E4B gate and up": (20480, 2560, "gelu_tanh"),

@@ -23,14 +23,13 @@ from bench.report import Row
 from bench.subjects import prompts_of
 from bench.tiny_targets import CHAIN, VOCAB, Setting, greedy, tiny_engine, tiny_target
 from bench.verify import attempt, attempt_all, bits_row, distance
+from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.pack import Pack
 from specdec.attention.plan import KVPlan, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
 from specdec.attention.recurrence.kernel_forward import FORM, KernelForm, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS
-from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
-from specdec.attention.triton_backend import TritonBackend
 from specdec.config import SamplingParams
 from specdec.gpu.operations import choose_operations
 from specdec.kvcache.layer_context import Recurrence

@@ -11,18 +11,21 @@ import triton
 from bench.clock import microseconds
 from bench.kernel_calls import Call, Make, check_calls, time_calls
 from bench.report import Row
+from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.kernels.page_table import (
     PageTables,
     build_page_tables,
     group_widths,
     reference_build_page_tables,
 )
-from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.tree_builder import TreeBackend, TreeBuilder, reference_select_tree, select_tree
-from specdec.attention.trees.walk import tree_fields
-from specdec.attention.triton_backend import TritonBackend
+from specdec.attention.trees.tree import DraftTree, tree_fields
+from specdec.attention.trees.tree_builder import (
+    Candidates,
+    TreeBackend,
+    TreeBuilder,
+    reference_select_tree,
+    select_tree,
+)
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc

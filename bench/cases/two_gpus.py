@@ -18,7 +18,7 @@ from bench.report import Row
 from bench.subjects import CHAIN, OPERATIONS, answers, engine_of, mixed_params, pair_of, prompts_of
 from bench.verify import answers_row, level_row
 from specdec.config import SamplingParams
-from specdec.draft_models.ngram import NgramDrafter
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import DeviceLostError
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.gpu.ranks import Ranks, make_ranks

@@ -15,8 +15,7 @@ from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
-from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
-from specdec.draft_models.block.fused_block import FusedBlock
+from specdec.draft_models.block.block_head import BlockHead, FusedBlock, PlainBlock, TapContext
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import path_rows

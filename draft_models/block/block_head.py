@@ -1,4 +1,5 @@
-"""The head of a block drafter: its computation (`BlockSpec`), its modules, and how a drafter runs them (`PlainBlock`).
+"""The head of a block drafter: its computation (`BlockSpec`), its modules, and its two forms (`PlainBlock`,
+`FusedBlock`).
 
     c_i  = hidden_norm( fc( cat(states_i) ) )        states: outputs of the target's layers `target_layer_ids` at i
     K/V of a committed position i                    k_norm(W_k c_i) and W_v c_i of each layer, RoPE at i
@@ -16,7 +17,8 @@ Like an EAGLE-3 head, it may draft only some of the target's tokens: `lm_head` a
 these.
 
 K/V of a position depend on the target's states at that position, never on drafts. One forward drafts a whole block. A
-head holds no K/V and knows no requests: `HeadContext` and `TapContext` tell it where K/V are.
+head holds no K/V and knows no requests: `HeadContext` and `TapContext` tell it where K/V are. If fused layers cannot
+express a head, it runs as a `PlainBlock`.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +34,27 @@ from specdec.attention.draft_attention import BlocksAttention, DraftAttend
 from specdec.attention.kernels.draft_block import NodeOrder
 from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
-from specdec.draft_models.heads.fused_form import EchoContext
-from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
-from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
+from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
+from specdec.draft_models.heads.head_modules import (
+    HeadContext,
+    HeadForm,
+    HeadLayer,
+    HeadModule,
+    HeadSpec,
+    attend_in,
+    llama_config,
+)
+from specdec.gpu.operations import Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Destination
+from specdec.layers.decoder import FusedLayer
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.fuse import fuse_linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product
+from specdec.layers.norm import norm
+from specdec.layers.rope_store import Rotary, rope_store
+from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +282,6 @@ class PlainBlock(HeadForm):
         cap = self.head.spec.softcap
         return logits if cap is None else (logits / cap).tanh() * cap
 
-    @torch.inference_mode()
     def probed(self) -> torch.Tensor:
         """For six random rows: their K/V, and the states and logits of a block."""
         spec, weight = self.head.spec, self.head.fc.weight
@@ -272,10 +289,53 @@ class PlainBlock(HeadForm):
         states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
         taps: Any = KeptTaps(self, 6)
-        with torch.autocast(weight.device.type, enabled=False):
-            self.observe(states, tokens * 100, taps)
-            block = self.run(tokens, tokens * 100, EchoContext())
-            out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
+        self.observe(states, tokens * 100, taps)
+        block = self.run(tokens, tokens * 100, EchoContext())
+        out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
         parts = [x.float() for x in (taps.rows(), out)]
         # normalised so that each part counts equally; a padding token's row may be 0
         return torch.cat([x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in parts], dim=-1)
+
+
+class FusedBlock(PlainBlock):
+    """The head's weights in few launches. Raises Unfusable, with the reason as a clause.
+
+    committed positions    fc, hidden_norm; then for each layer the K and V rows of its merged QKV weight, and one
+                           launch that norms, rotates and stores
+    a block                `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
+    """
+
+    def __init__(
+        self, head: BlockHead, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
+    ) -> None:
+        super().__init__(head, table, lm_head)
+        if head.spec.is_gemma4:
+            raise Unfusable("its layers are of Gemma 4's kind")
+        self.ops = ops
+        self.lm_head = fuse_linear(self.lm_head, ops)
+        self.layers = FusedLayers(head, LLAMA.gain_of(head.norm), weights, ops)
+
+    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
+        self.layers.keep_in_step()
+        product = self.ops(linear)(states.flatten(0, 1), self.head.fc.weight)
+        _, taps = self.ops(norm)(product, pre=LLAMA.gain_of(self.head.hidden_norm))
+        angles = self.layers.angles(positions, taps.dtype)
+        for layer in self.layers.layers:
+            self.store_keys(layer, taps, angles, context.destination(layer.index))
+
+    def store_keys(self, layer: FusedLayer, taps: torch.Tensor, angles: Rotary, destination: Destination) -> None:
+        """Compute and store K/V of taps [T, H] with the last rows of the layer's merged weight."""
+        parts = layer.parts
+        heads, first = parts.heads._replace(num_q=0), parts.heads.num_q * parts.heads.head_dim
+        weight: Any = parts.qkv
+        bias = None if parts.qkv_bias is None else parts.qkv_bias[first:]
+        self.ops(rope_store)(self.ops(linear)(taps, weight[first:], bias), heads, angles, destination)
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
+        self.layers.keep_in_step()
+        embeds = self.table(tokens).flatten(0, 1)
+        angles = self.layers.angles(positions, embeds.dtype)
+        first: Any = self.head.layers[0]
+        state, x = self.ops(norm)(Product.from_value(embeds), pre=LLAMA.gain_of(first.input_layernorm))
+        _, x = self.layers.run(state, x, angles, context)
+        return x.view(*tokens.shape, -1)

@@ -1,4 +1,4 @@
-"""Layers of DSpark's drafters for Gemma 4, and DSpark's successor head. The layers differ from `head_layers.py`:
+"""Layers of DSpark's drafters for Gemma 4, and DSpark's successor head. The layers differ from `head_modules.py`:
 
 v          normed per head, without a gain; if keys are values, v is the k before its norm
 scores     q . k, unscaled; RoPE as in the target's full-attention layers, with later frequencies 0
@@ -13,8 +13,7 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
 
 from specdec.attention.draft_attention import DraftAttend
-from specdec.draft_models.heads.head_layers import HeadAttention
-from specdec.draft_models.heads.head_spec import CosSin
+from specdec.draft_models.heads.head_modules import CosSin, HeadAttention
 
 FULL = "full_attention"
 

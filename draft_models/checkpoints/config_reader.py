@@ -15,8 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers.activations import ACT2FN
 
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape, read_tensors
-from specdec.draft_models.checkpoints.config_json import ANY, NUMBER, POSITIVE, ValueKind, read_config_json
+from specdec.draft_models.checkpoints.checkpoint_files import (
+    ANY,
+    NUMBER,
+    POSITIVE,
+    TargetShape,
+    ValueKind,
+    read_config_json,
+    read_tensors,
+)
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 Config = Mapping[str, Any]

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from specdec.draft_models.checkpoints.config_json import COUNT, FLAG, INDEX, LIST, NUMBER, OBJECT, POSITIVE, TEXT
+from specdec.draft_models.checkpoints.checkpoint_files import COUNT, FLAG, INDEX, LIST, NUMBER, OBJECT, POSITIVE, TEXT
 from specdec.draft_models.checkpoints.config_reader import Config, Format, HeadFiles, Key, read_settings, read_windows
 from specdec.kvcache.layout import KVLayout
 

@@ -17,8 +17,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
-from specdec.draft_models.eagle3.fused_head import FusedHead
-from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
+from specdec.draft_models.eagle3.head import Eagle3Head, FusedHead, HeadOutput, PlainHead
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import keep_last, path_rows
 

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head: its computation (`Eagle3Spec`), its modules, and how a drafter runs them (`PlainHead`).
+"""The EAGLE-3 head: its computation (`Eagle3Spec`), its modules, and its two forms (`PlainHead`, `FusedHead`).
 
     g_i = fc( cat(states_i) )            states: the inputs of the target layers `aux_layers` at position i
                                          norm_before_fc: norm(cat); fc_norm: each state's norm; never for feedback
@@ -10,7 +10,8 @@
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
 Row i combines the feature of position i with the next token, so K/V of position i can be computed once token i + 1 is
-known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `HeadContext`).
+known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `HeadContext`). If
+fused layers cannot express a head (biases in the MLP, other activations), it runs as a `PlainHead`.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,24 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.attention.draft_attention import DraftAttend
-from specdec.draft_models.heads.fused_form import EchoContext
-from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
-from specdec.draft_models.heads.head_spec import CosSin, HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
+from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
+from specdec.draft_models.heads.head_modules import (
+    CosSin,
+    HeadContext,
+    HeadForm,
+    HeadLayer,
+    HeadModule,
+    HeadSpec,
+    attend_in,
+    llama_config,
+)
+from specdec.gpu.operations import Operations
+from specdec.layers.embedding import embed_and_norm
+from specdec.layers.fuse import fuse_linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product
+from specdec.layers.norm import Norm, norm
+from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +189,70 @@ class PlainHead(HeadForm):
         logits: torch.Tensor = self.lm_head(normed)
         return logits
 
-    @torch.inference_mode()
     def probed(self) -> torch.Tensor:
         """States and logits of six rows of random features, then of the feedback: [12, H + draft V]."""
         spec, weight = self.head.spec, next(self.head.parameters())
         random = torch.Generator().manual_seed(0)
         states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
-        with torch.autocast(weight.device.type, enabled=False):
-            first = self.extend(tokens, states, tokens * 100, EchoContext())
-            second = self.step(tokens, first.state, tokens * 100, EchoContext())
-            rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
+        first = self.extend(tokens, states, tokens * 100, EchoContext())
+        second = self.step(tokens, first.state, tokens * 100, EchoContext())
+        rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()
+
+
+class FusedHead(PlainHead):
+    """The head's weights in few launches. Raises Unfusable, with the reason as a clause.
+
+    x = cat[norm(embed), norm(g)]    embed_and_norm, which looks the token up and finishes fc's split sum
+    layers                           `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
+    a, norm(a)                       one launch of the last layer
+    """
+
+    def __init__(
+        self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
+    ) -> None:
+        super().__init__(head, table, lm_head)
+        self.ops = ops
+        self.lm_head = fuse_linear(self.lm_head, ops)
+        first: Any = head.layers[0]
+        self.token_gain, self.state_gain = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
+        self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
+        self.layers = FusedLayers(head, self.final_gain, weights, ops, beside=list(head.fc_norm or ()))
+
+    def extend(
+        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> HeadOutput:
+        self.layers.keep_in_step()
+        return self._run(tokens, self._features(states.flatten(0, 1)), positions, context)
+
+    def step(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> HeadOutput:
+        self.layers.keep_in_step()
+        return self._run(tokens, Product.from_value(hidden.flatten(0, 1)), positions, context)
+
+    def norm(self, state: torch.Tensor) -> torch.Tensor:
+        return self.ops(norm)(Product.from_value(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
+
+    def _features(self, states: torch.Tensor) -> Product:
+        """g [T, H] of states [T, A * Ht], before fc's split sum is finished."""
+        head, ops = self.head, self.ops
+        if self.layers.gain is not None:
+            rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed separately
+            _, normed = ops(norm)(Product.from_value(rows), pre=Norm(None, head.spec.rms_norm_eps))
+            states = self.layers.gain * normed.view_as(states)
+        if head.input_norm is not None:
+            _, states = ops(norm)(Product.from_value(states), pre=LLAMA.gain_of(head.input_norm))
+        return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
+
+    def _run(self, tokens: torch.Tensor, hidden: Product, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+        spec = self.head.spec
+        table: torch.Tensor = self.table.weight  # type: ignore[assignment]
+        angles = self.layers.angles(positions, hidden.dtype)
+        inputs = tokens.reshape(-1), table, hidden, self.token_gain, self.state_gain
+        state, x = self.ops(embed_and_norm)(*inputs)  # [T, H], [T, 2H]
+        if spec.norm_before_residual:
+            state = x[:, spec.hidden_size :]
+        state, x = self.layers.run(state, x, angles, context)
+        return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))

@@ -23,13 +23,13 @@ from specdec.draft_models.base import (
     SampleFunction,
     TargetInfo,
 )
-from specdec.draft_models.heads.fused_form import Form, proved_form
-from specdec.draft_models.heads.head_spec import HeadModule
+from specdec.draft_models.heads.fused_layers import Form, proved_form
+from specdec.draft_models.heads.head_modules import HeadModule
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 
 Head = TypeVar("Head", bound=HeadModule)
 

@@ -1,23 +1,93 @@
-"""The fused layers of a head. They are described like Llama's layers, and described again when weights have moved."""
+"""The fused layers of a head, and the proof of any drafter's fused layers.
 
-from collections.abc import Sequence
-from typing import Any
+The layers are described like Llama's, and described again when weights have moved. On a few random rows they must
+compute the same as the drafter's own modules.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.attention.bridge import AttentionCall
+from specdec.draft_models.heads.head_modules import HeadContext, HeadForm
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, SharedInputs
-from specdec.layers.families import FAMILIES
-from specdec.layers.fuse import Weights
-from specdec.layers.merge import MERGING, merge
-from specdec.layers.merged_weights import WeightGroups
+from specdec.layers.description.families import FAMILIES
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.merge import WeightGroups, held_storages, merge, merging
 from specdec.layers.norm import Norm
 from specdec.layers.rope_store import Rotary, rotary
-from specdec.modules.weights_lock import holds_weights_lock
+from specdec.modules.weight_watch import Weights
 
+logger = logging.getLogger("specdec")
+
+Form = TypeVar("Form", bound=HeadForm)
 LLAMA = FAMILIES["llama.LlamaModel"]
+
+FUSED_BOUND = 0.03
+"""Largest allowed relative difference of the median row, per square root of the layers. A wrong layer differs by about
+1."""
+
+
+class EchoContext:
+    """A forward context without K/V, in which two forms of a drafter can be compared: its attention returns the
+    queries, cut to the width of values."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        own = call.key.shape[-1] == call.query.shape[-1]  # else they are placeholders for another model's K/V
+        return call.query.transpose(1, 2)[..., : call.value.shape[-1] if own else None]
+
+    def destination(self, layer: int) -> None:
+        return None
+
+    def attend_tokens(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        return q if v is None else q[..., : v.shape[-1]]
+
+
+def why_unfused(
+    name: str, module: nn.Module, num_layers: int, probed: Callable[[], torch.Tensor], fuse: Callable[[], object]
+) -> str | None:
+    """Compare both forms. If the fused layers of `module` may not run, log and return the reason; None: they may.
+
+    probed: returns rows [R, W] float32 of the form in place. fuse: puts fused layers in place, which merges weights.
+    """
+    held = held_storages(module)
+    level = logging.WARNING
+    try:
+        expected = _undisturbed(probed, module)
+        fuse()
+        error = (_undisturbed(probed, module) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        bound = FUSED_BOUND * math.sqrt(1 + num_layers)
+        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as refusal:  # of any kind, since kernels are compiled here
+        reason = str(refusal) or type(refusal).__name__
+        level = logging.INFO if isinstance(refusal, Unfusable) else level
+    del held
+    if reason is not None:
+        logger.log(level, "drafter %s runs unfused: %s", name, reason)
+    return reason
+
+
+@torch.inference_mode()
+def _undisturbed(probed: Callable[[], torch.Tensor], module: nn.Module) -> torch.Tensor:
+    """The rows of a form, whatever the caller's autocast."""
+    with torch.autocast(next(module.parameters()).device.type, enabled=False):
+        return probed()
+
+
+def proved_form(name: str, plain: Form, fused: Callable[[], Form]) -> tuple[Form, str | None]:
+    """The fused form if it computes the same as the plain one; else the plain form and the reason."""
+    made, head = [plain], plain.head
+    reason = why_unfused(name, head, len(head.layers), lambda: made[-1].probed(), lambda: made.append(fused()))
+    return (made[-1], None) if reason is None else (plain, reason)
 
 
 class FusedLayers:
@@ -49,11 +119,9 @@ class FusedLayers:
             state, x = layer(state, x, SharedInputs({"": angles}, None), specdec_ctx=context)
         return state, x
 
-    @holds_weights_lock()
     def _describe(self) -> None:
         """Merge the weights and note their addresses, which may have changed."""
-        # in inference mode a parameter's data cannot be replaced
-        with MERGING, torch.inference_mode(False), torch.no_grad():
+        with merging():
             parts = [LLAMA.layer(layer, self.head, WeightGroups(unmerged=False)) for layer in self.head.layers]
             self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
         norms = [*(part.input_norm for part in parts[1:]), self.final]

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.draft_models.checkpoints.checkpoint_files import stored_tensor, tensor_files, write_folder
-from specdec.draft_models.checkpoints.config_json import read_config_json
+from specdec.draft_models.checkpoints.checkpoint_files import (
+    read_config_json,
+    stored_tensor,
+    tensor_files,
+    write_folder,
+)
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,

@@ -26,13 +26,13 @@ from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker, continued
-from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
-from specdec.layers.fuse import Weights
+from specdec.modules.weight_watch import Weights
 
 
 class DescribedTarget(Protocol):

@@ -16,8 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
-from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.draft_models.heads.fused_layers import EchoContext, why_unfused
+from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
@@ -106,14 +106,13 @@ class MtpModule(nn.Module):
         """Run the block by fused layers if they compute the same. Returns the reason if they do not, else None."""
         plain = self.block, self.proj, self.enorm, self.hnorm
 
-        def fused() -> torch.Tensor:
+        def fuse_parts() -> None:
             self.block = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
             self.block.layers[0].index = self.number
             self.proj = fuse_linear(plain[1], ops)
             self.enorm, self.hnorm = (FusedNorm(norm, self._source[0], ops) for norm in plain[2:])
-            return self.probed()
 
-        reason = why_unfused(name, self, 1, self.probed, fused)
+        reason = why_unfused(name, self, 1, self.probed, fuse_parts)
         if reason is not None:
             self.block, self.proj, self.enorm, self.hnorm = plain
         return reason
@@ -135,14 +134,12 @@ class MtpModule(nn.Module):
         y: torch.Tensor = out.last_hidden_state.view_as(hidden)
         return y, self.norm(y)
 
-    @torch.inference_mode()
     def probed(self) -> torch.Tensor:
         """y and z of six random rows, [12, H] float32."""
         weight, random = self.enorm.weight, torch.Generator().manual_seed(0)
         rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
         positions = torch.arange(6, device=rows.device).view(2, 3) * 100
-        with torch.autocast(rows.device.type, enabled=False):
-            return torch.cat(self.forward(rows[0], rows[1], positions, EchoContext(), False)).flatten(0, 1).float()
+        return torch.cat(self.forward(rows[0], rows[1], positions, EchoContext(), False)).flatten(0, 1).float()
 
 
 OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")

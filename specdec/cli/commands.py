@@ -16,7 +16,7 @@ from specdec.cli.config_file import PREFIX, read_config
 from specdec.cli.options import JsonFile, PairOptions, Raw, output_file
 from specdec.errors import ConfigError
 from specdec.lazy import load
-from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.progress import Interrupted
 from specdec.serving.http_options import HttpOptions
 from specdec.settings.declared_fields import client_option, http_option, operation_option, option, phase_option

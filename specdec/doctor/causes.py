@@ -3,28 +3,254 @@
     seen       read from config, weights and names: certain, and needs no generation
     changes    the pair with one setting changed; a change that raises acceptance clearly names the cause
 
-A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form to `DENSE_FORMS`.
+A drafter is built again with one setting changed; the original stays unchanged, and weights are shared if possible.
+Changed prompts have other answers, so a gain on them says less than a gain on the same text: it must be larger
+(MIN_GAIN_OF_PROMPTS). A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form
+to `DENSE_FORMS`.
 """
 
+import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from specdec.doctor import changes as change
-from specdec.doctor.acceptance import MIN_GAIN
+from specdec.doctor.diagnosis import MIN_GAIN
 from specdec.doctor.examined_pair import ExaminedPair
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.native_mtp.conventions import all_conventions, difference
+from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.load_check import ASSISTANTS, HEADS, LOAD_SYMPTOMS, CheckedPair, Symptom, module_of
+from specdec.load_check import ASSISTANTS, HEADS, LOAD_SYMPTOMS, CheckedPair, Symptom, changed_assistant, module_of
 from specdec.models.published import last_part
+from specdec.models.target import TargetModel
+
+TABLE, NORM = "embed_tokens.weight", "norm.weight"
+
+
+def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Eagle3Drafter:
+    """A copy with these fields of its `Eagle3Spec` changed. Without `owns_embed` it takes the target's table; a final
+    norm that it lacked gets gains of 1."""
+    head = Eagle3Head(replace(drafter.spec, **spec))
+    state = dict(drafter.head.state_dict())
+    if head.embed_tokens is None:
+        state.pop(TABLE, None)
+    if NORM in head.state_dict() and NORM not in state:
+        state[NORM] = torch.ones(drafter.spec.hidden_size)
+    head.load_state_dict(state)
+    head.target_ids = drafter.target_ids
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
+
+
+def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> BlockDrafter:
+    """A copy with these fields of its `BlockSpec` changed. None of them shapes a weight, so modules are shared."""
+    head = copy.copy(drafter.head)
+    head.spec = replace(drafter.spec, **spec)
+    return BlockDrafter(head, target)
+
+
+CHANGED: dict[type, Callable[..., Drafter]] = {
+    Eagle3Drafter: changed_head,
+    BlockDrafter: changed_block,
+    Gemma4MTPDrafter: changed_assistant,
+}
+USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
+"""RoPE bases: of the first Llama, Llama 3, Qwen 3 (and Gemma's full layers), Qwen 3 with long contexts."""
+MASK_WORDS = ("mask", "pad", "fim", "unused0")
+"""Parts of names: a special token whose name has one may be MASK."""
+BY_ARGUMENTS = "make it by Gemma4MTPDrafter(assistant, target, {how}) and give that as drafter=..."
+MIN_GAIN_OF_PROMPTS = 0.15
+THINKING = "enable_thinking"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A pair with one setting changed.
+
+    what: the change in a few words, such as "taps 3, 16, 28 -> 2, 15, 27". do: a sentence of advice to the user. pair:
+    the changed pair. prompts: the prompts are changed, not the drafter.
+    """
+
+    what: str
+    do: str
+    pair: ExaminedPair
+    prompts: bool = False
+
+
+def taps_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """All states one layer later or earlier, and the field's default."""
+    spec, layers = drafter.spec, len(pair.target.layout.layers)
+    if not spec.aux_layers:
+        return
+    usual = (2, layers // 2, layers - 3)
+    tried = [tuple(layer + step for layer in spec.aux_layers) for step in (1, -1)]
+    if len(spec.aux_layers) == len(usual):
+        tried.append(usual)
+    for ids in dict.fromkeys(tried):
+        if ids != spec.aux_layers and all(0 <= layer <= layers for layer in ids):
+            do = (
+                f"write {AUX_IDS}: {list(ids)} at the top level of the head's config.json (states that enter these "
+                f"layers), or load it by eagle3_drafter(..., aux_layers={list(ids)})"
+            )
+            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+
+
+def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """Norms before the residual, before the next step and before lm_head, on or off."""
+    spec = drafter.spec
+    flags = {
+        "norm_before_residual": "write norm_before_residual: {value} into the head's config.json",
+        "norm_output": "write norm_output: {value} into the eagle_config of the head's config.json",
+    }
+    for flag, do in flags.items():
+        value = not getattr(spec, flag)
+        yield _changed(pair, f"{flag} -> {str(value).lower()}", do.format(value=str(value).lower()), **{flag: value})
+    if not spec.final_norm:
+        do = "remove use_last_layernorm, and norm_output at the top level, from the head's config.json"
+        yield _changed(pair, "a norm before lm_head", do, final_norm=True)
+
+
+def rope_bases(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """The target's bases, and the usual ones."""
+    spec = drafter.spec
+    rope = getattr(pair.target.config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    own = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
+    for base in dict.fromkeys((*own, *USUAL_BASES)):
+        if base != spec.rope["rope_theta"]:
+            what = f"rope_theta {spec.rope['rope_theta']:g} -> {base:g}"
+            do = f"write rope_theta: {base:g} into the head's config.json"
+            yield _changed(pair, what, do, rope={**spec.rope, "rope_theta": base})
+
+
+def embeddings(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """The target's table instead of the head's own."""
+    spec = drafter.spec
+    if spec.owns_embed and spec.hidden_size == spec.target_hidden_size:
+        do = "remove embed_tokens.weight from the head's checkpoint, so that it reads the target's table"
+        yield _changed(pair, "the target's embedding table", do, owns_embed=False)
+
+
+def windows_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """For a sliding window: one key more, one key less, and no window."""
+    spec = drafter.spec
+    if set(spec.windows) == {None}:
+        return
+    for step in (1, -1):
+        changed = tuple(None if window is None else max(window + step, 1) for window in spec.windows)
+        value = next(window for window in changed if window is not None)
+        do = f"write sliding_window: {value} into the head's config.json"
+        yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
+    do = "write use_sliding_window: false and no layer_types into the head's config.json"
+    yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
+
+
+def mtp_conventions(drafter: NativeMtpDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """All choices that no tensor shows, tried together: one wrong choice can hide another."""
+    for other in all_conventions(drafter)[1:]:
+        stated = json.dumps(asdict(other.family))
+        do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
+        yield Change(what=difference(drafter, other), do=do, pair=replace(pair, drafter=other))
+
+
+def mask_ids(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """The ids that may be MASK according to tokenizer and config."""
+    spec = drafter.spec
+    for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
+        if token != spec.mask_token:
+            do = f"write mask_token_id: {token} into the drafter's config.json"
+            yield _changed(pair, f"MASK {spec.mask_token} -> {token}", do, mask_token=token)
+
+
+def taps_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """All states one layer later or earlier."""
+    spec, layers = drafter.spec, len(pair.target.layout.layers)
+    for step in (1, -1):
+        ids = tuple(layer + step for layer in spec.aux_layers)
+        if all(0 < layer < layers for layer in ids):
+            outputs = [layer - 1 for layer in ids]  # the file counts layers that states leave
+            do = f"write target_layer_ids: {outputs} into the drafter's config.json"
+            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+
+
+def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
+    """Ids of the mask, padding and unknown tokens, of special tokens with such names, of the first row after the
+    tokenizer's tokens, and of the table's last row. Most drafters were trained with padding ids."""
+    names = ("pad_token_id", "mask_token_id", "unk_token_id", "eos_token_id")
+    found: list[Any] = [getattr(source, name, None) for source in (tokenizer, config) for name in names]
+    if tokenizer is not None:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        found += [number for number, token in added.items() if any(word in str(token).lower() for word in MASK_WORDS)]
+        found.append(len(tokenizer))
+    found += [vocab_size - 1, 0]
+    ids = (token for token in found if isinstance(token, int))
+    return [token for token in dict.fromkeys(ids) if 0 <= token < vocab_size]
+
+
+def positions(drafter: Gemma4MTPDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """Queries at the last committed position, like SGLang or vLLM, or at the bonus token's own position; the keys are
+    the same."""
+    offset = -1 if drafter.query_offset == 0 else 0
+    shift = drafter.window_shift + offset - drafter.query_offset
+    names = {0: "S, the bonus token's own", -1: "S - 1, the last committed one"}
+    do = BY_ARGUMENTS.format(how=f"query_offset={offset}, window_shift={shift}")
+    yield _changed(pair, f"queries at position {names[offset]}", do, query_offset=offset, window_shift=shift)
+
+
+def windows_of_assistants(drafter: Gemma4MTPDrafter, pair: ExaminedPair) -> Iterator[Change]:
+    """One key more or less on sliding layers."""
+    if set(drafter.windows) == {None}:
+        return
+    for step, key in ((-1, "less"), (1, "more")):
+        shift = drafter.window_shift + step
+        do = BY_ARGUMENTS.format(how=f"window_shift={shift}")
+        yield _changed(pair, f"one key {key} on sliding layers", do, window_shift=shift)
+
+
+def templates(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """Raw texts become turns of a chat. Never the reverse: raw text that repeats itself has high acceptance and says
+    nothing about the pair."""
+    if not pair.chat and pair.has_template and any(isinstance(prompt, str) for prompt in pair.prompts):
+        do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
+        yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
+
+
+def thinking(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
+    """The other value of `enable_thinking`, if the template reads it."""
+    template = getattr(pair.tokenizer, "chat_template", None)
+    texts = any(isinstance(prompt, str) for prompt in pair.prompts)
+    if not (pair.chat and texts and re.search(THINKING, str(template))):
+        return
+    for value in (True, False):
+        if pair.template.get(THINKING) is not value:
+            yield Change(
+                what=f"{THINKING}={value}",
+                do=f"pass {THINKING}={value} to the chat template: engine.chat_prompt(text, {THINKING}={value})",
+                pair=replace(pair, template={**pair.template, THINKING: value}),
+                prompts=True,
+            )
+
+
+def _changed(pair: ExaminedPair, what: str, do: str, **settings: Any) -> Change:
+    """The pair with its drafter built again with these settings of its kind."""
+    drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
+    return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
+
+
+def _list(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))
+
 
 FindSymptom = Callable[[Any, CheckedPair], Symptom | None]
-Changes = Callable[[Any, ExaminedPair], Iterator[change.Change]]
+Changes = Callable[[Any, ExaminedPair], Iterator[Change]]
 """Each is called with a drafter of a kind that its cause applies to."""
 
 
@@ -80,20 +306,20 @@ BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
 CAUSES = (
     *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SYMPTOMS),
-    Cause(name="taps", kinds=HEADS, changes=change.taps_of_heads),
-    Cause(name="taps", kinds=BLOCKS, changes=change.taps_of_blocks),
-    Cause(name="MASK id", kinds=BLOCKS, changes=change.mask_ids),
-    Cause(name="norm", kinds=HEADS, changes=change.norms),
+    Cause(name="taps", kinds=HEADS, changes=taps_of_heads),
+    Cause(name="taps", kinds=BLOCKS, changes=taps_of_blocks),
+    Cause(name="MASK id", kinds=BLOCKS, changes=mask_ids),
+    Cause(name="norm", kinds=HEADS, changes=norms),
     Cause(name="norm", kinds=(*HEADS, *ASSISTANTS), seen=norm_of_ones),
-    Cause(name="rope base", kinds=HEADS, changes=change.rope_bases),
-    Cause(name="embedding", kinds=HEADS, changes=change.embeddings),
-    Cause(name="window", kinds=HEADS, changes=change.windows_of_heads),
-    Cause(name="window", kinds=ASSISTANTS, changes=change.windows_of_assistants),
-    Cause(name="frozen position", kinds=ASSISTANTS, changes=change.positions),
-    Cause(name="MTP conventions", kinds=MODULES, changes=change.mtp_conventions, by_token=True),
+    Cause(name="rope base", kinds=HEADS, changes=rope_bases),
+    Cause(name="embedding", kinds=HEADS, changes=embeddings),
+    Cause(name="window", kinds=HEADS, changes=windows_of_heads),
+    Cause(name="window", kinds=ASSISTANTS, changes=windows_of_assistants),
+    Cause(name="frozen position", kinds=ASSISTANTS, changes=positions),
+    Cause(name="MTP conventions", kinds=MODULES, changes=mtp_conventions, by_token=True),
     Cause(name="template", kinds=ANY, seen=no_template),
-    Cause(name="template", kinds=ANY, changes=change.templates, least=change.MIN_GAIN_OF_PROMPTS),
-    Cause(name="thinking mode", kinds=ANY, changes=change.thinking, least=change.MIN_GAIN_OF_PROMPTS),
+    Cause(name="template", kinds=ANY, changes=templates, least=MIN_GAIN_OF_PROMPTS),
+    Cause(name="thinking mode", kinds=ANY, changes=thinking, least=MIN_GAIN_OF_PROMPTS),
 )
 
 

@@ -1,12 +1,101 @@
-"""The doctor's findings, as plain text for a reader and as a dictionary for JSON."""
+"""What the doctor measures and finds: accepted lengths prompt by prompt, when a change is clearly better, findings.
 
-from collections.abc import Mapping
+Greedy answers do not depend on the drafter, so two drafters are compared on the same texts, prompt by prompt, by two
+lengths: the accepted length of greedy drafts, and the expected one of drawn drafts (`Drafts.expected`). A change is
+clearly better if
+
+    the mean of the differences d_i of the expected length is at least MIN_GAIN of what it was, it is T_LIMIT standard
+    errors above zero (0.003 by chance), and d_i > 0 on 7 of 8 prompts at least, and the greedy length is not shorter
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from statistics import mean, stdev
+from typing import Any, NamedTuple
 
-from specdec.doctor.acceptance import Acceptance
-from specdec.doctor.dense_drafts import ReferenceCheck
+import torch
+
+from specdec.doctor.dense_drafts import Drafts, ReferenceCheck
+from specdec.draft_models.native_mtp.conventions import by_token
 from specdec.models.published import PublishedAcceptance
+from specdec.runtime.request_output import GenerationOutput, RequestStats
+
+MIN_GAIN = 0.01
+"""Least mean gain of a clear change, as a share of the expected length before it."""
+T_LIMIT = 4.0
+"""Least mean gain of a clear change, in standard errors."""
+POSITIVE = 0.87
+"""Least share of the prompts that gain from a clear change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Acceptance in an engine's rounds. lengths: tokens per round on each prompt, the bonus token included. by_depth:
+    share of the rounds in which drafts 1, 2, ... were accepted, over all prompts."""
+
+    lengths: tuple[float, ...]
+    by_depth: tuple[float, ...]
+
+    @property
+    def length(self) -> float:
+        """Mean over the prompts."""
+        return mean(self.lengths)
+
+    @classmethod
+    def from_outputs(cls, outputs: Sequence[GenerationOutput]) -> "Acceptance":
+        total = RequestStats.total(output.stats for output in outputs)
+        return cls(tuple(output.stats.acceptance_length for output in outputs), tuple(total.accepted_per_position))
+
+
+class Measured(NamedTuple):
+    """Accepted lengths on each prompt, the bonus token included: expected, and greedy. by_token [N]: probability of
+    each token of the texts, mean over its drafts (`conventions.py`); None: measured by an engine."""
+
+    expected: tuple[float, ...]
+    greedy: tuple[float, ...]
+    by_token: torch.Tensor | None = None
+
+    @property
+    def length(self) -> float:
+        """The expected length, over all prompts."""
+        return mean(self.expected)
+
+
+def measured_densely(drafts: Sequence[Drafts]) -> Measured:
+    """Lengths from one `Drafts` per prompt, which covers every place of the answer."""
+    expected = tuple(1 + float(each.expected.mean()) for each in drafts)
+    greedy = tuple(1 + float(each.accepted.float().mean()) for each in drafts)
+    return Measured(expected, greedy, torch.cat([by_token(each.log_p.exp()) for each in drafts]))
+
+
+def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
+    """Lengths from the engine's own rounds, for drafts without probabilities: the greedy length stands for both."""
+    lengths = Acceptance.from_outputs(outputs).lengths
+    return Measured(lengths, lengths)
+
+
+class Comparison(NamedTuple):
+    """Compares two pairs on the same prompts. gain: mean difference of the expected lengths; t: the gain in standard
+    errors; positive: share of prompts with a gain; greedy_gain: difference of the greedy lengths; before: the expected
+    length."""
+
+    gain: float
+    t: float
+    positive: float
+    greedy_gain: float
+    before: float
+
+    @classmethod
+    def from_trials(cls, now: Measured, before: Measured) -> "Comparison":
+        d = [a - b for a, b in zip(now.expected, before.expected, strict=True)]
+        greedy = mean(a - b for a, b in zip(now.greedy, before.greedy, strict=True))
+        error = max(stdev(d) / len(d) ** 0.5, 1e-9)
+        return cls(mean(d), mean(d) / error, sum(x > 0 for x in d) / len(d), greedy, before.length)
+
+    def is_clear(self, least: float = MIN_GAIN) -> bool:
+        """See the head of this file; `least` replaces MIN_GAIN."""
+        large = self.gain >= least * self.before
+        return large and self.t >= T_LIMIT and self.positive >= POSITIVE and self.greedy_gain >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

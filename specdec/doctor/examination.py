@@ -12,11 +12,18 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from specdec.config import SamplingParams
-from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
-from specdec.doctor.causes import CAUSES, Cause, visible_symptoms
-from specdec.doctor.changes import Change
+from specdec.doctor.causes import CAUSES, Cause, Change, visible_symptoms
 from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
-from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
+from specdec.doctor.diagnosis import (
+    Acceptance,
+    Comparison,
+    Diagnosis,
+    Finding,
+    Measured,
+    Trial,
+    measured_by_engine,
+    measured_densely,
+)
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
@@ -25,8 +32,7 @@ from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.load_check import CheckedPair, Symptom, drafter_path
-from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.published import published_acceptance
+from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.request_output import GenerationOutput
 from specdec.settings.declared_fields import require_int

@@ -1,7 +1,10 @@
 """Runs a task with a drafter, without one, or (`compare`) both in one run on the same problems.
 
 Problems are cut into fixed batches, and batches are dealt to the processes of `accelerate launch`. Every finished turn
-is a line of a file. So a kill, or another number of processes, changes only the timings.
+is a line of a file, a transcript. So a kill, or another number of processes, changes only the timings: a killed
+evaluation resumes from the transcripts, and a larger one reuses them. A folder holds one file per process; the first
+line of a file holds its settings, and each further line names the batch it was made in. Invariant: reused turns are
+those that the present settings would give again; a file with other settings is refused, and the error names them.
 """
 
 import hashlib
@@ -11,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,15 +25,22 @@ from accelerate.utils import gather_object, parse_flag_from_env
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, require_one_of
+from specdec.errors import CapacityError, ConfigError, naming_file, require_one_of
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
-from specdec.evaluation.data_sets import DATA_SETS, load_data
+from specdec.evaluation.data_sets import (
+    DATA_SETS,
+    EXEMPLARS,
+    NEXT_PROBLEM,
+    batches_of,
+    choose,
+    dialogue_ids,
+    load_data,
+    question_text,
+)
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
-from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, batches_of, choose, dialogue_ids, question_text
-from specdec.evaluation.timed_comparison import first_difference, run_interleaved
-from specdec.evaluation.transcripts import Record, append_record, open_transcripts, read_transcripts
+from specdec.evaluation.timed_comparison import Record, first_difference, run_interleaved
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
-from specdec.models.context_length import context_length
+from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
@@ -251,3 +262,58 @@ def _shots(task: str, shots: int | None, chat: bool) -> int:
     if not 0 <= shots <= len(EXEMPLARS):
         raise ConfigError(f"shots={shots}: there are {len(EXEMPLARS)} worked examples; give 0 to {len(EXEMPLARS)}")
     return shots
+
+
+NEUTRAL = {"data", "problems", "sha256", "max_model_len", "full_slots", "swa_slots", "cuda_graphs"}
+"""Settings that change neither answers nor acceptance: which problems there are (records name their batch), room, and
+speed."""
+
+
+def read_transcripts(folder: Path, settings: Record) -> list[Record]:
+    """Finished turns in `folder`, of all processes. Raises ConfigError if the folder was made with other settings."""
+    records: list[Record] = []
+    for path in sorted(folder.glob("transcripts-*.jsonl")):
+        head, *others = _whole_lines(path) or [settings]
+        compared = {key: value for key, value in settings.items() if key not in NEUTRAL}
+        other = [f"{key} {head.get(key)!r}, now {value!r}" for key, value in compared.items() if head.get(key) != value]
+        if other:
+            raise ConfigError(
+                f"{path} was made with {'; '.join(other)}; use the same settings (another limit may be given) or "
+                "another folder"
+            )
+        records += others
+    return records
+
+
+def open_transcripts(folder: Path, settings: Record, rank: int) -> FileIO:
+    """Open this process's file, without a buffer, for `append_record`; its first line holds the settings."""
+    if folder.is_file():
+        raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is expected")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"transcripts-{rank}.jsonl"
+    file = FileIO(path, "ab")
+    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):  # drop a line that a kill cut short
+        append_record(file, settings)
+    return file
+
+
+def append_record(file: FileIO, record: Record) -> None:
+    """Write one line at the end of a file of transcripts."""
+    with naming_file(str(file.name)):
+        left = f"{json.dumps(record)}\n".encode()
+        while left:
+            left = left[file.write(left) :]
+
+
+def _whole_lines(path: Path) -> list[Record]:
+    """Records of a file; a last line without line feed was cut short by a kill and does not count."""
+    lines: list[Record] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or (lines and "batch" not in record):
+            raise ConfigError(f"{path}:{number} is no transcript of this version; use another folder")
+        lines.append(record)
+    return lines

@@ -13,6 +13,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
+from specdec.evaluation.data_sets import batches_of
 from specdec.evaluation.gsm8k_report import (
     UNNAMED,
     final_number,
@@ -22,10 +23,14 @@ from specdec.evaluation.gsm8k_report import (
     stats_of,
     table_lines,
 )
-from specdec.evaluation.request_figures import acceptance_figures, time_figures
-from specdec.evaluation.tasks import batches_of
-from specdec.evaluation.timed_comparison import Way, first_difference, run_interleaved
-from specdec.evaluation.transcripts import Record
+from specdec.evaluation.timed_comparison import (
+    Record,
+    Way,
+    acceptance_figures,
+    first_difference,
+    run_interleaved,
+    time_figures,
+)
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.runtime.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower

@@ -1,4 +1,4 @@
-"""The published data sets by name: file names, place on the hub, and how rows are read.
+"""The tasks that can be evaluated, one per published data set: where their problems are, and how a model is asked.
 
     gsm8k        word problems, whose answers end in `#### n`
     mt-bench     two-turn dialogues in eight categories
@@ -6,18 +6,23 @@
     spec-bench   six groups of tasks; MT-bench's eight categories are one
     speed-bench  SPEED-Bench's qualitative split, eleven categories; another split is read from its own file
 
-SPEED-Bench was read by its published schema and has not been run with the published data.
+Only GSM8K's answers are graded. HumanEval's programs are not executed and MT-bench's answers are not judged: those
+tasks, Spec-Bench and SPEED-Bench are prompts on which speed and acceptance are measured. SPEED-Bench was read by its
+published schema and has not been run with the published data. With a chat template, GSM8K's question is the user's
+turn. Without one it follows worked examples of our own: one line per step, then `#### n`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError, first_line, require_one_of
 from specdec.evaluation.gsm8k_report import final_number
-from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.text.prompt_files import Problem, json_lines, parse_problem
+from specdec.models.published import BUNDLED_DIR, HELD_OUT_PROBLEMS
+from specdec.text.prompt_files import Problem, json_lines, parse_problem, read_prompts
+from specdec.text.prompts import chat_ids
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -144,3 +149,50 @@ def _user_turn(message: Any, where: str) -> str:
         raise ConfigError(f"{where}: 'messages' has one that is no user's text; user turns alone are read")
     text: str = message["content"]
     return text
+
+
+EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
+NEXT_PROBLEM = "Question:"
+"""Stop string after worked examples: without it a model goes on to invent the next problem."""
+
+
+def question_text(question: str, chat: bool, shots: int, instruction: str) -> str:
+    """One problem after `shots` worked examples, with `instruction` on a line after it; `chat`: as a user's turn."""
+    text = f"{question}\n{instruction}" if instruction else question
+    if chat and not shots:
+        return text
+    solved = [f"Question: {problem.text}\nAnswer: {problem.answer}\n\n" for problem in EXEMPLARS[:shots]]
+    return f"{''.join(solved)}Question: {text}\nAnswer:"
+
+
+def choose(problems: list[Problem], count: int) -> list[int]:
+    """Choose `count` problems: the first of each category in turn, in the order of the data.
+
+    So a small evaluation covers every category, and a larger one contains it.
+    """
+    seen: Counter[str | None] = Counter()
+    places: list[tuple[int, int]] = []
+    for index, problem in enumerate(problems):
+        seen[problem.category] += 1
+        places.append((seen[problem.category], index))
+    return sorted(index for _, index in sorted(places)[:count])
+
+
+def batches_of(problems: Sequence[Problem], chosen: Iterable[int], size: int) -> list[tuple[int, ...]]:
+    """The chosen problems in batches of at most `size`, no batch spanning two categories, since times are per
+    category."""
+    members: dict[str | None, list[int]] = {}
+    for index in chosen:
+        members.setdefault(problems[index].category, []).append(index)
+    return [tuple(part[i : i + size]) for part in members.values() for i in range(0, len(part), size)]
+
+
+def dialogue_ids(tokenizer: Any, turns: list[str], answers: list[str], chat: bool) -> list[int]:
+    """Token ids of a dialogue up to the next answer; without a chat template, its texts line by line."""
+    if not chat:
+        texts = [text for pair in zip(turns, [*answers, ""], strict=True) for text in pair][:-1]
+        return list(tokenizer("\n\n".join(texts))["input_ids"])
+    messages = [{"role": "user", "content": turns[0]}]
+    for answer, turn in zip(answers, turns[1:], strict=True):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return chat_ids(tokenizer, messages)

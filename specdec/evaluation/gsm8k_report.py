@@ -18,7 +18,7 @@ from io import BytesIO
 from typing import Any
 
 from specdec.errors import ConfigError
-from specdec.evaluation.transcripts import Record
+from specdec.evaluation.timed_comparison import Record
 from specdec.runtime.draft_reports import depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 

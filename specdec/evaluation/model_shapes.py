@@ -16,10 +16,10 @@ from specdec.config import SpecConfig
 from specdec.draft_models.block.block_head import BlockSpec, spread_layers
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.draft_models.heads.head_spec import HeadSpec
+from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.errors import ConfigError, require_one_of
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
-from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.published import BUNDLED_DIR
 
 WIDTHS = frozenset(
     f"{name}_size" for name in ("vocab", "draft_vocab", "hidden", "intermediate", "moe_intermediate")

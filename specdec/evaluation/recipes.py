@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any
 
 from specdec.errors import ConfigError, shown
-from specdec.models.bundled import BUNDLED_DIR
-from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
+from specdec.models.published import BUNDLED_DIR, RECIPES, PublishedPair, last_part, nearest_recipe
 
 CARDS = (24, 48, 80, 141)
 """Sizes of GPUs: GB of memory free before loading."""

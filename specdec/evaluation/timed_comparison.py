@@ -2,14 +2,21 @@
 
 The ways take turns batch by batch, so that a slow moment of a shared machine affects all of them; processor time shows
 how much of the machine others took. It does not know what is compared, or how figures are reported.
+
+TTFT is the time from a request's submission to its first token. TPOT is the time per token after the first; its mean is
+over requests, like `vllm bench serve` (TPOT) and AIPerf (ITL).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from time import perf_counter, process_time
 from typing import Any
 
-from specdec.runtime.request_output import GenerationOutput
+import numpy as np
+
+from specdec.runtime.draft_reports import vllm_figures
+from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 TokenPrompts = list[list[int]]
 """Token ids of some prompts, or of the outputs to them."""
@@ -20,6 +27,10 @@ Way = Callable[[TokenPrompts], Sequence[GenerationOutput]]
 Runs = dict[str, dict[str, Any]]
 """Plain values of each way's output to one prompt: text, token_ids, finish_reason, stats (`RequestStats`), and its
 share of the batch's seconds and processor_seconds, those of all threads of this process."""
+
+Record = dict[str, Any]
+"""One turn of one problem: index, turn, batch (hash of its problems), parting (position and logit_margin, or None), and
+its runs (`Runs`)."""
 
 
 def run_interleaved(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]) -> list[Runs]:
@@ -54,3 +65,43 @@ def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | Non
         return None
     shorter = min(len(ours), len(reference))
     return next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
+
+
+def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
+    """Times in milliseconds over requests; tokens/s in total and per user. seconds: total time."""
+    tpots = [one.decode_seconds / (one.output_tokens - 1) for one in requests if one.output_tokens > 1]
+    return {
+        "output_tokens": sum(one.output_tokens for one in requests),
+        "tokens_per_second": sum(one.output_tokens for one in requests) / seconds,
+        "tokens_per_second_per_user": float(np.mean([1 / tpot for tpot in tpots])) if tpots else None,
+        "tpot_ms": _spread(tpots),
+        "ttft_ms": _spread([one.first_token_seconds for one in requests]),
+    }
+
+
+def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dict[str, Any]:
+    """vLLM's figures over all rounds with drafts, which weight requests by tokens, and further figures.
+
+    acceptance_length_per_request: mean over the requests that drafted. per_position: share of the rounds with drafts
+    that accepted draft 1, 2, ...; conditional_per_position: the share among rounds that accepted the draft before and
+    drafted this deep, exact if all drafts have the same depth. accepted_per_node: accepted drafts per verified node,
+    roots excluded.
+    """
+    total = RequestStats.total(requests)
+    lengths = [1 + sum(one.accepted_counts) / one.drafted_rounds for one in requests if one.drafted_rounds]
+    shares = total.accepted_per_position
+    accepted = sum(total.accepted_counts)
+    return vllm_figures(total, max_drafts) | {
+        "acceptance_length_per_request": sum(lengths) / len(lengths) if lengths else 1.0,
+        "per_position": [count / total.drafted_rounds for count in total.accepted_counts if total.drafted_rounds],
+        "conditional_per_position": [later / share if share else 0.0 for share, later in pairwise([1.0, *shares])],
+        "accepted_per_node": accepted / total.draft_nodes if total.draft_nodes else 0.0,
+        "verified_nodes": total.draft_nodes,
+    }
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return {"mean": 1e3 * float(np.mean(seconds)), "p50": 1e3 * float(p50), "p99": 1e3 * float(p99)}

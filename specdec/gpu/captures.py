@@ -235,3 +235,17 @@ class CaptureStore:
         if self._memory is not None and all(kept.pool != pool for kept in self._kept.values()):
             self._memory.close(pool)
         self._measure()
+
+
+# sizes that captured programs are padded to: few, so few programs are captured
+
+
+def next_power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def step_up(size: int, min_size: int, factor: int) -> int:
+    """The first of least, least * factor, least * factor^2, ... that is not below `size`."""
+    while min_size < size:
+        min_size *= factor
+    return min_size

@@ -20,13 +20,12 @@ A target is `round * STEPS + step`. The round is counted on the device, so captu
 is part of the launch. Flags only grow, modulo 2^32, and are never reset: a peer is less than two rounds ahead, so a
 value that seems further ahead is old. A wait gives up after MAX_POLLS polls: it writes 1 to `error`, on device and
 host, and every later wait of this rank polls once. A launch may start while the kernel before runs, but does nothing
-until that has ended (`dependent_launch.py`).
+until that has ended (`triton_shim.py`).
 """
 
 import torch
 
-from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import tl, trigger_next, triton, wait_for_previous
 
 PROGRAMS = 64
 """Upper bound on the programs, and so on the flags, of an exchange with one rank. With 128, flags cost more time than

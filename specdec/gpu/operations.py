@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from specdec.errors import ConfigError
-from specdec.gpu.triton_device import triton_obstacle
+from specdec.gpu.triton_shim import triton_obstacle
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 StandIns = MutableMapping[Callable[..., Any], Callable[..., Any]]

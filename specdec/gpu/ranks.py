@@ -22,7 +22,6 @@ import torch
 
 from specdec.errors import ConfigError, DeviceLostError
 from specdec.gpu import exchange_kernels
-from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
     EMPTY,
     MAX_POLLS,
@@ -38,7 +37,7 @@ from specdec.gpu.exchange_kernels import (
     words,
 )
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_shim import pdl_options, triton
 
 MAX_ROWS = 2048
 """Rows per gather, which size its buffers."""

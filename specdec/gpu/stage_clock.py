@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.mirrored_array import IntArray
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 
 MAX_MARKS = 8
 STAMP = "_stamp_kernel"

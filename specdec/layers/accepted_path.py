@@ -12,9 +12,8 @@ arbitrary nodes.
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 
 BLOCK = 2048
 

@@ -22,7 +22,7 @@ the end of the previous layer. Steps of a layer; those in [..] exist only in som
 A family is a description (`LayerParts`) made from the Hugging Face modules, whose weights it uses.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -32,11 +32,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import EarlyExit, LayerContext, Narrowing, RecurrentContext
-from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
 from specdec.layers.gated_delta import DeltaMixer
+from specdec.layers.gemm.linear import Mlp, gated_linear, linear, linear_parts
+from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish
 from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
-from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
@@ -44,8 +45,8 @@ from specdec.layers.moe.routing import route
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
-from specdec.layers.product import OwnedParts, Product, RankColumns, finish
 from specdec.layers.rope_store import Rotary, RotatedQKV, rope_store, rotary
+from specdec.modules.weight_watch import DescribedModule
 
 
 class SharedInputs(NamedTuple):
@@ -272,24 +273,27 @@ class FusedLayer(nn.Module):
         return dense, chosen
 
 
-class FusedDecoder(nn.Module):
+class FusedDecoder(DescribedModule):
     """Replaces a Hugging Face text model. It takes the same keywords, but ignores masks and caches.
 
-    `source` is that model, whose parameters the layers read; `embedding` replaces its embedding. If parameters were
-    re-pointed, `adopt` takes a new description: a forward never reads both old and new weights.
+    `source` is that model, whose parameters the layers read; `embedding` replaces its embedding. describe: makes the
+    description of the source. If parameters were re-pointed, `describe_again` replaces the whole description: a forward
+    never reads both old and new weights.
     """
 
-    def __init__(self, source: nn.Module, embedding: nn.Module, parts: DecoderParts, ops: Operations) -> None:
+    def __init__(
+        self, source: nn.Module, embedding: nn.Module, describe: Callable[[nn.Module], DecoderParts], ops: Operations
+    ) -> None:
         super().__init__()
         self.source: Any = source
         self.config: Any = source.config
-        self.embedding, self.ops = embedding, ops
-        self.layers = nn.ModuleList(FusedLayer(i, layer, None, ops) for i, layer in enumerate(parts.layers))
-        self.adopt(parts)
+        self.embedding, self.ops, self._describe = embedding, ops, describe
+        self.parts = parts = describe(source)
+        layers = zip(parts.layers, parts.next_norms, strict=True)
+        self.layers = nn.ModuleList(FusedLayer(i, layer, norm, ops) for i, (layer, norm) in enumerate(layers))
 
-    def adopt(self, parts: DecoderParts) -> None:
-        """Use this description of the source from now on."""
-        self.parts = parts
+    def describe_again(self) -> None:
+        self.parts = parts = self._describe(self.source)
         for layer, described, next_norm in zip(self.layers, parts.layers, parts.next_norms, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
 

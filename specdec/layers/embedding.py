@@ -10,11 +10,10 @@ The product of E and s is rounded to the model's dtype, as in transformers. Bits
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm, row_options
-from specdec.layers.product import Product, reference_finish, sum_parts
 
 BLOCK = 512
 

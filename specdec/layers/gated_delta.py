@@ -18,16 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import Operations, op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
-from specdec.layers.activation import activate, reference_activate
-from specdec.layers.linear import linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product, activate, reference_activate, reference_finish, sum_parts
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import rank_rows
-from specdec.layers.product import Product, reference_finish, sum_parts
 
 COLUMNS = 1024
 """Columns per program of `delta_inputs`."""

@@ -8,10 +8,9 @@ Everything is rounded where transformers rounds it. One launch, with one program
 
 import torch
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.product import Product, reference_finish, sum_parts
+from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 
 
 def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from specdec.gpu.operations import Operations
-from specdec.layers.linear import linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import Product, SplitK, finish
 from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import Product, SplitK, finish
 from specdec.layers.rope_store import Heads
 
 

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.product import Product, reference_finish, sum_parts
+from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 
 NUMBERS_A_WARP = 256
 

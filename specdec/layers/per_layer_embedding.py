@@ -19,12 +19,21 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import Operations, op
-from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.activation import activate, reference_activate
-from specdec.layers.gemm_medium import MediumTiles, can_describe, gemm_medium
-from specdec.layers.linear import linear
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.gemm_medium import MediumTiles, can_describe, gemm_medium
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import (
+    MAX_MEDIUM_ROWS,
+    Product,
+    SplitK,
+    Tiles,
+    activate,
+    reference_activate,
+    reference_finish,
+    split_k_of,
+    sum_parts,
+)
 from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import PackedLaunch, takes_packed_rows
@@ -40,7 +49,6 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import MAX_MEDIUM_ROWS, Product, SplitK, Tiles, reference_finish, split_k_of, sum_parts
 
 FEW_ROWS = 64
 """Rows up to which the activation goes into the loads of the second product."""

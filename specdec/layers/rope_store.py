@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import reference_store_kv, store_kv
+from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 from specdec.layers.norm import ABSENT, Norm, reference_rms_norm
-from specdec.layers.product import Product, reference_finish, sum_parts
 
 
 class Heads(NamedTuple):

@@ -1,26 +1,147 @@
-"""A model described by its config and modules: everything that is known of a target before weights are read. A model on
-the `meta` device (shapes without numbers), made from a config alone, is one too: drafters can be fitted to it and its
-memory measured, but it cannot run."""
+"""A model described by its config and modules: everything that is known of a target before weights are read.
 
-from typing import Any
+    layout           layer types and owners by the config; heads, sizes and windows by each layer's first attention call
+    context length   by the config
+
+Configs describe heads and sizes in too many ways, so the calls count. For example, multi-head latent attention expands
+K to 192 and V to 128 numbers per head while `config.head_dim` is 64; and a window may or may not count the query's own
+key. Whether a layer has a window is taken from the config, since some classes apply windows only in a mask; if call and
+config disagree, the probe refuses the model.
+
+Invariant of the context length: up to `max_len` tokens, the encoding of a position does not depend on the other rows of
+a forward, so neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` changes its
+frequencies for all rows if the longest position of a forward exceeds a limit; so longer sequences are refused.
+
+A model on the `meta` device (shapes without numbers), made from a config alone, is described too: drafters can be
+fitted to it and its memory measured, but it cannot run.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.errors import UnsupportedModelError, first_line
+from specdec.attention.bridge import AttentionCall
+from specdec.errors import ConfigError, UnsupportedModelError, first_line
 from specdec.gpu.operations import Operations
-from specdec.kvcache.layout import KVLayout, layout_from_config
-from specdec.models.cache_geometry import GeometryContext, measured_layout
-from specdec.models.context_length import ContextLength, context_length
+from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention, layout_from_config
+from specdec.kvcache.recurrent_state import StateShape
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import replace_recurrent_modules
-from specdec.models.transformers_names import auto_class
 from specdec.models.unsupported import find_decoder, require_placed, require_supported
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
+from specdec.modules.transformers_names import auto_class
 
 META = torch.device("meta")
+
+
+@dataclass(slots=True)
+class GeometryContext:
+    """A forward context that records each layer's attention call and returns zeros."""
+
+    calls: dict[int, tuple[torch.Size, torch.Size, int | None]] = field(default_factory=dict)  # of K, of V, window
+    convolutions: dict[int, torch.Size] = field(default_factory=dict)  # channels and taps
+    recurrences: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of k, of v
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls.setdefault(call.layer, (call.key.shape, call.value.shape, call.sliding_window))
+        query = call.query
+        return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.convolutions[layer] = weight.shape
+        return inputs
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        self.recurrences[layer] = rows.k.shape, rows.v.shape
+        return rows.v.float()
+
+
+def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
+    """`layout` with the heads, sizes and windows of the recorded calls. A layer gets its owner's; a layer without a
+    call is unchanged."""
+
+    def measured(spec: LayerSpec) -> LayerSpec:
+        if spec.layer in context.convolutions:
+            return _recurrent(spec, context)
+        if spec.owner not in context.calls:
+            return spec
+        k, v, window = context.calls[spec.owner]
+        fields = CacheField("k", k[1], k[3]), CacheField("v", v[1], v[3])
+        retention = spec.retention
+        if spec.window is not None and window is not None:
+            retention = Retention(window)
+        return replace(spec, fields=fields, retention=retention)
+
+    return layout.map(measured)
+
+
+def _recurrent(spec: LayerSpec, context: GeometryContext) -> LayerSpec:
+    """The cache of a recurrent layer: its records, in the order of `recurrence/forward.py`, and its state."""
+    channels, taps = context.convolutions[spec.layer]
+    inputs = CacheField("inputs", 1, channels)
+    if spec.layer not in context.recurrences:
+        return replace(spec, fields=(inputs,), state=StateShape(0, 0, 0, taps - 1, channels))
+    (_, key_heads, k_dim), (_, heads, v_dim) = context.recurrences[spec.layer]
+    records = (("k", key_heads, k_dim), ("u", heads, v_dim), ("g", heads, 1))
+    fields = inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
+    return replace(spec, fields=fields, state=StateShape(heads, k_dim, v_dim, taps - 1, channels))
+
+
+class ContextLength(NamedTuple):
+    """How many tokens of a sequence a model can serve.
+
+    default: length if the user sets none. max_len: the largest allowed length (None: any). why: reason of that limit.
+    end: the first position that cannot be computed, or not independently of other rows. None: all positions can be
+    computed, even beyond the model's training; only drafters use these.
+    """
+
+    default: int | None
+    max_len: int | None
+    why: str
+    end: int | None
+
+    def require(self, max_model_len: int, name: str) -> None:
+        """Raise ConfigError if the model called `name` must not run sequences of this length."""
+        if self.max_len is not None and max_model_len > self.max_len:
+            raise ConfigError(
+                f"max_model_len={max_model_len}: {name} serves at most {self.max_len} tokens, {self.why}; "
+                f"set max_model_len to {self.max_len} or less, or leave it None"
+            )
+
+
+def context_length(config: Any) -> ContextLength:
+    """Read a text config: `max_position_embeddings`, extended by static RoPE scaling and limited by dynamic kinds."""
+    stated = getattr(config, "max_position_embeddings", None)
+    stated = int(stated) if stated else None
+    limits: list[tuple[int, str]] = []
+    stretched = stated
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer_type or [parameters]:
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if kind == "longrope" and (original or stated):
+            limit = int(original or stated or 0)
+            limits.append((limit, f"since its longrope frequencies change beyond {limit}, for a whole batch at once"))
+        elif "dynamic" in kind and stated:
+            limits.append((stated, f"since its dynamic RoPE frequencies change beyond {stated}, for a whole batch"))
+        elif kind in ("yarn", "linear") and stated:
+            base = original if kind == "yarn" and original else stated
+            stretched = max(stretched or 0, int(base * (rope.get("factor") or 1)))
+    if limits:
+        most, why = min(limits)
+        return ContextLength(min(most, stated or most), most, why, most)
+    end = None if parameters else stated  # without RoPE, positions may be rows of a table
+    return ContextLength(stated, stretched, "the positions that its config states", end)
 
 
 def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

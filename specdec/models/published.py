@@ -1,5 +1,5 @@
-"""Pairs of targets and drafters by short names: bundled pairs and pairs on the hub, with settings and published
-acceptance lengths, from `bundled/published_pairs.json`.
+"""Checkpoints by short names: the bundled ones, and pairs of targets and drafters (bundled, or on the hub) with their
+settings and published acceptance lengths, from `bundled/published_pairs.json`.
 
 Steps for Gemma 4 are the best of vLLM's figures for one H100 (PR 41745, without 12B). Memory is for the weights of both
 models, without encoders if these are quantised; the KV cache takes a share of the rest. Acceptance lengths are others'
@@ -10,8 +10,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 
-from specdec.models.bundled import BUNDLED_DIR
+BUNDLED_DIR = Path(__file__).parent.parent / "bundled"
+BUNDLED_NAMES = ("tiny-gemma4", "tiny-gemma4-mtp", "tiny-gemma4-eagle3", "smollm2-135m-eagle3")
+HELD_OUT_PROBLEMS = BUNDLED_DIR / "word_problems_heldout.jsonl"
+
+
+def resolve_name(name: str) -> str:
+    """The local path of a bundled name; any other name (a path, a hub id) is returned unchanged."""
+    return str(BUNDLED_DIR / name) if name in BUNDLED_NAMES else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.layers.gated_delta import unit_length
-from specdec.models.transformers_names import cache_argument, cache_name
+from specdec.modules.transformers_names import cache_argument, cache_name
 
 
 class Mixer(nn.Module):

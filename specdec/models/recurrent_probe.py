@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from specdec.attention.path_attention import ROWS, pad_rows
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
-from specdec.attention.row_tiles import ROWS, pad_rows
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
 

@@ -17,9 +17,9 @@ from torch import nn
 from specdec.errors import ConfigError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
-from specdec.layers.fusable import Unfusable
+from specdec.layers.description.fusable import Unfusable
 from specdec.layers.fuse import FusedLinear, describe_decoder, fuse_embedding, fuse_linear
-from specdec.layers.packed.packed_linear import weight_of
+from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
 from specdec.models.probe import ProbeResult, Run

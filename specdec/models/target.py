@@ -21,19 +21,24 @@ from specdec.gpu.ranks import Ranks
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.fusable import Unfusable
-from specdec.layers.fuse import Weights, fuse, fuse_linear
-from specdec.layers.merge import held_storages
-from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
-from specdec.models.cache_geometry import GeometryContext, measured_layout
-from specdec.models.described_model import DescribedModel
+from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.merge import held_storages
+from specdec.layers.fuse import fuse, fuse_linear
+from specdec.models.batch_invariance import (
+    depends_on_others,
+    forward_in_tiles,
+    rows_in_tiles,
+    rowwise,
+    run_experts_by_row,
+)
+from specdec.models.described_model import DescribedModel, GeometryContext, measured_layout
 from specdec.models.paused_forward import PausedForward, collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
+from specdec.modules.weight_watch import Weights
 from specdec.sampling.softcap import softcap
 
 logger = logging.getLogger("specdec")

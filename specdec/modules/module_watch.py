@@ -4,7 +4,7 @@
                                                 attribute of modules from outside torch and transformers
     differs()   thorough, when the user asks    every attribute of every module, configs included
 
-Parameters and buffers are not compared: `layers/merge.py` watches those. It cannot see changes inside a closure that a
+Parameters and buffers are not compared: `weight_watch.py` watches those. It cannot see changes inside a closure that a
 hook calls, or of global variables (`untraceable`).
 """
 

@@ -31,8 +31,8 @@ OFFLOADING = ("_hf_hook", "_old_forward", "forward")
 """Attributes that accelerate sets on an offloaded module. They are bound to the original; a copy is never offloaded."""
 
 GROWING_ROPE = ("dynamic", "longrope")
-"""RoPE types that write new frequencies to their buffer in a long forward. At the lengths served
-(`models/context_length.py`) the original frequencies are right; a user's own long forward must not change them here."""
+"""RoPE types that write new frequencies to their buffer in a long forward. At the lengths served the original
+frequencies are right (`models/described_model.py`); a user's own long forward must not change them here."""
 
 
 DECOMPOSED_NORMS = (Gemma4RMSNorm, Gemma4UnifiedRMSNorm)

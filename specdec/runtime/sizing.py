@@ -14,7 +14,7 @@ from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup
 from specdec.kvcache.layout import KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable, window_slots_held
-from specdec.models.context_length import ContextLength
+from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompts.prompt_budget import PromptBudget
 from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late

@@ -10,8 +10,7 @@ A list has no order, so no result depends on one: counts and masses are integers
 and all other reductions are maxima and minima.
 """
 
-from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import tl, trigger_next, triton, wait_for_previous
 from specdec.sampling.collect_candidates import N_SIGMA, sigma_bound
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, noise_bound, noise_stream
 from specdec.sampling.row_scores import (

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.sampling.noise import NOISE_ERROR, noise_bound, noise_stream
 from specdec.sampling.row_scores import (
     INF,

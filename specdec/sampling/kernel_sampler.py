@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options
-from specdec.gpu.triton_shim import triton
+from specdec.gpu.triton_shim import pdl_options, triton
 from specdec.sampling.choose_candidate import choose_kernel
 from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit, collect
 from specdec.sampling.log_probs import TopTokens

@@ -9,9 +9,8 @@ tanh, like torch. No row depends on others.
 import numpy as np
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import INTERPRETED, tl, triton
+from specdec.gpu.triton_shim import INTERPRETED, pdl_options, tl, trigger_next, triton, wait_for_previous
 
 BLOCK = 2048
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.gpu.triton_shim import tl, triton
+from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.sampling.grammars.mask_bits import token_bits
 
 

@@ -24,11 +24,10 @@ from specdec.models.weight_storage import weights_in_words
 from specdec.runtime.calls.arguments import known_keywords, params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
-from specdec.serving.admission import Admission
+from specdec.serving.admission import Admission, TextBound
 from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
-from specdec.serving.text_bound import TextBound
 from specdec.settings.declared_fields import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
@@ -157,12 +156,12 @@ class AsyncEngine:
             self._admission.give_back(count, client)
             raise
         try:
-            await pool.result(handed_in, self._intake_seconds)
+            await pool.wait_for(handed_in, self._intake_seconds)
         except BaseException:
-            if pool.give_up(handed_in):
-                self._admission.give_back(count, client)
-            else:
+            if handed_in.begun:
                 handed_in.future.add_done_callback(lambda _: streams.abort())
+            else:
+                self._admission.give_back(count, client)
             raise
         return streams
 

@@ -80,21 +80,16 @@ class FairPool:
             return job.future.cancel()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """Wait like `result`, but give the job up if that raises or the task is cancelled."""
-        try:
-            return await self.result(job, seconds)
-        except BaseException:
-            self.give_up(job)
-            raise
-
-    async def result(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """Wait for the job's result. If cancelled, the caller must give the job up.
+        """Wait for the job's result. The job is given up if that raises or the task is cancelled.
 
         After `seconds`, raises QueueFullError if the job has not begun, ConfigError if it has begun and not ended.
         """
         done = asyncio.wrap_future(job.future)
         done.add_done_callback(lambda late: late.cancelled() or late.exception())  # its caller may have left
-        await asyncio.wait({done}, timeout=seconds)
+        try:
+            await asyncio.wait({done}, timeout=seconds)
+        finally:
+            self.give_up(job)  # if it has not begun
         if done.done():
             return done.result()
         if job.begun:

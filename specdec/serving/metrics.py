@@ -16,8 +16,8 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import StreamedSample
-from specdec.serving.http.answers import refusals
-from specdec.serving.http.client_limits import in_whole_blocks
+from specdec.serving.http.clients import in_whole_blocks
+from specdec.serving.http.faults import refusals
 
 router = APIRouter()
 

@@ -23,7 +23,9 @@ from specdec.kvcache.layout import FULL_ATTENTION as FULL
 from specdec.kvcache.layout import SLIDING_ATTENTION as SLIDING
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
+from specdec.training.head_training import query_heads, require_groups
 from specdec.training.packed_rows import PackedRows, additive
+from specdec.training.train_settings import TrainSettings
 
 
 def new_assistant(
@@ -143,3 +145,19 @@ class TrainableAssistant(TrainableDrafter):
 
     def save(self, folder: Path) -> None:
         self.module.save_pretrained(folder)
+
+
+def trainable_assistant(target: TargetModel, settings: TrainSettings) -> TrainableAssistant:
+    """A new assistant. Raises ConfigError if its heads do not group over the target's K/V heads."""
+    heads = query_heads(target, settings)
+    for layer in target.layout.layers:
+        require_groups(heads, layer.k.heads, f"the target's {layer.layer_type}")
+    hidden = settings.hidden or max(64, target.hidden_size // 2)
+    assistant = new_assistant(
+        target,
+        hidden=hidden,
+        intermediate=settings.intermediate or 4 * hidden,
+        layers=settings.layers or 2,
+        heads=heads,
+    )
+    return TrainableAssistant(assistant, target)

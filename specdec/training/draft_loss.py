@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import cache_argument
+from specdec.modules.transformers_names import cache_argument
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it

@@ -14,14 +14,22 @@ import torch
 from torch import nn
 
 from specdec.draft_models.native_mtp.mtp_chains import chained_rows
-from specdec.draft_models.native_mtp.mtp_checkpoint import by_config, native_mtp_drafter, stated_family, write_module
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    by_config,
+    module_count,
+    native_mtp_drafter,
+    stated_family,
+    write_module,
+)
 from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.loading import Checkpoint
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows
+from specdec.training.train_settings import TrainSettings
 
 
 class TrainableNativeMtp(TrainableDrafter):
@@ -77,6 +85,15 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
     family = stated or by_config(next(known, MtpFamily()), target)
     module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
     return TrainableNativeMtp.of(NativeMtpDrafter([module], family, target), target)
+
+
+def trainable_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:
+    """The module that --finetune names, the module in the target's checkpoint, or a new one."""
+    start = settings.finetune
+    own = Checkpoint.from_name(settings.target).folder()
+    if start is None and module_count(own, len(target.layout.layers)) == 1:
+        start = own
+    return trainable_native_mtp(target, start, settings.conventions)
 
 
 def new_state(target: TargetModel, family: MtpFamily) -> dict[str, torch.Tensor]:

@@ -8,8 +8,7 @@ from typing import Any
 from specdec.cli.commands import ListOptions, RecipeOptions
 from specdec.evaluation.output_files import write_report
 from specdec.evaluation.recipes import CONTEXT, HEADS, REQUESTS, TOKENS, Recipe, StepTime, find_recipe, recipes, row
-from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES
-from specdec.models.published import PAIRS_BY_TITLE, PublishedPair, pair_table, text_table
+from specdec.models.published import BUNDLED_DIR, BUNDLED_NAMES, PAIRS_BY_TITLE, PublishedPair, pair_table, text_table
 
 
 def list_pairs(options: ListOptions) -> None:

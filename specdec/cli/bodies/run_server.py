@@ -24,11 +24,11 @@ from specdec.cli.bodies.settings import engine_config, load_engine, quiet_librar
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.api_keys import by_name, read_key_file
+from specdec.serving.http.clients import by_name, read_key_file
+from specdec.serving.http.middleware import send_traces_to
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
-from specdec.serving.tracing import send_traces_to
 from specdec.text.text_files import read_text_file
 
 logger = logging.getLogger("specdec.serving")

@@ -20,7 +20,7 @@ from torch import nn
 
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.layers.packed.packed_experts import PackedExperts, packed_of
+from specdec.layers.packed.packed_modules import PackedExperts, packed_of
 from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
 

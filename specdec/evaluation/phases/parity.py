@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.models.transformers_names import cache_argument
 from specdec.modules.private_copy import private_copy
+from specdec.modules.transformers_names import cache_argument
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 LOW_PRECISION_TOLERANCE = 1.0

@@ -27,7 +27,7 @@ from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
-from specdec.draft_models.heads.head_spec import HeadSpec
+from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
@@ -36,17 +36,15 @@ from specdec.evaluation.model_shapes import ModelShape, MtpSpec, Shrink
 from specdec.evaluation.phases.phase_run import BenchSubject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
-from specdec.layers.families import FAMILIES
-from specdec.layers.moe.moe_families import experts_of
-from specdec.layers.packed.packed_experts import PackedExperts
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.description.families import FAMILIES
+from specdec.layers.description.moe_families import experts_of
+from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
 from specdec.loading import pick_device, pick_dtype
 from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.target import TargetModel
-from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import StoredWeights, stored_weights
-from specdec.modules.family_name import family_name
+from specdec.modules.transformers_names import auto_class, family_name
 from specdec.progress import working
 from specdec.runtime.sizing import KV_SHARE
 

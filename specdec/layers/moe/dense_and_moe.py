@@ -5,7 +5,7 @@ r"""A dense MLP and a mixture of experts that read one residual stream: two laun
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
 
-Launch 1 starts `early` (`dependent_launch.py`): its dense programs depend only on the fork, so they read their weights
+Launch 1 starts `early` (`triton_shim.py`): its dense programs depend only on the fork, so they read their weights
 while the router still chooses. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. With many
 assignments (not `are_few`) these three run instead, since fewer programs with tiles of all rows would fit a
 multiprocessor.
@@ -18,8 +18,8 @@ import torch
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
-from specdec.layers.gemm_small import gemm_small_kernel
-from specdec.layers.linear import (
+from specdec.layers.gemm.gemm_small import gemm_small_kernel
+from specdec.layers.gemm.linear import (
     Mlp,
     gated_linear,
     linear,
@@ -28,6 +28,7 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
+from specdec.layers.gemm.product import Product, SplitK, split_k_of
 from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.experts import (
     ExpertLaunch,
@@ -42,7 +43,6 @@ from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, reference_route, route
 from specdec.layers.packed.packed_tile import tile_columns, weight_constants, weight_pointers
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.product import Product, SplitK, split_k_of
 
 
 def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:

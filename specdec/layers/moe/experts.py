@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.activation import activate, reference_activate
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import Product, activate, reference_activate
 from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.routing import Routing, list_kernel
 from specdec.layers.packed.packed_tile import (
@@ -31,7 +30,6 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import Product
 
 ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import KEEP, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import Product, sum_parts
 from specdec.layers.norm import ABSENT, Norm, reference_norm, reference_rms_norm, rms_norm, row_options, scale_row
-from specdec.layers.product import Product, sum_parts
 
 
 class Fork(NamedTuple):

@@ -15,13 +15,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.gemm_small import MIN_TILE_HEIGHT
-from specdec.layers.linear import linear
+from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.gemm_small import MIN_TILE_HEIGHT
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import MAX_SMALL_ROWS, SplitK, Tiles, sum_parts
 from specdec.layers.norm import Norm
-from specdec.layers.product import MAX_SMALL_ROWS, SplitK, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
 NONE = tl.constexpr(-(2**31))

@@ -13,14 +13,13 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import INTERPRETED, triton
-from specdec.layers.gemm_medium import is_described
-from specdec.layers.gemm_small import TWO_TILES, can_hold
+from specdec.gpu.triton_shim import INTERPRETED, device_limits, triton
+from specdec.layers.gemm.gemm_medium import is_described
+from specdec.layers.gemm.gemm_small import TWO_TILES, can_hold
+from specdec.layers.gemm.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, SplitK, Tiles
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
-from specdec.layers.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, SplitK, Tiles
 
 
 class Pace(NamedTuple):

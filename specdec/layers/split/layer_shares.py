@@ -27,14 +27,14 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
+from specdec.layers.gemm.linear import Mlp
+from specdec.layers.gemm.product import SplitK, split_k_of
 from specdec.layers.latent import LatentParts
-from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import SplitK, split_k_of
 
 PAIR = 2
 """Ranks exchange 16-bit columns as 32-bit numbers."""

@@ -23,14 +23,14 @@ from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, embed_inputs
-from specdec.layers.decoder_parts import DecoderParts
+from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
-from specdec.layers.linear import linear
+from specdec.layers.gemm.linear import linear
+from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
-from specdec.layers.product import OwnedParts, Product, RankColumns, finish
 from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_split_k
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]

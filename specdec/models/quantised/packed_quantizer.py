@@ -3,33 +3,38 @@
     preprocess_model            notes the model and the headers of its files
     update_weight_conversions   compares the checkpoint with its config (`comparison.py`), empties quantised modules
     (transformers)              loads the other tensors
-    postprocess_model           reads and packs the quantised weights, module by module (`packing.py`)
+    postprocess_model           reads and packs the quantised weights, module by module
 
 A module is quantised if the checkpoint has more than plain tensors for it. No bfloat16 copy of a weight is made.
+`load_packed` does the same for modules that a model's class lacks, such as MTP modules.
 """
 
 import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightTransform, convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
+from specdec.layers.description.moe_families import experts_of
 from specdec.layers.moe.experts import Experts
-from specdec.layers.moe.moe_families import experts_of
-from specdec.layers.packed.packed_experts import PackedExperts
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
+from specdec.layers.packed.packed_weight import PackedWeight
+from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.models.quantised.comparison import place_quantised
 from specdec.models.quantised.formats import Int4
-from specdec.models.quantised.packing import OnlyBiases, packed_experts, packed_weights
 from specdec.models.quantised.quantization_config import Quantization
-from specdec.models.quantised.stored_tensors import stored_tensors
-from specdec.models.quantised.weight_places import WeightPlaces
+from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
+from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces
 
 METHOD = "specdec-packed"
 
@@ -135,3 +140,93 @@ def _require_plain_groups(places: WeightPlaces) -> None:
                 with about(weight.stem):
                     weight.format.require_in_order(tensor.read())
                 return
+
+
+class OnlyBiases(nn.Module):
+    """Replaces a quantised module while transformers loads the rest of the model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module._parameters.items():
+            if name.endswith("bias"):
+                self.register_parameter(name, parameter)
+
+    def kept(self, name: str) -> torch.Tensor | None:
+        bias = self._parameters.get(name)
+        return None if bias is None else bias.detach()
+
+
+def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
+    """Yield the packed weight, or one per expert if its tensors hold several, for products in `dtype`. Scales keep the
+    checkpoint's dtype, except that they are float32 for products in float32."""
+    tensors = {name: tensor.read().to(device) for name, tensor in stored.tensors.items()}
+    count, shape = stored.place.num_stacked, stored.place.shape
+    assert shape is not None, f"{stored.stem=}"
+    for expert in range(count or 1):
+        own = tensors if count is None else {name: tensor[expert] for name, tensor in tensors.items()}
+        with about(stored.stem):
+            weight = stored.format.repack(own, shape)
+        if not weight.scales.float().isfinite().all():
+            scales = ", ".join(name for name in own if "scale" in name)
+            raise CheckpointError(
+                f"{stored.stem}: {scales} holds numbers that are not finite (NaN); the file is damaged"
+            )
+        if dtype == torch.float32:
+            zeros = None if weight.zeros is None else weight.zeros.float()
+            weight = replace(weight, scales=weight.scales.float(), zeros=zeros)
+        yield weight
+
+
+def packed_experts(
+    weights: Mapping[str, Sequence[StoredWeight]], experts: Experts, dtype: torch.dtype, device: torch.device
+) -> Experts:
+    """The description with packed weights. weights: by projection, one for all experts or one per expert."""
+    names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
+    gate_up = _stacked([weights[name] for name in names], dtype, device)
+    return experts._replace(gate_up=gate_up, down=_stacked([weights["down_proj"]], dtype, device))
+
+
+def _stacked(projections: Sequence[Sequence[StoredWeight]], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    """Concatenate the rows of the projections, expert by expert, and stack the experts."""
+    in_order = (sorted(each, key=lambda stored: stored.place.number or 0) for each in projections)
+    by_projection = [
+        [weight for stored in each for weight in packed_weights(stored, dtype, device)] for each in in_order
+    ]
+    if len({(weight.code, weight.group, weight.zeros is None) for each in by_projection for weight in each}) > 1:
+        stem = projections[0][0].stem
+        raise UnsupportedModelError(f"{stem}: gate and up are in different formats, or in different groups")
+    joined: list[Any] = [
+        place_weight(StackedWeights(weights), torch.cat) for weights in zip(*by_projection, strict=True)
+    ]
+    words, scales = (torch.stack([getattr(weight, part) for weight in joined]) for part in ("words", "scales"))
+    zeros = None if joined[0].zeros is None else torch.stack([weight.zeros for weight in joined])
+    return PackedWeight(joined[0].code, words, scales, zeros, joined[0].group)
+
+
+def load_packed(
+    promised: Quantization,
+    dtype: torch.dtype,
+    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    keys: Mapping[str, str],
+    conversions: list[WeightTransform],
+) -> Any:
+    """Fill a part of a model with these tensors, by parameter name. Modules that are stored packed become packed
+    modules.
+
+    keys: the key in the checkpoint for each name. Returns transformers' report of the load.
+    """
+    stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
+    quantizer = PackedQuantizer(PackedConfig(replace(promised, renamed=stems)))
+    quantizer.preprocess_model(model, dtype, checkpoint_files=())
+    quantizer.stored = {
+        name: StoredTensor(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name))
+        for name, t in tensors.items()
+    }
+    mapping: list[Any] = quantizer.update_weight_conversions(conversions)
+    plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.places.keys}
+    config = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
+    if not (info.missing_keys or info.unexpected_keys or info.mismatched_keys):
+        quantizer.postprocess_model(model)
+    return info

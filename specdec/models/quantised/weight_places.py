@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.moe.moe_families import MIXTURES, holds_experts
+from specdec.layers.description.moe_families import MIXTURES, holds_experts
 from specdec.models.quantised.formats import WeightFormat, dtype_name
 from specdec.models.quantised.stored_tensors import StoredTensor
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from specdec.errors import SpecDecError
-from specdec.modules.weights_lock import weights_lock_held
+from specdec.modules.weight_watch import weights_lock_held
 from specdec.runtime.request import Request
 from specdec.runtime.steps import Steps
 

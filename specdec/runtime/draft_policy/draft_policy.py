@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.gpu.buckets import next_power_of_two
+from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.draft_policy.draft_stats import DraftStats
 from specdec.runtime.draft_policy.round_times import DECAY_ROUNDS, FloatArray, RoundTimes

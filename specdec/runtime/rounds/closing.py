@@ -13,8 +13,7 @@ One program runs per request. Padding seats get a result, but their row does not
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.trees.tree import DraftTree
-from specdec.attention.trees.walk import reference_accept, walk
+from specdec.attention.trees.tree import DraftTree, reference_accept, walk
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.table import Move, RequestTable, Rows

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.attention.plan import plan_verify
-from specdec.attention.trees.forced_tokens import force_tokens, without_blanks
-from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree import DraftTree, force_tokens, without_blanks
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing

@@ -24,8 +24,8 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
-from specdec.layers.fuse import watched_weights
 from specdec.models.target import StatesNeeded, TargetModel
+from specdec.modules.weight_watch import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.unread import MAX_UNREAD, UnreadTokens, reads_late

@@ -1,5 +1,5 @@
-"""Bodies of requests: values are counted before parsing, they are parsed off the event loop, and the first mistake is
-reported.
+"""Bodies of requests: they are read within a time limit, values are counted before parsing, they are parsed off the
+event loop, and the first mistake is reported.
 
     raw bytes -> counts (containers, members, values), without building anything -> JSON -> model
 
@@ -8,7 +8,9 @@ Small bodies are parsed on the event loop, larger ones on a thread for bodies, o
 for it is cancelled, from parsing on, and the body is released.
 """
 
-from collections.abc import Callable, Coroutine, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +21,6 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from specdec.serving.fair_pool import FairPool
-from specdec.serving.http.body_time import BodyTime
 from specdec.serving.http.events import while_connected
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
@@ -37,6 +38,7 @@ SMALL = 1 << 15
 """Bodies up to this many bytes are parsed on the loop, in less time than a thread takes to start."""
 WINDOW = 1 << 16
 """Bytes that are scanned before other threads may run."""
+CLOSE = {"Connection": "close"}  # the rest of a late body is not read
 
 _parser = FairPool(1, "specdec-bodies")
 
@@ -92,6 +94,39 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
         return model.model_validate(value, context={"unknown_fields": unknown_fields})
     except ValidationError as error:
         return invalid_body(error.errors(include_url=False))
+
+
+class BodyTime:
+    """The bodies that one server awaits. It belongs to the server's event loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._stopping = False
+        self._awaited: set[asyncio.Timeout] = set()
+
+    def stop(self, seconds: float) -> None:
+        """From now on, wait at most `seconds` for any body."""
+        self._stopping = True
+        self._seconds = min(self._seconds, seconds)
+        latest = asyncio.get_running_loop().time() + seconds
+        for timeout in self._awaited:
+            timeout.reschedule(min(latest, timeout.when() or latest))
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Within the block, a body is read. Raises ApiError if it is late."""
+        try:
+            async with asyncio.timeout(self._seconds) as timeout:
+                self._awaited.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._awaited.discard(timeout)
+        except TimeoutError:
+            if self._stopping:
+                raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None
+            message = f"the body did not arrive within {self._seconds:g} s; send it faster"
+            raise ApiError(408, message, code="timeout", headers=CLOSE) from None
 
 
 async def read_body(request: Request) -> bytes:

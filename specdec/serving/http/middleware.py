@@ -1,6 +1,8 @@
-"""Middleware around all routes: request ids, the access log, API keys, and the size of bodies.
+"""Middleware around all routes: request ids, the access log, traces, API keys, and the size of bodies.
 
-It is plain ASGI: nothing is buffered, and a client's disconnect is noticed at once.
+It is plain ASGI: nothing is buffered, and a client's disconnect is noticed at once. If OpenTelemetry is installed,
+each request has a span, which continues the caller's `traceparent` header. Spans go to the provider that
+`opentelemetry-instrument` or the program has set, or to `--otlp-traces-endpoint`.
 """
 
 import asyncio
@@ -11,20 +13,27 @@ import random
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.errors import ConfigError
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.api_keys import bearer_token
-from specdec.serving.http.body_time import BodyTime
-from specdec.serving.http.client_limits import GUARDED, OVER_LIMIT, ClientLimits, route_path
+from specdec.serving.http.bodies import BodyTime
+from specdec.serving.http.clients import GUARDED, OVER_LIMIT, ClientLimits, bearer_token, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
-from specdec.serving.tracing import Tracing
+
+try:
+    from opentelemetry import propagate
+    from opentelemetry import trace as found
+except ImportError:
+    found = None  # type: ignore[assignment]
+trace: Any = found  # None where the package is not installed
 
 logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
@@ -100,6 +109,60 @@ class RequestLog:
         fields |= {"request_id": state["request_id"], "client": state.get("client"), "client_gone": bool(gone)}
         values = method, path, status, gone, seconds, state["request_id"]
         logger.log(level, "%s %s %d%s in %.3f s, id %s", *values, extra={"fields": fields})
+
+
+class Tracing:
+    """Middleware that makes a span current while routes answer, and ends it with the last byte."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._tracer: Any = trace.get_tracer("specdec") if trace is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._tracer is None:
+            await self.app(scope, receive, send)
+            return
+        attributes = {
+            "http.request.method": scope["method"],
+            "url.path": scope["path"],
+            "specdec.request_id": scope.get("state", {}).get("request_id", ""),
+        }
+        caller = propagate.extract(dict(Headers(scope=scope)))
+        name = f"{scope['method']} {scope['path']}"
+        with self._tracer.start_as_current_span(
+            name, context=caller, kind=trace.SpanKind.SERVER, attributes=attributes
+        ) as span:
+
+            async def noting(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                    if message["status"] >= 500:
+                        span.set_status(trace.StatusCode.ERROR)
+                await send(message)
+
+            try:
+                await self.app(scope, receive, noting)
+            finally:
+                state = scope.get("state", {})
+                span.set_attribute("specdec.client", state.get("client") or "")
+                span.set_attribute("specdec.client_gone", bool(state.get("client_gone")))
+
+
+def send_traces_to(endpoint: str) -> None:
+    """Export spans to this endpoint by OTLP over HTTP. Raises ConfigError if the packages are missing."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint!r} needs {error.name}, which is not installed; "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        ) from None
+    provider = TracerProvider(resource=Resource.create({"service.name": "specdec"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    trace.set_tracer_provider(provider)
 
 
 class Guard:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from specdec.config import SamplingParams
 from specdec.errors import QueueFullError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.answers import REFUSED, Answer
+from specdec.serving.http.faults import REFUSED, Answer
 from specdec.serving.state import StateDep
 
 logger = logging.getLogger("specdec.serving")

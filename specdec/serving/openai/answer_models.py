@@ -4,7 +4,7 @@ not validated at run time; tests validate real answers. A field with a default i
 
 from typing import Any, Literal
 
-from specdec.serving.http.answers import REFUSED, Answer, refusals
+from specdec.serving.http.faults import REFUSED, Answer, refusals
 
 
 class Version(Answer):

@@ -21,8 +21,7 @@ from specdec.serving.openai.sampling_fields import require_logprobs, sampling_pa
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.streams import Streams
-from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.reasoning import reasoning_format
+from specdec.serving.tools.answer_parser import AnswerParser, reasoning_format
 from specdec.serving.tools.tool_choice import ToolChoice
 
 router = APIRouter(route_class=BodyRoute)

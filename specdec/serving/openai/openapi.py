@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from specdec.config import MAX_PRIORITY, MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
-from specdec.serving.http.answers import REFUSED
-from specdec.serving.http.client_limits import GUARDED
+from specdec.serving.http.clients import GUARDED
 from specdec.serving.http.events import JsonResponse
+from specdec.serving.http.faults import REFUSED
 from specdec.serving.openai import answer_models
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS
 from specdec.serving.openai.sampling_fields import MAX_LOGPROBS

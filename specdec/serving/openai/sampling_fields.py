@@ -7,7 +7,7 @@ from typing import Any
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.client_limits import require_priority, salt_for
+from specdec.serving.http.clients import require_priority, salt_for
 from specdec.serving.openai.protocol import ChatRequest, SamplingFields, Speculation, refused
 from specdec.serving.state import ServeState
 

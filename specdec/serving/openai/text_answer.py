@@ -20,7 +20,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.draft_reports import llama_timings, vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.http.client_limits import in_whole_blocks
+from specdec.serving.http.clients import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs

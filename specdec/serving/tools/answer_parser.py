@@ -6,20 +6,59 @@ character. So the result cannot depend on how the text is cut into pieces. Chara
 known. Invariant: every character belongs to a thought, to content, to a call's name or arguments, or is markup. If text
 turns out to be no call, it is content from its first unreported character on. White space is markup around the markers
 of a thought, and before, between and after calls if there is nothing else.
+
+    <think>thought</think>answer            deepseek_r1, qwen3
+    <|channel>thought\nthought<channel|>    gemma4
+
+A thought that is never closed ends at the first complete tool call in it. A call within a closed thought is a
+quotation.
 """
 
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from specdec.errors import require_one_of
 from specdec.runtime.request_output import StreamDelta
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
 from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
-from specdec.serving.tools.reasoning import ReasoningFormat
 from specdec.text.token_texts import TokenTexts
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model marks its thoughts.
+
+    opens, closes: the markers. always: the answer begins with a thought, even without the marker. again: more thoughts
+    may follow text.
+    """
+
+    opens: str
+    closes: str
+    always: bool = False
+    again: bool = False
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """Tokens that the text must contain, whether special or not."""
+        return self.opens.split(">", 1)[0] + ">", self.closes
+
+
+REASONING: dict[str, ReasoningFormat] = {
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", again=True),
+}
+"""Values of `--reasoning-parser`."""
+
+
+def reasoning_format(name: str) -> ReasoningFormat | None:
+    """Find a format by name; None for "none". Raises ConfigError for an unknown name."""
+    require_one_of("reasoning_parser", name, ("none", *REASONING))
+    return REASONING.get(name)
 
 
 class AnswerParser(CharacterReader):
@@ -136,8 +175,7 @@ class AnswerParser(CharacterReader):
                 self._end_call(whole=whole)
                 raise
             self._end_call(whole=whole)
-            for _ in range(len(self._held) - (not in_call)):  # another call may begin after a call
-                self._back()
+            self._back_to(not in_call)  # another call may begin after a call
             if self._held:
                 self._content(self._held.pop())
 
@@ -180,8 +218,8 @@ class AnswerParser(CharacterReader):
             quoted: int | None = len(text) - len(form.closes)
         else:
             quoted = None if self._cut else self._first_call(text)
-        for _ in text[quoted:] if quoted is not None else "":
-            self._back()
+        if quoted is not None:
+            self._back_to(quoted)
         self._held.clear()
         self._think(text[:quoted])
         return not closed and quoted is not None

@@ -85,6 +85,18 @@ class CharacterReader:
             pass
         return char
 
+    def _precedes(self, mark: str) -> Reading[bool]:
+        """Does this marker come next, after white space? Reads nothing."""
+        size = len(self._held)
+        try:
+            yield from self._solid()
+            self._back()
+            return (yield from self._sees(mark))
+        except CutOff:
+            return False
+        finally:
+            self._back_to(size)
+
     def _expect(self, text: str) -> Reading[None]:
         for expected in text:
             require_syntax((yield from self._next()) == expected)

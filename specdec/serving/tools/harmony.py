@@ -80,8 +80,10 @@ class HarmonyParser(JsonToolParser):
         thought = channel is not None and channel[1] == "analysis"
         self._kind, self._text_kind = None, "thought" if thought else "content"
         if recipient is not None and (name := self._called(recipient[1])):
-            begins = yield from self._comes("{")
-            if begins or (yield from self._comes(CALL)):
+            yield from self._solid()  # white space before a call belongs to the header
+            self._back()
+            begins = yield from self._precedes("{")
+            if begins or (yield from self._precedes(CALL)):
                 self._begin_call(name)
                 self._text_kind = "content"
                 if begins:
@@ -92,15 +94,6 @@ class HarmonyParser(JsonToolParser):
                 self._end_call(whole=True)
                 return
         self._held.clear()
-
-    def _comes(self, mark: str) -> Reading[bool]:
-        """Does this marker come next, after white space? Reads only the white space."""
-        yield from self._solid()
-        self._back()
-        size = len(self._held)
-        seen = yield from self._sees(mark)
-        self._back_to(size)
-        return seen
 
     def _plain(self, text: str) -> None:
         self._tell_text(self._text_kind, text)

@@ -84,18 +84,6 @@ class TaggedCallParser(AnswerParser):
         self._held.clear()
         return text.removeprefix("\n").removesuffix("\n")
 
-    def _precedes(self, mark: str) -> Reading[bool]:
-        """Does this marker come next, after white space? Reads nothing."""
-        size = len(self._held)
-        try:
-            yield from self._solid()
-            self._back()
-            return (yield from self._sees(mark))
-        except CutOff:
-            return False
-        finally:
-            self._back_to(size)
-
     def _at_border(self) -> Reading[bool]:
         """Does the next parameter, or the end of the call, come next?"""
         for mark in (NEXT, CALL_ENDS, BLOCK_ENDS):

@@ -1,0 +1,140 @@
+r"""The product of many rows of x in order, with the bits of `gemm_small`. It is bound by arithmetic.
+
+    y[m, n] = ((0 + p_0) + p_1) + ... + bias[n],     p_s = sum over the s-th range of K of x[m, k] W[n, k]
+    gated:  y[m, n] = act(g) u
+
+x and W are loaded by tensor descriptors (TMA: Hopper and later), which need no address registers and so allow a larger
+tile. Rows of x are the M operand of the tensor core here, and for a gated weight a program has two accumulators (gate
+and up). Neither changes a bit: the instruction adds 16 columns at a time, in order. Neighbouring programs share GROUP
+tiles of x, so that both operands stay in the L2 cache.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.product import SplitK, activate
+
+GROUP = 8
+"""Row tiles that consecutive programs take for the same weight tile."""
+
+BLOCK_K = 64
+"""Columns of a tile."""
+
+MIN_WAVES = 4
+"""A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are
+idle."""
+
+
+class LargeTiles(NamedTuple):
+    """Tile sizes of a product of many rows.
+
+    block_n: rows of the weight per program; a gate row and its up row count as two.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gemm_large_kernel(
+    d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
+    d_w: tl.tensor,  # descriptor of [N, K], tiles [BN, BK], or [BN / 2, BK] for a gated weight
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,  # [M, N] or, gated, [M, N / 2]
+    num_rows: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    split_len: tl.tensor,
+    WHOLE: tl.constexpr,  # there is one range
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """grid (row tiles times weight tiles)"""
+    width = N if ACTIVATION is None else N // 2
+    COLUMNS: tl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
+    row_tiles, weight_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(width, COLUMNS)
+    i_group, i_in_group = tl.program_id(0) // (GROUP * weight_tiles), tl.program_id(0) % (GROUP * weight_tiles)
+    height = tl.minimum(row_tiles - i_group * GROUP, GROUP)
+    first_m = (i_group * GROUP + i_in_group % height) * BLOCK_M
+    first_n = i_in_group // height * COLUMNS
+    wait_for_previous(PDL)
+    trigger_next(PDL)
+
+    b_out = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    if ACTIVATION is not None:
+        b_gate = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        b_up = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        for i_k in range(0, K, BLOCK_K):
+            b_x = d_x.load([first_m, i_k])
+            b_gate = tl.dot(b_x, d_w.load([first_n, i_k]).T, b_gate)
+            b_up = tl.dot(b_x, d_w.load([width + first_n, i_k]).T, b_up)
+        b_out = activate(b_gate, ACTIVATION) * b_up
+    elif WHOLE:
+        for i_k in range(0, K, BLOCK_K):
+            b_out = tl.dot(d_x.load([first_m, i_k]), d_w.load([first_n, i_k]).T, b_out)
+    else:
+        for begin in range(0, K, split_len):
+            b_part = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+            for i_k in range(begin, tl.minimum(begin + split_len, K), BLOCK_K):
+                b_part = tl.dot(d_x.load([first_m, i_k]), d_w.load([first_n, i_k]).T, b_part)
+            b_out += b_part
+
+    o_m, o_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, COLUMNS)
+    m_out = (o_m < num_rows)[:, None] & (o_n < width)[None, :]
+    if p_bias is not None:
+        b_out += tl.load(p_bias + o_n, mask=o_n < width, other=0.0).to(tl.float32)[None, :]
+    p_out += o_m.to(tl.int64)[:, None] * width + o_n[None, :]
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
+def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> LargeTiles:
+    """The fastest tiles that were timed on an H100, for 2-byte numbers."""
+    multiprocessors, shared = device_limits(device)
+    if gated or split_k.splits == 1:
+        tiles = LargeTiles(128, 256, 8, 3)
+    elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
+        tiles = LargeTiles(128, 256, 16, 4)  # each range has an accumulator, which takes registers
+    else:
+        tiles = LargeTiles(128, 128, 8, 4)
+    stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
+    return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
+
+
+def gemm_large(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
+) -> torch.Tensor:
+    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
+
+    (num_rows, k), n, gated = x.shape, len(weight), activation is not None
+    assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
+    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
+    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
+    assert split_k.splits == 1 or split_k.split_len % BLOCK_K == 0, f"{split_k=}"  # each tile is within one range
+    width = n // 2 if gated else n
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    tiles = choose_large_tiles(num_rows, n, split_k, x.device, gated=gated)
+    columns = tiles.block_n // 2 if gated else tiles.block_n
+    gemm_large_kernel[(triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(width, columns),)](
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, BLOCK_K]),
+        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [columns, BLOCK_K]),
+        *(bias, out, num_rows, n, k, split_k.split_len),
+        WHOLE=split_k.splits == 1,
+        ACTIVATION=activation,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=BLOCK_K,
+        GROUP=GROUP,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl_options(x.device),
+    )
+    return out

@@ -1,0 +1,246 @@
+r"""The products of a layer, and the choice of their kernel.
+
+    y[m, n] = sum_k x[m, k] W[n, k] + bias[n]
+    gated:  y[m, n] = act(g) u    with g and u the products of rows n and N / 2 + n of a merged gate / up weight;
+                                  with a limit: min(act(g), limit) clamp(u, -limit, limit), in a separate launch
+
+In order (`deterministic=True`), the cut of the sum over K depends on the weight only (`split_k_of`), so a row has the
+same bits next to any number of other rows. In any order, the cut and the kernel also depend on the number of rows.
+
+    rows of x    weight in 2 bytes: in order   in any order                    packed
+    up to 32     `gemm_small`                  `gemm_small`                    `gemm_small`
+    up to 64     `gemm_small`                  `gemm_medium`, `gemm_small`     `packed_gemm`
+    up to 256    `gemm_small`                  `gemm_medium`, the library      `packed_gemm`, in any order the library
+    above        `gemm_large`                  the library                     `packed_gemm`, in any order the library
+
+A cell with two kernels: `choose_medium_tiles` (plain weights) or the time model of `choose_packed_rows` (packed
+weights) decides for the first; otherwise the second runs. For a weight of at most 512 rows, `gemm_small` runs up to 512
+rows of x in any order, and above 256 rows in order. If descriptors cannot be used (float32, odd strides, devices before
+Hopper), `gemm_small` or the library runs. For a packed weight the library first dequantises it into temporary memory.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specdec.gpu.operations import op
+from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.layers.gemm.gemm_large import gemm_large
+from specdec.layers.gemm.gemm_medium import can_describe, choose_medium_tiles, gemm_medium
+from specdec.layers.gemm.gemm_small import HELD_ROWS, can_hold, choose_small_tiles, gemm_small
+from specdec.layers.gemm.product import (
+    ACTIVATIONS,
+    LOW_HEIGHT,
+    MAX_MEDIUM_ROWS,
+    MAX_SMALL_ROWS,
+    Product,
+    SplitK,
+    Tiles,
+    activate,
+    finish,
+    reference_activate,
+    split_k_of,
+)
+from specdec.layers.packed.packed_gemm import dequantise, packed_gemm
+from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+
+ENOUGH_PROGRAMS = 256
+"""From this many programs on, one program adds all ranges of K: separate parts would cost more bytes than they gain."""
+
+VENDOR_ROWS = 64
+"""Up to this many rows of x `gemm_small` is faster than the vendor's library."""
+
+
+class Mlp(NamedTuple):
+    """gate_up [2 I, H], the gate's rows first; down [H, I]. limit: see `gated_linear`."""
+
+    gate_up: Weight
+    activation: str
+    down: Weight
+    limit: float = inf
+
+
+def reference_linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
+) -> Product:
+    return Product.from_value(multiply(x, weight, bias))
+
+
+def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Product:
+    ranges = zip(x.float().split(split_k.split_len, 1), weight.float().split(split_k.split_len, 1), strict=True)
+    return Product(torch.stack([F.linear(some, columns) for some, columns in ranges]), None, x.dtype)
+
+
+def reference_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit: float = inf) -> torch.Tensor:
+    gate, up = multiply(x, weight).float().chunk(2, dim=-1)
+    return (reference_activate(gate, activation).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _gate_kernel(
+    p_merged: tl.tensor,  # [M, 2 I]
+    p_out: tl.tensor,  # [M, I]
+    width: tl.tensor,
+    limit: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o < width
+    wait_for_previous(PDL)
+    b_gate = tl.load(p_merged + i_row * 2 * width + o, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(p_merged + i_row * 2 * width + width + o, mask=m, other=0.0).to(tl.float32)
+    b_gate = activate(b_gate, ACTIVATION)
+    if LIMITED:
+        b_gate, b_up = tl.minimum(b_gate, limit), tl.clamp(b_up, -limit, limit)
+    b_out = b_gate * b_up
+    tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
+
+
+def _by_descriptors(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    split_k: SplitK,
+    *,
+    in_order: bool,
+) -> Product | None:
+    """The product by a kernel for more rows than `gemm_small`; None if that does not work or others are as fast.
+    split_k: the ranges of K in order."""
+    gated = activation is not None
+    if takes_packed_rows(weight, x) and not can_hold(weight, split_k, len(x), x.dtype):
+        launch = choose_packed_rows(len(x), weight, x.device, gated=gated, split_k=split_k if in_order else None)
+        return packed_gemm(x, weight, bias, activation, launch) if launch else None
+    if not can_describe(weight, x):
+        return None
+    if not in_order:
+        tiles = choose_medium_tiles(len(x), weight.shape, x.device, gated=gated)
+        return gemm_medium(x, weight, bias, activation, tiles) if tiles else None
+    if len(x) > MAX_MEDIUM_ROWS and len(weight) > LOW_HEIGHT:
+        return Product.from_value(gemm_large(x, weight, bias, activation, split_k))
+    return None
+
+
+def vendor_linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
+) -> Product:
+    """`linear` in any order: faster, but bits depend on the number of rows."""
+    split_k = split_k or split_k_of(weight)
+    product = _by_descriptors(x, weight, bias, None, split_k, in_order=False)
+    if product is not None:
+        return product
+    if len(x) <= VENDOR_ROWS or can_hold(weight, split_k, len(x), x.dtype):
+        return linear(x, weight, bias, split_k)
+    return Product.from_value(F.linear(x, _whole(weight, x.dtype), bias))
+
+
+def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
+    """merged [M, 2 I] -> act(gate) * up [M, I]."""
+    out = merged.new_empty((len(merged), merged.shape[1] // 2))
+    if out.numel():
+        _gate_kernel[(len(out), triton.cdiv(out.shape[1], 1024))](
+            *(merged, out, out.shape[1], limit),
+            ACTIVATION=activation,
+            LIMITED=limit < inf,
+            BLOCK=1024,
+            num_warps=4,
+            **pdl_options(merged.device, behind_library=behind_library),
+        )
+    return out
+
+
+def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit: float = inf) -> torch.Tensor:
+    """`gated_linear` in any order."""
+    if limit < inf:
+        return _gate(finish(vendor_linear(x, weight)), activation, limit, behind_library=False)
+    product = _by_descriptors(x, weight, None, activation, SplitK(1, weight.shape[1]), in_order=False)
+    if product is not None:
+        return product.parts[0]
+    if len(x) <= VENDOR_ROWS:
+        return gated_linear(x, weight, activation)
+    return _gate(F.linear(x, _whole(weight, x.dtype)), activation, limit, behind_library=True)
+
+
+def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    return dequantise(weight, dtype) if isinstance(weight, PackedWeight) else weight
+
+
+def tiles_of(num_rows: int, weight: Weight, split_k: SplitK, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+    """Tiles of `gemm_small`."""
+    if isinstance(weight, PackedWeight):
+        return choose_packed_tiles(num_rows, weight, split_k, x.dtype)
+    return choose_small_tiles(num_rows, len(weight), split_k, x, gated=gated)
+
+
+@op(reference=reference_linear, vendor=vendor_linear)
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    split_k: SplitK | None = None,
+    *,
+    tiles: Tiles | None = None,
+    keep_parts: bool = False,
+    holds: bool = False,
+) -> Product:
+    """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
+
+    split_k: that of a larger weight to which these rows belong; None: the weight's own. keep_parts: ranges of K always
+    stay separate float32 parts. holds: no later kernel starts before x is written.
+    """
+    split_k = split_k or split_k_of(weight)
+    if tiles is None and not keep_parts and not holds:
+        product = _by_descriptors(x, weight, bias, None, split_k, in_order=True)
+        if product is not None:
+            return product
+    tiles = tiles or tiles_of(len(x), weight, split_k, x)
+    count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
+    few = count < ENOUGH_PROGRAMS and len(x) <= HELD_ROWS
+    if isinstance(weight, PackedWeight):  # its ranges exist to have more programs
+        few |= len(x) <= MAX_SMALL_ROWS
+    split = split_k.splits > 1 and (keep_parts or few)
+    shape = (split_k.splits if split else 1, len(x), len(weight))
+    parts = torch.empty(shape, dtype=torch.float32 if split or keep_parts else x.dtype, device=x.device)
+    gemm_small(x, weight, None if split else bias, parts, None, split_k, tiles, split, holds=holds)
+    return Product(parts, bias if split else None, x.dtype)
+
+
+@op(reference=reference_linear_parts)
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Product:
+    """x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of
+    K."""
+    assert split_k.splits * split_k.split_len >= weight.shape[1] > (split_k.splits - 1) * split_k.split_len, (
+        f"{split_k=} {weight.shape=}"
+    )
+    tiles = tiles_of(len(x), weight, split_k, x)
+    parts = torch.empty((split_k.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    gemm_small(x, weight, None, parts, None, split_k, tiles, split=split_k.splits > 1)
+    return Product(parts, None, x.dtype)
+
+
+@op(reference=reference_gated_linear, vendor=vendor_gated_linear)
+def gated_linear(
+    x: torch.Tensor, weight: Weight, activation: str, limit: float = inf, *, tiles: Tiles | None = None
+) -> torch.Tensor:
+    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. Without a limit there is one range
+    of K."""
+    assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
+    if limit < inf:
+        return _gate(finish(linear(x, weight)), activation, limit, behind_library=False)
+    split_k = SplitK(1, weight.shape[1])
+    if tiles is None:
+        product = _by_descriptors(x, weight, None, activation, split_k, in_order=True)
+        if product is not None:
+            return product.parts[0]
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    tiles = tiles or tiles_of(len(x), weight, split_k, x, gated=True)
+    gemm_small(x, weight, None, out, activation, split_k, tiles, split=False)
+    return out

@@ -1,0 +1,186 @@
+"""POST /v1/responses: OpenAI's newer chat API, implemented as a chat. Stored responses can be continued."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
+from specdec.serving.http.bodies import BodyRoute
+from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop
+from specdec.serving.http.faults import ApiError, as_api_error, refusals
+from specdec.serving.openai import answer_models as answers
+from specdec.serving.openai.chat_completions import ChatTextAnswer
+from specdec.serving.openai.logprob_shapes import chat_logprobs
+from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
+from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
+from specdec.serving.openai.text_answer import usage_of
+from specdec.serving.responses.response_events import ResponseBuilder
+from specdec.serving.responses.response_input import answer_of, chat_request, messages_of
+from specdec.serving.state import ServeState, StateDep, StoredResponse
+from specdec.serving.streams import Streams
+
+router = APIRouter(route_class=BodyRoute)
+AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
+
+
+@router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
+async def create_response(body: ResponsesRequest, state: StateDep) -> Response:
+    return await ResponseAnswer(body, state).respond()
+
+
+@router.get("/v1/responses/{response_id}", response_model=answers.Response, responses=refusals(404))
+async def read_response(response_id: str, state: StateDep) -> JsonResponse:
+    return JsonResponse(_stored(state, response_id).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(404))
+async def read_input_items(response_id: str, state: StateDep) -> JsonResponse:
+    inputs = _stored(state, response_id).inputs
+    items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)][::-1]
+    first, last = items[0]["id"], items[-1]["id"]
+    return JsonResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+
+
+@router.delete("/v1/responses/{response_id}", response_model=answers.DeletedResponse, responses=refusals(404))
+async def delete_response(response_id: str, state: StateDep) -> JsonResponse:
+    if not state.responses.delete(state.owner, response_id):
+        raise _unknown(response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+class NamedEvents(EventStream):
+    """Events with names and without an end mark: the last event shows that it is the last."""
+
+    last = b""
+
+    @staticmethod
+    def encode(data: dict[str, Any]) -> bytes:
+        kind = data.get("type")
+        return (f"event: {kind}\n".encode() if isinstance(kind, str) else b"") + event(data)
+
+    def failure(self, error: Exception) -> bytes:
+        said = as_api_error(error).body["error"]
+        return self.encode(
+            {"type": "error", "code": said["code"] or "server_error"}
+            | {name: said[name] for name in ("message", "param")}
+        )
+
+
+class ResponseAnswer(ChatTextAnswer):
+    """One request, answered as a chat. Raises ApiError if it cannot be served."""
+
+    events = NamedEvents
+    scored = True
+    renamed: Mapping[str, str] = {"response_format": "text.format"}
+
+    def __init__(self, asked: ResponsesRequest, state: ServeState) -> None:
+        self.asked = asked
+        self._messages: list[dict[str, Any]] = []
+        if asked.previous_response_id is not None:
+            self._messages += _stored(state, asked.previous_response_id, "previous_response_id").messages
+        self._messages += messages_of(asked.items)
+        super().__init__(chat_request(asked, self._messages), state)
+        self._builder = ResponseBuilder(self._response())
+
+    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
+        [output], reply = outputs, make_reply()
+        self._grow(whole_delta(output), reply)
+        self._end(reply, output, output.stats)
+        return self._builder.response
+
+    async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
+        reply, builder = make_reply(), self._builder
+        for each in builder.begin():
+            yield each
+        try:
+            async for _, delta in streams:
+                for each in await off_loop(len(delta.token_ids), partial(self._grow, delta, reply)):
+                    yield each
+                if delta.output is not None:
+                    for each in self._end(reply, delta.output, streams.stats(0)):
+                        yield each
+        except Exception as error:  # the status is sent
+            said = as_api_error(error).body["error"]["message"]
+            for each in builder.end("failed", None, error={"code": "server_error", "message": said}):
+                yield each
+
+    def _end(self, reply: Reply, output: GenerationOutput, stats: RequestStats) -> list[dict[str, Any]]:
+        """End the response, and store it if the request asks for that."""
+        cut = reply.finish_reason(output) == "length"
+        details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        events = self._builder.end(
+            "incomplete" if cut else "completed", self._usage(stats, reply), **details | self._figures([stats])
+        )
+        if self.asked.store is not False:
+            messages = self._messages + answer_of(self._builder.output)
+            stored = StoredResponse(self._builder.response, self.asked.items, messages)
+            self.state.responses.put(self.state.owner, stored)
+        return events
+
+    def _grow(self, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
+        """The events for a delta."""
+        events = []
+        for said, tokens in reply.read(delta):
+            scores = chat_logprobs(self.tokenizer, reply.scores(tokens))["content"] if self.body.logprobs else []
+            events += self._builder.add(said, scores)
+        return events
+
+    def _usage(self, stats: RequestStats, reply: Reply) -> dict[str, Any]:
+        usage = usage_of(self.prompts, [stats], self.state)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reply.thought_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self) -> dict[str, Any]:
+        body, defaults = self.asked, self.settings.defaults
+        text, reasoning = body.text or TextOptions(), body.reasoning or Reasoning()
+        form = text.format or TextFormat()
+        choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
+        tools = [{"parameters": None, "strict": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        return {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.head["model"],
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True), "verbosity": text.verbosity},
+            "tool_choice": choice or "auto",
+            "tools": tools,
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": body.metadata or {},
+            **{name: getattr(body, name) for name in AS_ASKED},
+        }
+
+
+def _stored(state: ServeState, response_id: str, param: str = "response_id") -> StoredResponse:
+    found = state.responses.get(state.owner, response_id)
+    if found is None:
+        raise _unknown(response_id, param)
+    return found
+
+
+def _unknown(response_id: str, param: str = "response_id") -> ApiError:
+    why = "it was not asked to be, was deleted, or made room for newer ones"
+    code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+    return ApiError(404, f"no response {response_id!r:.80} is stored; {why}", param=param, code=code)
