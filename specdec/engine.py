@@ -55,7 +55,7 @@ from specdec.runtime.calls.request_builder import RequestBuilder
 from specdec.runtime.calls.turns import Turns, with_modes_restored
 from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy, draft_ladder
+from specdec.runtime.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.prompts.prefill import division_of
 from specdec.runtime.prompts.prefixes import Prefixes

@@ -14,7 +14,7 @@ import numpy as np
 from draft_simulation import E4B, Load, Machine, Outcome, adaptive, chances, e4b, fixed
 
 from specdec import Engine, SpecConfig
-from specdec.runtime.draft_policy.draft_policy import draft_ladder
+from specdec.runtime.draft_policy import draft_ladder
 from specdec.runtime.rounds.result import NO_DRAFT
 
 CHAIN, TREE, SMALL_TREE = (SpecConfig(*size, adaptive=True) for size in ((4,), (4, 4, 16), (4, 4, 8)))

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy
-from specdec.runtime.draft_policy.round_times import FloatArray, RoundTimes
+from specdec.runtime.draft_policy import DraftPolicy, FloatArray, RoundTimes
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 from specdec.runtime.rounds.unread import MAX_UNREAD
 

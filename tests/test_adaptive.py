@@ -18,15 +18,18 @@ from hypothesis import strategies as st
 import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime import startup_timing
-from specdec.runtime.draft_policy.draft_policy import (
+from specdec.runtime.draft_policy import (
+    DECAY_ROUNDS,
+    FIRST_GUESS,
     LOSS_SHARE,
     MAX_SAVED,
+    NEWEST,
     DraftAcceptance,
     DraftAccount,
     DraftPolicy,
+    RoundTimes,
     draft_ladder,
 )
-from specdec.runtime.draft_policy.round_times import DECAY_ROUNDS, FIRST_GUESS, NEWEST, RoundTimes
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 

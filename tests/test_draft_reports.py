@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.evaluation.bench_run import BenchReport, markdown_table
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy, draft_ladder
-from specdec.runtime.draft_policy.round_times import RoundTimes
+from specdec.runtime.draft_policy import DraftPolicy, RoundTimes, draft_ladder
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.rounds.result import NO_DRAFT

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy
+from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request, table_rows

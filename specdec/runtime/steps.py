@@ -2,7 +2,7 @@
 
 NOTICE: every token of every request passes through this file. Do not add here: a branch on a model family, a kind of
 drafter or a backend; state or device work of one feature (`rounds/`, `grammar_masks.py`, `prompt_scores.py`); a policy
-(`scheduler.py`, `prompt_budget.py`, `draft_policy/`); a wait for the device outside of settling.
+(`scheduler.py`, `prompt_budget.py`, `draft_policy.py`); a wait for the device outside of settling.
 
 Between two rounds, a decoding request waits for at most one group of chunks. With captured rounds the device always has
 work: the next round is launched before the previous one is settled (`launches.py`), and needs no length that the host
@@ -20,7 +20,7 @@ from specdec.gpu.captures import CaptureStats
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy
+from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now

@@ -11,7 +11,7 @@ Other shapes are captured when they first occur.
 import numpy as np
 
 from specdec.progress import progress_bar
-from specdec.runtime.draft_policy.round_times import RoundTimes
+from specdec.runtime.draft_policy import RoundTimes
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape, whole_draft
