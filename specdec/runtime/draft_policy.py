@@ -6,7 +6,7 @@
     DraftAcceptance    tokens of a round with each draft, by request
     RoundTimes         seconds of a round with each draft, for one batch size
     DraftAccount       what each source (model or lookup) has saved, and may therefore risk
-    DraftPolicy        one draft for all requests of a round; `Steps` asks for it, and reports the settled round
+    DraftPolicy        one draft for all requests of a round; `Steps` asks for it, `Launches` reports the settled round
 
 The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
 range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source, its

@@ -87,6 +87,4 @@ def _capture_parts(steps: Steps) -> None:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
             found = captured_prompts.begin_forward(rows, length, needed, divided=True)
             if found is not None:
-                for program in found.programs:
-                    program()
-                found.read()
+                found.run()

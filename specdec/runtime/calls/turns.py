@@ -36,10 +36,6 @@ class Turns:
         self._newest = self._present = threading.Lock()
         self._threads: dict[threading.Lock, int] = {}  # threads that have a turn or wait for one
 
-    @property
-    def awaited(self) -> bool:
-        return self._newest is not self._present and self._newest.locked()
-
     def run(self, work: Callable[[], T]) -> T:
         """Wait for a turn and do this work in it.
 

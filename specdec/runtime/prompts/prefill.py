@@ -128,11 +128,9 @@ class Prefill:
             self.reading = self._begin_reading(requests, chunk_len, others_decode=others_decode)
         reading = self.reading
         self._threads.fit(int(reading.chunk_len.sum()))
-        gap, seconds = self._scheduler.prompt_gap, None
-        if others_decode:
-            seconds = gap.seconds_allowed(self._scheduler.prompt_budget, self._scheduler.num_waiting, reading.load)
+        seconds = self._seconds_allowed(reading.load) if others_decode else None
         self._state.clock.start(*PREFILL_STAGES)
-        reading.advance(gap, seconds, waits=self._state.device.type == "cpu")
+        reading.advance(self._scheduler.prompt_gap, seconds, waits=self._state.device.type == "cpu")
         if reading.is_complete:
             self.reading = None
         else:
@@ -176,6 +174,11 @@ class Prefill:
             chunk = read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
         return chunk
 
+    def _seconds_allowed(self, load: PromptLoad) -> float | None:
+        """See `PromptGap.seconds_allowed`."""
+        scheduler = self._scheduler
+        return scheduler.prompt_gap.seconds_allowed(scheduler.prompt_budget, scheduler.num_waiting, load)
+
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
         long."""
@@ -185,11 +188,7 @@ class Prefill:
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends_prompt = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
-        budget, load = self._scheduler.prompt_budget, PromptLoad.from_runs(done, chunk_len)
-        divided = (
-            others_decode
-            and self._scheduler.prompt_gap.seconds_allowed(budget, self._scheduler.num_waiting, load) is not None
-        )
+        divided = others_decode and self._seconds_allowed(PromptLoad.from_runs(done, chunk_len)) is not None
         found = None
         if divided and self.captured_prompts is not None:
             found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)

@@ -98,11 +98,8 @@ class PromptBudget(NamedTuple):
 
     def idle_tokens(self, to_come: int) -> int:
         """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""
-        return (
-            to_come
-            if to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
-            else self.while_idle
-        )
+        few = to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
+        return to_come if few else self.while_idle
 
 
 class PromptLoad(NamedTuple):
@@ -246,9 +243,8 @@ class PromptGap:
         forward is not divided."""
         if budget.user_set or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
-        if load.tokens > self.division.max_tokens or self.cost.seconds(load) <= self._seconds_allowed(
-            GAP_SHARE, num_waiting
-        ):
+        fits_whole = self.cost.seconds(load) <= self._seconds_allowed(GAP_SHARE, num_waiting)
+        if fits_whole or load.tokens > self.division.max_tokens:
             return None
         return self._seconds_allowed(PART_SHARE, num_waiting)
 

@@ -159,9 +159,7 @@ class CapturedPrompts(CaptureSet):
         if parts is None:
             self.store.uncaptured[self.kind] += 1
             return None
-        for program in parts.programs:
-            program()
-        return parts.read()
+        return parts.run()
 
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False

@@ -52,7 +52,14 @@ NO_DRAFT = DraftShape(0, 1, 1)
 
 def whole_draft(spec: SpecConfig) -> DraftShape:
     """The draft of these settings before any request shortens it."""
-    num_steps, num_nodes = spec.shortened(spec.depth)
+    return shortened_draft(spec, spec.depth)
+
+
+def shortened_draft(spec: SpecConfig | None, depth: int) -> DraftShape:
+    """The draft of these settings for requests that can use at most `depth` levels. spec None: no draft."""
+    if spec is None:
+        return NO_DRAFT
+    num_steps, num_nodes = spec.shortened(depth)
     return DraftShape(num_steps, spec.topk, num_nodes)
 
 
