@@ -38,14 +38,11 @@ from specdec.runtime.calls.arguments import (
     fitted_spec,
     known_keywords,
     require_adaptive_lookup,
-    require_depth,
-    require_fused,
     require_loading_arguments,
     require_one_sample,
     require_parts,
-    require_ranks,
-    require_reads_finished,
     require_recurrent,
+    require_suitable,
     require_type,
     warn_where_drafts_end,
 )
@@ -104,10 +101,7 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.spec = spec = fitted_spec(spec, drafter)
-        require_depth(self.spec, drafter)
-        require_reads_finished(config.finished_tokens, drafter)
-        require_fused(self.config.fused, target, drafter)
-        require_ranks(target.ranks, config.tensor_parallel)
+        require_suitable(spec, config, target, drafter)
         if config.tensor_parallel > 1 and target.ranks is None:
             self.target = target = target.on_ranks(make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])

@@ -37,11 +37,6 @@ def prepare_masks(requests: Sequence[Request]) -> list[Request]:
     return guided
 
 
-def forced_counts(requests: Sequence[Request]) -> IntArray:
-    """Number of next tokens that each request's grammar forces, [B]."""
-    return np.array([len(request.forced) for request in requests], dtype=np.int64)
-
-
 def load_forced(state: DeviceState, requests: Sequence[Request], counts: IntArray) -> None:
     """Write the first `counts` [B] forced tokens of each request into its row, for the next round."""
     for request, count in zip(requests, counts.tolist(), strict=True):

@@ -22,7 +22,7 @@ from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
-from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
+from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prompts.prefill import Prefill
@@ -143,7 +143,7 @@ class Steps:
         shape = self.shape_for(requests, remaining)
         masked = len(restricted(batch.constrained)) > 0  # token rules may end before the request does
         shape = shape._replace(features=shape.features._replace(masked=masked))
-        forced = forced_counts(requests) if masked else np.zeros_like(rows)
+        forced = np.array([len(request.forced) if masked else 0 for request in requests], dtype=np.int64)
         if forced.any():
             captured = self.captured_rounds is not None
             shape = with_forced(shape, self.state, rows, int(forced.max()), captured=captured)

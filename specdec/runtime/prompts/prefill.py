@@ -168,11 +168,11 @@ class Prefill:
 
     def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk:
         """Run the target over prompt chunks; short ones are captured. needed: see `Chunk`."""
-        chunk = None if self.captured_prompts is None else self.captured_prompts.read(rows, chunk_len, needed)
-        if chunk is None:
-            runs = upload(np.stack([rows, chunk_len]), self._state.device)
-            chunk = read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
-        return chunk
+        captured = self.captured_prompts
+        if captured is not None and (parts := captured.begin_forward(rows, chunk_len, needed)) is not None:
+            return parts.run()
+        runs = upload(np.stack([rows, chunk_len]), self._state.device)
+        return read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
 
     def _seconds_allowed(self, load: PromptLoad) -> float | None:
         """See `PromptGap.seconds_allowed`."""

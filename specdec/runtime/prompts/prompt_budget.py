@@ -166,12 +166,6 @@ class PromptCost:
         pair = float(self._fitted()[2] / UNITS[2])
         return whole + pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
-    def parts_of(self, load: PromptLoad) -> tuple[float, float]:
-        """Expected seconds of a forward over this load: (everything but attention over prefixes, that attention)."""
-        whole = self.seconds(load)
-        forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
-        return forward, whole - forward
-
     def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
         """How many prompt tokens can be read in this time: at most `chunk` of each request, after `prefix` tokens each.
 
@@ -250,8 +244,9 @@ class PromptGap:
 
     def part_seconds(self, load: PromptLoad, share: PartShare) -> float:
         """Expected seconds of a part of a forward over this load."""
-        forward, pairs = self.cost.parts_of(load)
-        return forward * share.forward + pairs * share.pairs + self.ending * share.ending
+        whole = self.cost.seconds(load)
+        forward = min(whole, self.cost.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))  # without prefixes
+        return forward * share.forward + (whole - forward) * share.pairs + self.ending * share.ending
 
     def _seconds_allowed(self, share: float, num_waiting: int) -> float:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)

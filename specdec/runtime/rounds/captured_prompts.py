@@ -153,18 +153,11 @@ class CapturedPrompts(CaptureSet):
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
         return "prompts run without CUDA graphs: %s"
 
-    def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk | None:
-        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured."""
-        parts = self.begin_forward(rows, chunk_len, needed)
-        if parts is None:
-            self.store.uncaptured[self.kind] += 1
-            return None
-        return parts.run()
-
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
     ) -> PromptParts | None:
-        """Prepare the forward of `read`, with its inputs loaded, as a whole or divided; None: it is not captured.
+        """Prepare a forward over the next `chunk_len` [R] tokens of `rows` [R], as a whole or divided, with its inputs
+        loaded; None: it is not captured.
 
         Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
         needed: see `Chunk`.
@@ -172,6 +165,7 @@ class CapturedPrompts(CaptureSet):
         shape = self.bucket(len(rows), int(chunk_len.sum()), needed, divided=divided)
         rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
+            self.store.uncaptured[self.kind] += 0 if divided else 1  # a divided one is tried as a whole
             return None
         self.state.weights.generation()  # checked first: another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results)
