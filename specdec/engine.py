@@ -49,7 +49,7 @@ from specdec.runtime.calls.arguments import (
 from specdec.runtime.calls.handle import Handle
 from specdec.runtime.calls.inbox import Inbox
 from specdec.runtime.calls.request_builder import RequestBuilder
-from specdec.runtime.calls.turns import Turns, with_modes_restored
+from specdec.runtime.calls.turns import Turns
 from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy import DraftPolicy, draft_ladder
@@ -400,13 +400,13 @@ class Engine:
 
     def _in_turn(self, work: Callable[[], T], transaction: Callable[[Callable[[], T]], T] | None = None) -> T:
         """Do this work in a turn. If it raises, the next turn restarts requests from settled tokens."""
-        result = self._turns.run(lambda: with_modes_restored(lambda: (transaction or self._run_transaction)(work)))
+        result = self._turns.run(lambda: (transaction or self._run_transaction)(work))
         self.inbox.drain()
         return result
 
     def _attempt_turn(self) -> bool:
         """Process the inbox in a turn, unless a thread has a turn or waits for one. Returns whether it was done."""
-        return self._turns.attempt(lambda: with_modes_restored(lambda: self._run_transaction(lambda: None)))
+        return self._turns.attempt(lambda: self._run_transaction(lambda: None))
 
     def _run_step_transaction(self, work: Callable[[], None]) -> None:
         """`_run_transaction` for a step: an error ends at most one request, and is not raised if it names the request's

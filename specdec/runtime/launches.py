@@ -16,14 +16,13 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
-from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request, table_rows
 from specdec.runtime.request_output import RowTotals
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundResult, RoundShape
 from specdec.runtime.rounds.round_shapes import is_rare
 from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.settling import keep_outputs, settle_chunks, settle_round
+from specdec.runtime.settling import LaunchedStep, keep_outputs, settle_chunks, settle_round
 
 
 class Launches:

@@ -23,18 +23,17 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
-from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
-from specdec.runtime.rounds.captured_rounds import CapturedRounds, HostWorkBetween, no_host_work, run_programs
+from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, largest, shortened_draft, whole_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import load_requests
+from specdec.runtime.settling import LaunchedStep, copy_to_host, event_now, load_requests
 
 
 class Steps:
@@ -158,7 +157,7 @@ class Steps:
         self.threads.fit(shape.batch * shape.width)
         draft_depth = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
         catch_up_seconds = self._catch_up(shape, rows, ending)
-        between: HostWorkBetween = no_host_work
+        between = None
         if masked:
             between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
         if self.captured_rounds is None:

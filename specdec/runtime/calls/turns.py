@@ -58,7 +58,7 @@ class Turns:
                 while not self._take(mine):  # free at once, unless a thread gave up waiting or `attempt` holds it
                     with self._present:
                         pass
-                return work()
+                return with_modes_restored(work)
             finally:
                 del self._threads[mine]  # no call, so no exception can be raised here
 
@@ -73,7 +73,7 @@ class Turns:
                 self._threads[mine] = here
                 if not self._take(mine):
                     return False
-                work()
+                with_modes_restored(work)
                 return True
             finally:
                 del self._threads[mine]

@@ -23,7 +23,6 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
-from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import scoring_of
 from specdec.runtime.request import Request
@@ -44,7 +43,7 @@ from specdec.runtime.rounds.prompt_chunks import (
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import commit_chunks_on_host
+from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host, copy_to_host, event_now
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SamplerFeatures
 
