@@ -131,9 +131,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_budget=PromptBudget.from_settings(
-                config.max_prefill_tokens, config.prefill_chunk, target.device.type, recurrent=target.recurrent
-            ),
+            prompt_budget=PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent),
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specdec import SamplingParams
+from specdec.config import EngineConfig
 from specdec.runtime.prompts.prompt_budget import (
     GAP_SHARE,
     MIN_CAP,
@@ -22,8 +23,8 @@ from specdec.runtime.prompts.prompt_budget import (
 
 from marks import examples
 
-GPU = PromptBudget.from_settings(None, None, "cuda")
-CPU = PromptBudget.from_settings(None, None, "cpu")
+GPU = PromptBudget.from_config(EngineConfig(), "cuda")
+CPU = PromptBudget.from_config(EngineConfig(), "cpu")
 
 
 def load_of(tokens: int, prefix: int = 0) -> PromptLoad:
@@ -259,13 +260,15 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert capped(GPU, 1.2e-4).while_decoding == 1792  # 1,833
     assert capped(GPU, 1e-6).while_decoding == 8192  # a quick model
     assert capped(GPU, 1.0).while_decoding == MIN_CAP  # it must get on
-    assert capped(PromptBudget.from_settings(3000, None, "cuda")).while_decoding == 3000  # somebody has said it
+    assert (
+        capped(PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")).while_decoding == 3000
+    )  # somebody has said it
     assert capped(CPU).while_decoding == 96
 
 
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
     gap = timed(0.004)
-    fixed = PromptBudget.from_settings(3000, None, "cuda")
+    fixed = PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")
     assert gap.tokens(fixed, 1, 30_000) == 3000
     said = gap.promised(fixed, 32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))

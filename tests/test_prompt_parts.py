@@ -8,6 +8,7 @@ import torch
 
 import specdec.runtime.warm_up
 from specdec import SamplingParams, SpecConfig
+from specdec.config import EngineConfig
 from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import start_forward_of
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
@@ -319,7 +320,7 @@ def gap_of(round_seconds: float) -> PromptGap:
 
 
 def test_parts_beside_a_round_fit_half_of_it() -> None:
-    room = PromptBudget.from_settings(None, None, "cuda")
+    room = PromptBudget.from_config(EngineConfig(), "cuda")
     for round_seconds in (4.8e-3, 9e-3, 30e-3):
         gap = gap_of(round_seconds)
         for prefix in (0, 4096, 32768):
@@ -336,7 +337,7 @@ def test_parts_beside_a_round_fit_half_of_it() -> None:
 
 def test_a_queue_of_prompts_is_not_divided() -> None:
     """Sixteen that wait have eight rounds of time, in which thousands of tokens are read as before."""
-    gap, room = gap_of(4.8e-3), PromptBudget.from_settings(None, None, "cuda")
+    gap, room = gap_of(4.8e-3), PromptBudget.from_config(EngineConfig(), "cuda")
     assert gap.tokens(room, 16, 0) > 2048
     assert gap.seconds_allowed(room, 16, PromptLoad(2048, 2048**2 / 2)) is None
     assert gap.seconds_allowed(room._replace(user_set=True), 1, PromptLoad(200, 200**2 / 2)) is None

@@ -55,16 +55,12 @@ class Launches:
         self.unsettled.clear()
         self._ended = None
 
-    def drop_lost(self) -> None:
-        """Drop the oldest launches whose requests have all lost their rows."""
-        self.settle_all(left=len(self.unsettled))
-
     def rounds_due(self) -> IntArray:
         """Number of unsettled rounds that each row takes part in, [rows]."""
         due = np.zeros(self._scheduler.table.max_requests, dtype=np.int64)
         for launched in self.unsettled:
             if launched.is_round:
-                due[_select_present(launched.batch.rows, launched.present())] += 1
+                due[_select_present(launched.batch.rows, launched.batch.present())] += 1
         return due
 
     def settle(self, *, busy: bool) -> list[Request]:
@@ -79,16 +75,16 @@ class Launches:
     def settle_all(self, left: int = 0) -> list[Request]:
         """Settle launches, oldest first, except the last `left`. Returns the requests that ended."""
         finished: list[Request] = []
-        while self.unsettled and (len(self.unsettled) > left or not self.unsettled[0].present()):
+        while self.unsettled and (len(self.unsettled) > left or not self.unsettled[0].batch.present()):
             launched = self.unsettled.popleft()
-            present = launched.present()
+            present = launched.batch.present()
             if present and launched.is_round:
                 self._settle_round(launched, present)
             else:
                 self._ended = None
                 if present:
                     settle_chunks(self._state, launched, present)
-            finished += self.release_finished(_select_present(launched.requests, present))
+            finished += self.release_finished(_select_present(launched.batch.requests, present))
         return finished
 
     def settle_before_parts(self) -> list[Request]:
@@ -107,9 +103,9 @@ class Launches:
         return finished
 
     def _settle_round(self, launched: LaunchedStep, present: Sequence[int]) -> None:
-        requests, shape = _select_present(launched.requests, present), launched.shape
-        rows, result = _select_present(launched.batch.rows, present), launched.result()
-        if len(present) < len(launched.requests):
+        batch, shape, result = launched.batch, launched.shape, launched.result()
+        requests, rows = _select_present(batch.requests, present), _select_present(batch.rows, present)
+        if len(present) < len(batch.requests):
             result = result.select_requests(present)
         before = sum(request.num_output for request in requests) if shape.draft.num_steps else 0
         self.row_totals = self.row_totals.after_round(rows, result)

@@ -55,17 +55,10 @@ class LaunchedStep:
     def is_round(self) -> bool:
         return self.drawing is None
 
-    @property
-    def requests(self) -> list[Request]:
-        return self.batch.requests
-
-    def present(self) -> list[int]:
-        """Batch indices of the requests that still have their row."""
-        return self.batch.present()
-
     def gaining(self) -> list[Request]:
         """Present requests that are certain to get a token."""
-        return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
+        batch = self.batch
+        return [batch.requests[i] for i in batch.present() if self.drawing is None or i in self.drawing]
 
     def result(self) -> RoundResult:
         """The result for all requests of a round, or for those that draw after prompt chunks. Waits for the device."""
@@ -142,16 +135,16 @@ def commit_chunks_on_host(
 def settle_chunks(state: DeviceState, step: LaunchedStep, present: Sequence[int]) -> None:
     """For the requests at indices `present`, which still have their rows: add the scores of their prompt chunks, and
     the first output token if the chunk ended the prompt."""
-    result = step.result()
+    result, requests = step.result(), step.batch.requests
     for index in present:
-        step.requests[index].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)
+        requests[index].stats.prefill_seconds += result.seconds["prefill"] / len(requests)
     for span, scores in step.prompt_scores():
-        if span.chunk_index in present and (known := step.requests[span.chunk_index].scores) is not None:
+        if span.chunk_index in present and (known := requests[span.chunk_index].scores) is not None:
             known.fill(span.first, scores)
     assert step.drawing is not None, "a round is no prompt chunk"
     for place, index in enumerate(step.drawing):
         if index in present:
-            request, first = step.requests[index], int(result.tokens[place, 0])
+            request, first = requests[index], int(result.tokens[place, 0])
             state.tokens.adopt((request.row, len(request.prompt)), first)
             try:
                 request.settle([first], result.logprobs[place])

@@ -112,9 +112,7 @@ def cache_needs(
     groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(retention, dtype) for layout in layouts) for retention in groups]
     recurrent = any(spec.recurrent for spec in layout.layers)
-    budget = PromptBudget.from_settings(
-        config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=recurrent
-    )
+    budget = PromptBudget.from_config(config, device_type, recurrent=recurrent)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)

@@ -73,7 +73,7 @@ class Steps:
     def drop_lost(self) -> None:
         """Drop launched work whose rows are lost or whose weights have moved. The next step may be far away."""
         self.prefill.drop_lost()
-        self.launches.drop_lost()
+        self.launches.settle_all(left=len(self.launches.unsettled))  # the oldest whose rows are all lost
 
     def clear_captures(self) -> None:
         for captures in (self.captured_rounds, self.prefill.captured_prompts):
@@ -110,13 +110,12 @@ class Steps:
         batch = self.scheduler.batches.batch_of(requests)
         known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
         remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
-        going_on: Sequence[Request] = batch.requests
         if remaining and min(remaining) <= 0:
             going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
-            remaining = [left for left in remaining if left > 0]
-        if going_on:
-            self.launch_round(going_on, remaining)
-        return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
+            batch, remaining = self.scheduler.batches.batch_of(going_on), [left for left in remaining if left > 0]
+        if batch.requests:
+            self.launch_round(batch, remaining)
+        return self.launches.settle(busy=bool(batch.requests) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, others_decode: bool) -> list[Request]:
         """Read this step's prompt chunks, and launch their draws when all parts have run. others_decode: other requests
@@ -134,12 +133,11 @@ class Steps:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished
 
-    def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
+    def launch_round(self, batch: RequestBatch, remaining: Sequence[int]) -> None:
         """Launch one round of these requests. remaining: tokens that each may still get, at least 1."""
-        batch = self.scheduler.batches.batch_of(requests)
-        rows = batch.rows
+        requests, rows = batch.requests, batch.rows
         ending = end_drafts(self.state, rows, self._unsettled_nodes() + 1 + self.spec.depth)
-        shape = self.shape_for(requests, remaining)
+        shape = self.shape_for(batch, remaining)
         masked = len(restricted(batch.constrained)) > 0  # token rules may end before the request does
         shape = shape._replace(features=shape.features._replace(masked=masked))
         forced = np.array([len(request.forced) if masked else 0 for request in requests], dtype=np.int64)
@@ -181,14 +179,13 @@ class Steps:
                 self.captured_rounds.catch_up(shape)
         return 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
 
-    def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
+    def shape_for(self, batch: RequestBatch, remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. If their drafts are adaptive, the draft policy chooses its draft.
 
         Captured rounds have few draft shapes: none, the engine's own, and those of the draft ladder; rare ones have
         only the first two.
         """
-        batch, policy, captured = self.scheduler.batches.batch_of(requests), self.draft_policy, self.captured_rounds
-        rows = batch.rows
+        rows, policy, captured = batch.rows, self.draft_policy, self.captured_rounds
         drafting = self.state.max_drafts.host[rows] > 0  # 0: no drafts, or after the drafter's last position
         draft = self._largest_draft(batch, remaining, drafting)
         shape = round_shape(self.state, rows, batch.params, draft, self._unsettled_nodes())

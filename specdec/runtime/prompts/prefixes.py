@@ -115,6 +115,7 @@ class Prefixes:
         if cache is not None:
             pairs = len(cache.models) > 1  # a drafter's K/V may depend on the next token
             self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
+            self._table = cache.table
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
             self._in_progress = PromptsInProgress(self._cache)
@@ -212,9 +213,8 @@ class Prefixes:
 
     def _is_computing(self, request: Request, length: int) -> bool:
         """Does a running request still have to commit some of the first `length` tokens of its prompt?"""
-        assert self._cache is not None
         reading = request.state is RequestState.PREFILL
-        return reading and int(self._cache.table.committed_len.host[request.row]) < length
+        return reading and int(self._table.committed_len.host[request.row]) < length
 
     def _adoptable(self, request: Request) -> IntArray:
         """Key of the tokens whose K/V the request may adopt: see `Request.max_cached`."""
@@ -222,10 +222,9 @@ class Prefixes:
 
     def _whole_key(self, request: Request) -> IntArray:
         """Key of the request's tokens whose K/V target and drafter have both made."""
-        assert self._cache is not None
         if self._unread is None or not (unread := int(self._unread[request.row])):
             return self._key(request)
-        return self._key(request)[: max(int(self._cache.table.committed_len.host[request.row]) - unread, 0)]
+        return self._key(request)[: max(int(self._table.committed_len.host[request.row]) - unread, 0)]
 
     def _key(self, request: Request) -> IntArray:
         """Key of all the request's tokens; extended as tokens are added."""

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec.config import EngineConfig
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, PartShare, captured_size
 
@@ -82,19 +83,17 @@ class PromptBudget(NamedTuple):
     min_tokens: int = 16
 
     @classmethod
-    def from_settings(
-        cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str, *, recurrent: bool = False
-    ) -> "PromptBudget":
-        """Bounds from the user's settings; None: the default of the device. recurrent: the target has such layers.
+    def from_config(cls, config: EngineConfig, device_type: str, *, recurrent: bool = False) -> "PromptBudget":
+        """Bounds from the user's settings, or the defaults of the device. recurrent: the target has such layers.
 
         A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward.
         On a CPU every token takes time, so a step reads about as many tokens as a round of twenty requests verifies.
         """
         chunk = STATE_CHUNK if recurrent else MAX_BUDGET
         usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_BUDGET, MAX_BUDGET, chunk, min_tokens=64)
-        if max_prefill_tokens is not None:
-            usual = usual._replace(while_decoding=max_prefill_tokens, while_idle=max_prefill_tokens, user_set=True)
-        return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
+        if (most := config.max_prefill_tokens) is not None:
+            usual = usual._replace(while_decoding=most, while_idle=most, user_set=True)
+        return usual if config.prefill_chunk is None else usual._replace(chunk=config.prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
         """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""

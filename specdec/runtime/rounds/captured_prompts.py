@@ -51,11 +51,7 @@ class ChunkBuffers:
     set, since results are read before the next forward runs."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._kept.values())
+        self.kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
 
     @torch.inference_mode()
     def copy_chunk(self, chunk: Chunk) -> Chunk:
@@ -70,9 +66,9 @@ class ChunkBuffers:
 
     def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
         count, *rest = new.shape
-        if name not in self._kept:
-            self._kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
-        return self._kept[name][:count].copy_(new)
+        if name not in self.kept:
+            self.kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+        return self.kept[name][:count].copy_(new)
 
 
 class ChunkProgram:
@@ -139,7 +135,7 @@ class CapturedPrompts(CaptureSet):
 
     @property
     def shared_bytes(self) -> int:
-        return self._results.num_bytes
+        return sum(tensor.nbytes for tensor in self._results.kept.values())
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
