@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
+from specdec.cli.bodies.run_server import by_name, read_key_file
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.http import clients
-from specdec.serving.http.clients import ClientLimits, RequestRate, by_name, read_key_file
+from specdec.serving.http.clients import ClientLimits, RequestRate
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
@@ -119,7 +120,7 @@ async def answer(scope, receive, send):
 
 
 def guarded(root_path: str = "", **limits: int) -> TestClient:
-    app = Guard(ClientLimits(answer, **limits), {"key-1": "k-1", "web": "k-2"}, 1000)
+    app = Guard(ClientLimits(answer, **limits), {"key-1": "k-1", "web": "k-2"})
     return TestClient(RequestLog(app), root_path=root_path)
 
 
@@ -288,7 +289,7 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
 def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_keys():
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
     names = by_name(["a", "b", "c"], {"key-1": "c"})
-    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), names, 1000)))
+    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), names)))
     assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
     assert [ask(client, key).text for key in "abc"] == ["key-2", "key-3", "key-1"]
     names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})

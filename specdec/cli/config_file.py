@@ -15,8 +15,8 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from specdec.cli.command import shell_errors
+from specdec.cli.options import read_text_file
 from specdec.errors import ConfigError, shown
-from specdec.text.text_files import read_text_file
 
 PREFIX = "SPECDEC_SERVE"
 SERVICE_LINKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_ADDR", "_PROTO")

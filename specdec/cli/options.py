@@ -23,6 +23,15 @@ def output_file(path: Path | None) -> Path | None:
     return path
 
 
+def read_text_file(path: Path, what: str) -> str:
+    """The file in UTF-8. Raises ConfigError, which calls it `what`, for one that is not, or that cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {reason}") from None
+
+
 def _loading(words: list[str]) -> list[str]:
     """Checks that each word is NAME=VALUE; `PairOptions.loading` reads them."""
     for word in words:
@@ -108,10 +117,6 @@ class PairOptions:
             if not isinstance(options["quantization_config"], dict):
                 raise ConfigError(f"--quantization is {shown(self.quantization)}; a JSON object is expected")
         return options
-
-    def drafter_options(self) -> dict[str, Any]:
-        """Arguments for the drafter alone; includes the target's token and trust_remote_code."""
-        return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 
 def _read(words: str) -> Any:

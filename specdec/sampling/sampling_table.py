@@ -101,7 +101,6 @@ class SamplingTable:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.cells = MirroredArray((num_rows, len(INT_COLUMNS) + len(FLOAT_COLUMNS)), device)
         self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
-        self._biased: set[tuple[int, int]] = set()  # rooms and rows that have held entries
         # the last batch given to `features_of`
         self._last: tuple[list[SamplingParams], SamplerFeatures] = ([], SamplerFeatures.from_params([]))
 
@@ -134,9 +133,7 @@ class SamplingTable:
             self._biases[features.bias] = MirroredArray((len(self.cells.host), features.bias), self.cells.tensor.device)
         biases = self._biases[features.bias]
         for row, each in zip(rows.tolist(), params, strict=True):
-            if each.logit_bias:
-                self._biased.add((features.bias, row))
-            elif (features.bias, row) not in self._biased:
+            if not each.logit_bias and not biases.host[row].any():
                 continue  # it holds nothing
             packed = pack_bias(each.logit_bias or {}, features.bias)
             if (biases.host[row] != packed).any():

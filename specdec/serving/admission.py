@@ -11,6 +11,7 @@ refused before a template or tokenizer spends seconds and gigabytes on it. All t
 contents, thoughts, calls, tools and template arguments, with names and numbers.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -92,13 +93,11 @@ class TextBound:
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()
-        self.max_characters = max_model_len * max(map(len, vocabulary), default=0) or None  # None: not known
+        self.max_characters = max_model_len * max(map(len, vocabulary), default=0) or math.inf  # not known
 
     def require(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> None:
         """Raise CapacityError if a text, or messages with template arguments, have more characters than the context can
         hold."""
-        if self.max_characters is None:
-            return
         parts = [prompt] if isinstance(prompt, str) else _values(prompt)
         count = characters([*parts, *(options or {}).values()], self.max_characters)
         if count > self.max_characters:
@@ -114,7 +113,7 @@ def _values(messages: Any) -> list[Any]:
     return [value for message in found for name, value in message.items() if name not in NOT_COUNTED]
 
 
-def characters(values: Sequence[Any], limit: int) -> int:
+def characters(values: Sequence[Any], limit: float) -> int:
     """Lower bound on the characters that these values take: texts, names of members, and one for each other value.
     Stops above `limit`."""
     count, left = 0, list(values)

@@ -1,8 +1,8 @@
 """The HTTP application: routes, errors and middleware, over one engine; and GET /, a page for trying the model.
 
 Each other route has its own file. The application does not own the engine: the caller that made the engine closes it.
-The page is `page.html`, with `markdown.js` inserted. Its content security policy allows only the file's own script and
-style, by their digests, and requests to this server.
+The page is `http/page.html`, with `markdown.js` inserted. Its content security policy allows only the file's own script
+and style, by their digests, and requests to this server.
 """
 
 import base64
@@ -26,8 +26,9 @@ from specdec.serving.state import ServeState
 from specdec.serving.tools.tool_parsers import tool_parser_for
 
 page_router = APIRouter()
-PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
-PAGE = PAGE.replace("{{markdown.js}}", Path(__file__).with_name("markdown.js").read_text("utf-8"))
+PAGE_FOLDER = Path(__file__).parent / "http"
+PAGE = (PAGE_FOLDER / "page.html").read_text("utf-8")
+PAGE = PAGE.replace("{{markdown.js}}", (PAGE_FOLDER / "markdown.js").read_text("utf-8"))
 
 
 def _digests(tag: str) -> str:

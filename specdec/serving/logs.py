@@ -51,7 +51,7 @@ class NonBlockingHandler(logging.Handler):
         self.dropped = 0
         self._lines: SimpleQueue[bytes | threading.Event] = SimpleQueue()
         self._queued = self._written = 0  # bytes so far, each counted by one thread
-        self._thread: threading.Thread | None = None
+        threading.Thread(target=self._run, name="specdec-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record. `logging` calls this with the handler's lock held."""
@@ -65,16 +65,12 @@ class NonBlockingHandler(logging.Handler):
             return
         self._queued += len(line)
         self._lines.put(line)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="specdec-log", daemon=True)
-            self._thread.start()
 
     def flush(self) -> None:
         """Wait until the queue is written, for at most CLOSE_SECONDS."""
-        if self._thread is not None:
-            reached = threading.Event()
-            self._lines.put(reached)
-            reached.wait(CLOSE_SECONDS)
+        reached = threading.Event()
+        self._lines.put(reached)
+        reached.wait(CLOSE_SECONDS)
 
     def close(self) -> None:
         self.flush()

@@ -164,7 +164,7 @@ async def _serve(
         await asyncio.sleep(TICK_SECONDS)
     deadline.start()
     ending = asyncio.create_task(engine.close(0.0 if watch.died else settings.stop_seconds))
-    app.state.body_time.stop(min(1.0, settings.stop_seconds))
+    app.state.body_reader.stop(min(1.0, settings.stop_seconds))
     try:
         await serving
     finally:

@@ -163,10 +163,6 @@ def numbers(name: str, words: str) -> list[float]:
     return sorted(set(found))
 
 
-BATCH_SIZES = {"gsm8k": 8}
-"""Default batch sizes by task. Other tasks measure speed, usually one prompt at a time."""
-
-
 def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
     """The prompts, and their source in words. A named data set gives the first prompts of each category in turn."""
     if options.data in DATA_SETS:
@@ -201,7 +197,8 @@ def bench_pair(options: BenchOptions) -> None:
 def evaluate_task(options: EvalOptions) -> None:
     prepare_output(options.pair)
     require_outputs(options.json_file, options.markdown_file, options.png_file)
-    config = engine_config(options.pair, options.batch_size or BATCH_SIZES.get(options.task, 1))
+    usual = 8 if options.task == "gsm8k" else 1  # other tasks measure speed, usually one prompt at a time
+    config = engine_config(options.pair, options.batch_size or usual)
     # an interruption prints a table only: the files keep the report of the last whole evaluation
     with shown_when_interrupted(lambda report: print(markdown(report))):
         report = evaluate(

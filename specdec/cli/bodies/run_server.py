@@ -1,12 +1,21 @@
-"""`specdec serve`: an OpenAI-compatible HTTP server over one engine."""
+"""`specdec serve`: an OpenAI-compatible HTTP server over one engine.
+
+A file of API keys has one per line, optionally after a name for the log; blank lines are ignored, and text after a # at
+the beginning or after white space. Messages never contain keys.
+
+    research      sk-4f1c...
+    sk-7d20...                    a key without a name is named after its line, such as line-2
+"""
 
 import ipaddress
 import logging
 import os
+import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 
 from specdec.errors import ConfigError
@@ -22,14 +31,13 @@ except ImportError as error:
 
 from specdec.cli.bodies.settings import engine_config, load_engine, quiet_libraries, shared_fields
 from specdec.cli.commands import ServeOptions
+from specdec.cli.options import read_text_file
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.clients import by_name, read_key_file
 from specdec.serving.http.middleware import send_traces_to
 from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
-from specdec.text.text_files import read_text_file
 
 logger = logging.getLogger("specdec.serving")
 
@@ -97,6 +105,36 @@ def _keys(given: Sequence[str], file: Path | None) -> dict[str, str]:
     if variable is not None and not variable.strip():
         raise ConfigError(f"the variable {KEY_VARIABLE} is set, but empty; put a key into it, or unset it")
     return by_name([*given, *([] if variable is None else [variable])], {} if file is None else read_key_file(file))
+
+
+def by_name(keys: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
+    """All keys by unique names: the named keys, then the others as key-1, key-2, ..., skipping taken names."""
+    free = (name for number in count(1) if (name := f"key-{number}") not in named)
+    return {**named, **dict(zip(free, [key for key in keys if key not in named.values()], strict=False))}
+
+
+def read_key_file(path: Path) -> dict[str, str]:
+    """Read a file: name -> key. Raises ConfigError, with the line's number, for an invalid or repeated key, or if there
+    is no file."""
+    keys: dict[str, str] = {}
+    for number, line in enumerate(read_text_file(path, "the file of API keys").splitlines(), 1):
+        place = f"line {number} of {str(path)!r}"
+        words = re.sub(r"(^|\s)#.*", "", line).split()
+        if not words:
+            continue
+        if len(words) > 2:
+            raise ConfigError(f"{place} has {len(words)} words; a name and a key, or a key alone, are expected")
+        name, key = words if len(words) == 2 else (f"line-{number}", words[0])
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{place}: the key holds characters that no HTTP header does; give printable ASCII")
+        if name in keys:
+            raise ConfigError(f"{place}: the name {name!r} is there already; give each key its own")
+        if key in keys.values():
+            raise ConfigError(f"{place}: this key is there already, under another name; take one out")
+        keys[name] = key
+    if not keys:
+        raise ConfigError(f"the file of API keys {str(path)!r} holds none; a server without keys lets everybody in")
+    return keys
 
 
 def _warn_of_open_doors(settings: ServeSettings, bound: socket.socket) -> None:

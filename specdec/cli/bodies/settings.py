@@ -72,7 +72,8 @@ def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
     """Arguments of `Engine.from_pretrained`."""
     others = pair.draft_topk, pair.num_draft_tokens, pair.adaptive
     spec = OpenDepth(4, *others) if pair.num_steps is None else SpecConfig(pair.num_steps, *others)
-    names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": pair.drafter_options()}
+    drafter_options = {} if pair.drafter_revision is None else {"revision": pair.drafter_revision}
+    names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": drafter_options}
     return {**names, "spec": spec, "config": config, **pair.loading()}
 
 

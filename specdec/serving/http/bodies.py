@@ -1,5 +1,5 @@
-"""Bodies of requests: they are read within a time limit, values are counted before parsing, they are parsed off the
-event loop, and the first mistake is reported.
+"""Bodies of requests: they are read within limits of size and time, values are counted before parsing, they are parsed
+off the event loop, and the first mistake is reported.
 
     raw bytes -> counts (containers, members, values), without building anything -> JSON -> model
 
@@ -10,7 +10,7 @@ for it is cancelled, from parsing on, and the body is released.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from specdec.serving.fair_pool import FairPool
 from specdec.serving.http.events import while_connected
@@ -38,7 +40,11 @@ SMALL = 1 << 15
 """Bodies up to this many bytes are parsed on the loop, in less time than a thread takes to start."""
 WINDOW = 1 << 16
 """Bytes that are scanned before other threads may run."""
-CLOSE = {"Connection": "close"}  # the rest of a late body is not read
+DISCARDED_BYTES = 16 << 20
+"""Most bytes of a refused request's body that are read before the answer."""
+DISCARD_SECONDS = 1.0
+"""Most seconds for reading them."""
+CLOSE = {"Connection": "close"}  # the rest of a large or late body is not read
 
 _parser = FairPool(1, "specdec-bodies")
 
@@ -96,10 +102,23 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
         return invalid_body(error.errors(include_url=False))
 
 
-class BodyTime:
-    """The bodies that one server awaits. It belongs to the server's event loop."""
+async def discard_body(headers: Headers, receive: Receive) -> None:
+    """Read the body of a refused request for a while: closing the connection would reset a client that is still
+    sending, and it would not see the answer. A client that expects 100-continue waits before it sends the body."""
+    left, more = DISCARDED_BYTES, "100-continue" not in headers.get("expect", "").lower()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message.get("more_body", False)
 
-    def __init__(self, seconds: float) -> None:
+
+class BodyReader:
+    """Reads the bodies that one server awaits. It belongs to the server's event loop."""
+
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        self._max_bytes = max_bytes
         self._seconds = seconds
         self._stopping = False
         self._awaited: set[asyncio.Timeout] = set()
@@ -112,32 +131,46 @@ class BodyTime:
         for timeout in self._awaited:
             timeout.reschedule(min(latest, timeout.when() or latest))
 
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """Within the block, a body is read. Raises ApiError if it is late."""
+    async def read(self, request: Request) -> bytes:
+        """Read the body of a request, which keeps no copy. Raises ApiError if it is too large, late or cut off."""
+        timeout = asyncio.timeout(self._seconds)
+        self._awaited.add(timeout)
         try:
-            async with asyncio.timeout(self._seconds) as timeout:
-                self._awaited.add(timeout)
-                try:
-                    yield
-                finally:
-                    self._awaited.discard(timeout)
+            async with timeout:
+                return b"".join([piece async for piece in self._pieces(request)])
         except TimeoutError:
             if self._stopping:
                 raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None
             message = f"the body did not arrive within {self._seconds:g} s; send it faster"
             raise ApiError(408, message, code="timeout", headers=CLOSE) from None
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended before its end", code="invalid_json") from None
+        finally:
+            self._awaited.discard(timeout)
+
+    async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
+        """The pieces of a body. Raises ApiError if it is too large, by its header or by what has arrived."""
+        stated = request.headers.get("content-length", "")
+        if stated.isdigit() and int(stated) > self._max_bytes:
+            raise await self._too_large(request)
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > self._max_bytes:
+                raise await self._too_large(request)
+            yield piece
+
+    async def _too_large(self, request: Request) -> ApiError:
+        await discard_body(request.headers, request.receive)
+        message = f"the body is larger than the {self._max_bytes} bytes that this server takes; send less"
+        return ApiError(413, message, code="body_too_large", headers=CLOSE)
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the body of a request; the request keeps no copy. Raises ApiError."""
+    """Read the body of a request, which must be said to be JSON. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    body_time: BodyTime = request.app.state.body_time
-    try:
-        async with body_time.limit():
-            raw = b"".join([piece async for piece in request.stream()])
-    except ClientDisconnect:
-        raise ApiError(400, "the body ended before its end", code="invalid_json") from None
+    reader: BodyReader = request.app.state.body_reader
+    raw = await reader.read(request)
     if not raw:
         message = "the body is missing; a JSON object is expected"
         raise ApiError(400, message, code="missing_required_parameter")

@@ -1,32 +1,21 @@
 """A client: its API key, its requests per minute and at a time, its share of cached prompts, and its priority.
 
-A client is an API key, or an address if the server has no keys. A file of keys has one per line, optionally after a
-name for the log; blank lines are ignored, and text after a # at the beginning or after white space:
-
-    research      sk-4f1c...
-    sk-7d20...                    a key without a name is named after its line, such as line-2
-
-Requests are counted before their bodies are read; a refusal is 429 with Retry-After. Only POST requests that need the
-API key count. Invariant: requests with different API keys never have the same cache salt, unless the server was told
-that its clients share cached prompts. Messages never contain keys.
+A client is an API key, or an address if the server has no keys. Requests are counted before their bodies are read; a
+refusal is 429 with Retry-After. Only POST requests that need the API key count. Invariant: requests with different API
+keys never have the same cache salt, unless the server was told that its clients share cached prompts.
 """
 
 import hashlib
 import logging
 import math
-import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import count
-from pathlib import Path
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specdec.errors import ConfigError
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
-from specdec.text.text_files import read_text_file
 
 logger = logging.getLogger("specdec.serving")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
@@ -43,36 +32,6 @@ def bearer_token(headers: Mapping[str, str]) -> str:
     """The key in these headers (with lower-case names); empty if there is none."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
-
-
-def by_name(keys: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
-    """All keys by unique names: the named keys, then the others as key-1, key-2, ..., skipping taken names."""
-    free = (name for number in count(1) if (name := f"key-{number}") not in named)
-    return {**named, **dict(zip(free, [key for key in keys if key not in named.values()], strict=False))}
-
-
-def read_key_file(path: Path) -> dict[str, str]:
-    """Read a file: name -> key. Raises ConfigError, with the line's number, for an invalid or repeated key, or if there
-    is no file."""
-    keys: dict[str, str] = {}
-    for number, line in enumerate(read_text_file(path, "the file of API keys").splitlines(), 1):
-        place = f"line {number} of {str(path)!r}"
-        words = re.sub(r"(^|\s)#.*", "", line).split()
-        if not words:
-            continue
-        if len(words) > 2:
-            raise ConfigError(f"{place} has {len(words)} words; a name and a key, or a key alone, are expected")
-        name, key = words if len(words) == 2 else (f"line-{number}", words[0])
-        if not (key.isascii() and key.isprintable()):
-            raise ConfigError(f"{place}: the key holds characters that no HTTP header does; give printable ASCII")
-        if name in keys:
-            raise ConfigError(f"{place}: the name {name!r} is there already; give each key its own")
-        if key in keys.values():
-            raise ConfigError(f"{place}: this key is there already, under another name; take one out")
-        keys[name] = key
-    if not keys:
-        raise ConfigError(f"the file of API keys {str(path)!r} holds none; a server without keys lets everybody in")
-    return keys
 
 
 def route_path(scope: Scope) -> str:

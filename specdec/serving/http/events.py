@@ -86,7 +86,6 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["events"] = True  # a comment may be sent between any two writes
         async with self._streams:
             try:
                 await while_connected(receive, self._send(send))

@@ -1,12 +1,10 @@
-"""Middleware around all routes: request ids, the access log, traces, API keys, and the size of bodies.
+"""Middleware around all routes: request ids, the access log, traces, and API keys.
 
 It is plain ASGI: nothing is buffered, and a client's disconnect is noticed at once. If OpenTelemetry is installed,
 each request has a span, which continues the caller's `traceparent` header. Spans go to the provider that
 `opentelemetry-instrument` or the program has set, or to `--otlp-traces-endpoint`.
 """
 
-import asyncio
-import contextlib
 import hmac
 import logging
 import random
@@ -22,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.errors import ConfigError
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.bodies import BodyTime
+from specdec.serving.http.bodies import BodyReader, discard_body
 from specdec.serving.http.clients import GUARDED, OVER_LIMIT, ClientLimits, bearer_token, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError
@@ -38,10 +36,6 @@ trace: Any = found  # None where the package is not installed
 logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """Paths that monitoring requests often."""
-DISCARDED_BYTES = 16 << 20
-"""Most bytes of a refused request's body that are read before the answer."""
-DISCARD_SECONDS = 1.0
-"""Most seconds for reading them."""
 
 
 class RootPath:
@@ -166,90 +160,44 @@ def send_traces_to(endpoint: str) -> None:
 
 
 class Guard:
-    """Checks the API key, then the size of the body: first by its header, then while it arrives.
+    """Checks the API key, and sets the client in the scope's state ("client") and in CLIENT: the name of the key, or
+    the address if there are no keys."""
 
-    It also sets the client in the scope's state ("client") and in CLIENT: the name of the key, or the address if there
-    are no keys.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str]) -> None:
         self.app = app
         self.api_keys = {name: key.encode() for name, key in api_keys.items()}
-        self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            if "100-continue" not in headers.get("expect", "").lower():  # such a client waits before it sends the body
-                await _discard_body(receive)
-            await refusal.response()(scope, receive, send)
-            return
-        size, refused = 0, False
-
-        async def counted() -> Message:
-            nonlocal size, refused
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.max_body_bytes and not refused:
-                refused = True
-                await _discard_body(receive)
-                await self._too_large().response()(scope, receive, send)
-            return {"type": "http.disconnect"} if refused else message
-
-        async def unless_refused(message: Message) -> None:
-            if not refused:
-                await send(message)
-
-        await self.app(scope, counted, unless_refused)
-
-    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         client = (scope.get("client") or ("",))[0]
         if self.api_keys and route_path(scope).startswith(GUARDED):
+            headers = Headers(scope=scope)
             given = bearer_token(headers).encode()
             # compare with all keys in constant time, so that time reveals nothing
             matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
-            client = matches[0] if matches else client
             if not matches:
                 problem = "the API key is wrong" if given else "no API key was given"
                 message = f"{problem}; send 'Authorization: Bearer KEY'"
-                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                await discard_body(headers, receive)
+                await refusal.response()(scope, receive, send)
+                return
+            client = matches[0]
         scope.setdefault("state", {})["client"] = client
         CLIENT.set(client)
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.max_body_bytes:
-            return self._too_large()
-        return None
-
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than the {self.max_body_bytes} bytes that this server takes; send less"
-        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
-
-
-async def _discard_body(receive: Receive) -> None:
-    """Read on for a while: closing the connection would reset a client that is still sending, and it would not see the
-    answer."""
-    left = DISCARDED_BYTES
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_SECONDS):
-            more = True
-            while more and left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                more = message.get("more_body", False)
+        await self.app(scope, receive, send)
 
 
 def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
     """Add all middleware; the last one added is the outermost."""
     app.add_middleware(HeadRequests)
-    app.state.body_time = BodyTime(settings.timeout_body)
+    app.state.body_reader = BodyReader(settings.max_body_bytes, settings.timeout_body)
     per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
     if per_minute or at_a_time:
         app.add_middleware(ClientLimits, per_minute=per_minute, at_a_time=at_a_time)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, api_keys=settings.api_keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -5,6 +5,7 @@ not validated at run time; tests validate real answers. A field with a default i
 from typing import Any, Literal
 
 from specdec.serving.http.faults import REFUSED, Answer, refusals
+from specdec.serving.openai.protocol import CalledFunction
 
 
 class Version(Answer):
@@ -136,15 +137,10 @@ class PromptScores(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class CalledFunctionAnswer(Answer):
-    name: str
-    arguments: str
-
-
 class ToolCallAnswer(Answer):
     id: str
     type: Literal["function"]
-    function: CalledFunctionAnswer
+    function: CalledFunction
 
 
 class MessageAnswer(Answer):

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: answers messages through the model's chat template, whole or streamed."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -45,7 +46,8 @@ class ChatTextAnswer(TextAnswer):
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)
         super().__init__(body, state, "chatcmpl", "chat.completion")
-        self._folds: dict[int, MessageFold] = {}  # by choice of a stream
+        new_fold = partial(MessageFold, thoughts=body.include_reasoning is not False)
+        self._folds: dict[int, MessageFold] = defaultdict(new_fold)  # by choice
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         self.engine.require_places(max(1, self.n))
@@ -108,14 +110,11 @@ class ChatTextAnswer(TextAnswer):
     def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
         delta = whole_delta(output)
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        message |= whole_message(self._fold().deltas(reply.read(delta)))
+        message |= whole_message(self._folds[index].deltas(reply.read(delta)))
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output)}
         return choice | self._details(index, delta, reply)
-
-    def _fold(self) -> MessageFold:
-        return MessageFold(thoughts=self.body.include_reasoning is not False)
 
     def _opening(self, index: int) -> dict[str, Any]:
         return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
@@ -123,15 +122,14 @@ class ChatTextAnswer(TextAnswer):
     async def _grown(
         self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
     ) -> AsyncIterator[dict[str, Any]]:
-        fold = self._folds.setdefault(index, self._fold())
-        for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply, fold)):
+        for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply)):
             yield {"choices": [choice]}
         if delta.output is not None:
             yield {"choices": [_chunk(index, {}, reply.finish_reason(delta.output))]}
 
-    def _added(self, index: int, delta: StreamDelta, reply: Reply, fold: MessageFold) -> list[dict[str, Any]]:
+    def _added(self, index: int, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
         """The choices of a delta's chunks, in order. The first has the details next to the text."""
-        deltas, details = fold.deltas(reply.read(delta)), self._details(index, delta, reply)
+        deltas, details = self._folds[index].deltas(reply.read(delta)), self._details(index, delta, reply)
         if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
             deltas.append({"content": ""})
         return [_chunk(index, fields) | (details if at == 0 else {}) for at, fields in enumerate(deltas)]

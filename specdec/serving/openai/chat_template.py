@@ -9,8 +9,6 @@ from specdec.serving.openai.protocol import ChatRequest, Message, refused
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
-ROLES = {"developer": "system"}
-"""Roles that OpenAI renamed, with the old name, which templates know."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields from which templates read the thoughts of an earlier answer."""
 NOT_OPTIONS = {
@@ -77,7 +75,8 @@ def _plain(place: str, message: Message, shape: MessageShape) -> dict[str, Any]:
     """Convert a message for the template: text parts are joined by line ends, call arguments become objects, absent
     fields are left out. Raises ApiError for parts that are no text, with their place."""
     plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
-    plain["role"] = ROLES.get(message.role, message.role)
+    if message.role == "developer":  # OpenAI renamed it; templates know the old name
+        plain["role"] = "system"
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_part_text(f"{place}.content", part) for part in message.content)
     elif message.content is None:

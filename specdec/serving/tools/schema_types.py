@@ -47,9 +47,9 @@ def _own_types(schema: Mapping[str, Any]) -> Iterable[Types]:
         given = schema["type"]
         yield _named(given if isinstance(given, list) else [given])
     if isinstance(values := schema.get("enum"), list):
-        yield frozenset(map(_type_of, values))
+        yield frozenset(map(type_of, values))
     if "const" in schema:
-        yield frozenset({_type_of(schema["const"])})
+        yield frozenset({type_of(schema["const"])})
 
 
 def _combined(
@@ -112,7 +112,7 @@ def _named(names: Sequence[Any]) -> Types:
     return frozenset(names) | ({"integer"} if "number" in names else NO_TYPE)
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
     match value:
         case bool():
             return "boolean"

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require_syntax
-from specdec.serving.tools.schema_types import accepted_types
+from specdec.serving.tools.schema_types import type_of
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
@@ -210,7 +210,7 @@ def typed(text: str, types: frozenset[str]) -> str:
         value = json.loads(written, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return quoted(text)
-    fits = "string" not in types or (types - {"string"}) & accepted_types({"const": value}, None)
+    fits = "string" not in types or type_of(value) in types - {"string"}
     return written if fits else quoted(text)
 
 
