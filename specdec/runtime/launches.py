@@ -42,7 +42,6 @@ class Launches:
         self._state = state
         self._draft_policy = draft_policy
         self._captured = captured
-        self._lag = 1 if captured else 0
         self._watch = DraftWatch()
         self._ended: int | None = None  # device clock at the end of the newest settled round; None: chunks followed
 
@@ -70,7 +69,7 @@ class Launches:
         launch brings a token, everything is settled now: waiting for the next step would leave the device idle.
         """
         gaining = not busy and any(launched.gaining() for launched in self.unsettled)
-        return self.settle_all(0 if gaining else self._lag)
+        return self.settle_all(left=int(self._captured and not gaining))
 
     def settle_all(self, left: int = 0) -> list[Request]:
         """Settle launches, oldest first, except the last `left`. Returns the requests that ended."""

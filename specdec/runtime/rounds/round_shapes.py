@@ -95,9 +95,8 @@ def captured_shape(state: DeviceState, shape: RoundShape) -> RoundShape:
     if shape.features.masked and shape.draft.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
         shape = shape._replace(forced=shape.draft.num_nodes)
     row_len = table.slots.host.shape[1] - 1  # unsettled rounds count in full, so the bound may exceed a row
-    max_committed_len = min(
-        width for width in prefix_buckets(row_len) if width >= min(shape.max_committed_len, row_len)
-    )
+    bound = min(shape.max_committed_len, row_len)
+    max_committed_len = min(width for width in prefix_buckets(row_len) if width >= bound)
     return shape._replace(batch=batch, max_committed_len=max_committed_len)
 
 
