@@ -38,8 +38,8 @@ class LaunchedStep:
     requests whose prompt ends here and that draw their first token; None for a round. packed: the result, being copied
     to the host; `shape` says how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]:
     number of tokens that each request's grammar forced. done: the CUDA event of the copy; None: there is nothing to
-    wait for. scores: requested log-probabilities of prompt tokens. catch_up_seconds: host time of the drafter's catch-up
-    before the round; 0 if rounds are captured.
+    wait for. scores: requested log-probabilities of prompt tokens. catch_up_seconds: host time of the drafter's
+    catch-up before the round; 0 if rounds are captured.
     """
 
     batch: RequestBatch
