@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kv_rig import SWA
-
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
+
+from inside import assert_idle
 
 
 class Asked(NamedTuple):
@@ -106,18 +106,10 @@ def wrong_requests(
     return wrong
 
 
-def require_empty(engine: Engine) -> None:
-    """Nobody is left, every slot is free or the prefix cache's, and the books are in order."""
-    engine.table.check()
-    assert engine.scheduler.idle and not engine.table.active_rows.size, "somebody is left"
-    allocator = engine.table.allocator
-    for pool in (allocator.primary, allocator.pools[SWA]):
-        assert pool is None or pool.held_pages == 0, f"{pool.held_pages} {pool.name} pages are held"
-
-
 def require_no_leak(make_and_use: Callable[[], Engine]) -> None:
-    """Nothing stays of an engine that is made, used, closed and dropped: neither itself nor a tensor of its K/V."""
+    """An engine that was used is idle, and once it is closed and dropped nothing stays: neither itself nor its K/V."""
     engine = make_and_use()
+    assert_idle(engine)
     left = [weakref.ref(thing) for thing in (engine, engine.table, engine.state, engine.scheduler)]
     left += [
         weakref.ref(pool) for store in engine.cache.stores for layer in store.layers.values() for pool in layer.fields

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 
-from specdec import Engine
+from specdec import Engine, EngineConfig
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import INTAKE_SECONDS, AsyncEngine
 from specdec.serving.server import address, listen
@@ -46,6 +47,28 @@ def served(
             server.should_exit = True
             thread.join(120)
             loop.close()
+
+
+def bundled_engine(drafter: str | None = "tiny-gemma4-mtp", **settings: Any) -> Any:
+    """A module's fixture: an engine of the bundled pair. settings: of its EngineConfig."""
+
+    @pytest.fixture(scope="module")
+    def engine() -> Iterator[Engine]:
+        with Engine.from_pretrained("tiny-gemma4", drafter, config=EngineConfig(**settings)) as engine:
+            yield engine
+
+    return engine
+
+
+def served_url(**settings: Any) -> Any:
+    """A module's fixture: the URL of a server over its `engine`. settings: of `served`."""
+
+    @pytest.fixture(scope="module")
+    def url(engine: Engine) -> Iterator[str]:
+        with served(engine, **settings) as (url, _, _):
+            yield url
+
+    return url
 
 
 def until(condition: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> None:

@@ -55,6 +55,13 @@ def prefill(scheduler: Scheduler) -> int:
     return int(chunk_len.sum())
 
 
+def admit_and_read(scheduler: Scheduler) -> None:
+    """Admit what fits, and compute its prompts to the end."""
+    scheduler.admit_requests()
+    while prefill(scheduler):
+        pass
+
+
 class Counts:
     """comparisons: of two keys. adopted: pages. cells: of the device's arrays that were written."""
 
@@ -98,9 +105,7 @@ def test_prompts_with_one_beginning_are_not_compared_with_each_other(count: int,
     """Each was compared with every running one: 200 admitted in a step made 20,000 comparisons."""
     scheduler = make(rows=count + 1, pages=200 * count)
     submit(scheduler, 0, [*SYSTEM, 9])
-    scheduler.admit_requests()
-    while prefill(scheduler):
-        pass  # the system prompt is cached
+    admit_and_read(scheduler)  # the system prompt is cached
     for number in range(count):
         submit(scheduler, 1 + number, [*SYSTEM, *([1000 + number] * 20)])
     comparisons, adopted, _ = counts.of(scheduler.admit_requests)
@@ -136,14 +141,10 @@ def test_the_head_of_the_line_adopts_nothing_while_it_does_not_fit(window: int |
     scheduler = make(rows=4, pages=560, window=window)
     prompt = list(range(400))
     first = submit(scheduler, 0, [*prompt, 7])
-    scheduler.admit_requests()
-    while prefill(scheduler):
-        pass
+    admit_and_read(scheduler)
     scheduler.release_requests(first)
     holder = submit(scheduler, 1, list(range(1000, 1150)))
-    scheduler.admit_requests()
-    while prefill(scheduler):
-        pass
+    admit_and_read(scheduler)
     waiter = submit(scheduler, 2, [*prompt, *range(2000, 2030)])
     for _ in range(5):
         assert counts.of(scheduler.admit_requests)[1:] == (0, 0)
@@ -158,9 +159,7 @@ def test_the_head_of_the_line_adopts_nothing_while_it_does_not_fit(window: int |
 def test_a_full_pool_is_noticed_before_prompts_are_compared(counts: Counts):
     scheduler = make(rows=4, pages=202)
     submit(scheduler, 0, list(range(200)), max_new_tokens=2)
-    scheduler.admit_requests()
-    while prefill(scheduler):
-        pass
+    admit_and_read(scheduler)
     scheduler.next_decode()
     submit(scheduler, 1, [*range(200)], max_new_tokens=2)
     scheduler.table.committed_len[np.array([0])] = scheduler.table.committed_len.host[0] + 1  # one more is due
@@ -195,9 +194,7 @@ def test_requests_with_different_salts_share_no_page(salts: tuple[str | None, st
     requests = []
     for number, salt in enumerate((*salts, salts[0])):
         requests.append(submit(scheduler, number, prompt, cache_salt=salt))
-        scheduler.admit_requests()
-        while prefill(scheduler):
-            pass
+        admit_and_read(scheduler)
     assert [request.stats.cached_tokens for request in requests] == [0, 0, 59]
     owned = [set(scheduler.table.pages(request.row, 59).tolist()) for request in requests]
     assert owned[0] == owned[2] and not owned[0] & owned[1]

@@ -6,14 +6,17 @@ import os
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from side_by_side import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import CapacityError, ConfigError, QueueFullError, RoundFailedError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
 
+from inside import assert_idle
 from processes import run
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -48,8 +51,7 @@ def serving(pair, scene, max_waiting=256, **sizes):
                 return result
 
         result = asyncio.run(run())
-        engine.table.check()
-        assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
+        assert_idle(engine)
         return result
 
 
@@ -92,25 +94,19 @@ def test_whoever_leaves_frees_slots_within_a_round(how, pair, random_prompt):
             if how == "cancel-generate":
                 await served.generate(random_prompt(5), LONG)
             async with await served.submit(random_prompt(5), LONG) as streams:
-                async for _, _ in streams:
-                    began.set()
-                    if how == "break":
-                        break
+                async for _ in streams:
                     if how == "abort":
                         streams.abort()
+                    if not how.startswith("cancel"):
                         break
 
-        began = asyncio.Event()
         task = asyncio.create_task(leave())
         if how.startswith("cancel"):
             await until(lambda: any(sample.handle.num_output for sample in served.samples))
             task.cancel()
-            before = len(steps)
-            assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
-        else:
-            await began.wait()
-            await task
-            before = len(steps)
+        [left] = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(left, asyncio.CancelledError) == how.startswith("cancel")
+        before = len(steps)
         await until(lambda: not engine.inbox.live)
         assert len(steps) - before <= 2
         assert engine.stats().aborted == 1
@@ -179,46 +175,16 @@ def test_a_reader_that_does_not_read_holds_up_nobody_and_gets_the_rest_at_once(p
     assert len(deltas) == 1 and len(deltas[0].token_ids) == NEW == len(other.token_ids)
 
 
-def failing(engine, fails):
-    """The engine's forward, raising whatever `fails` returns for the tokens it has seen."""
-    logits = engine.target.logits
-
-    def broken(hidden):
-        error = fails()
-        if error is not None:
-            raise error
-        return logits(hidden)
-
-    return broken
-
-
-@pytest.mark.parametrize("error", [RuntimeError("bad kernel"), torch.OutOfMemoryError("no memory"), MemoryError()])
-def test_a_round_that_fails_once_is_tried_again(error, pair, greedy_oracle, random_prompt, monkeypatch):
-    model, _ = pair
-    faults = [None, None, error]
-
-    async def scene(served):
-        broken = failing(served.engine, lambda: faults.pop(0) if faults else None)
-        monkeypatch.setattr(served.engine.target, "logits", broken)
-        outputs = await served.generate([random_prompt(5), random_prompt(9)], PARAMS)
-        assert served.trouble is None
-        return outputs
-
-    outputs = serving(pair, scene)
-    assert faults == []
-    assert [o.token_ids for o in outputs] == [greedy_oracle(model, random_prompt(n), NEW) for n in (5, 9)]
-
-
 def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_engine_goes_on(
     pair, greedy_oracle, random_prompt, monkeypatch
 ):
     model, _ = pair
-    broken = True
 
     async def scene(served):
-        nonlocal broken
-        fault = failing(served.engine, lambda: torch.OutOfMemoryError("no memory for 3 GB") if broken else None)
-        monkeypatch.setattr(served.engine.target, "logits", fault)
+        def broken(hidden):
+            raise torch.OutOfMemoryError("no memory for 3 GB")
+
+        monkeypatch.setattr(served.engine.target, "logits", broken)
 
         async def read():
             return [delta async for delta in served.stream(random_prompt(9), PARAMS)]
@@ -231,7 +197,7 @@ def test_rounds_that_keep_failing_fail_their_requests_with_the_reason_and_the_en
             with pytest.raises(RoundFailedError):
                 await served.generate(random_prompt(5), PARAMS)
         assert "rounds with requests failed" in served.trouble
-        broken = False
+        monkeypatch.undo()
         [output] = await served.generate(random_prompt(5), PARAMS)
         assert served.trouble is None
         return output
@@ -264,27 +230,22 @@ def test_several_event_loops_share_one_engine(pair, greedy_oracle, random_prompt
 
             results[length] = asyncio.run(read())
 
-        threads = [threading.Thread(target=one, args=(n,)) for n in (4, 5, 6, 7)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([partial(one, n) for n in (4, 5, 6, 7)])
         asyncio.run(served.close())
     assert results == {n: greedy_oracle(model, random_prompt(n), NEW) for n in (4, 5, 6, 7)}
 
 
 def test_a_loop_that_is_closed_under_its_streams_aborts_them(pair, random_prompt):
+    """If it had been told of news and never ran that call, they were served to their end."""
     _, make = pair
     with make() as engine:
         served = AsyncEngine(engine)
         loop = asyncio.new_event_loop()
         streams = loop.run_until_complete(served.submit([random_prompt(5)], LONG))
         loop.run_until_complete(streams.__anext__())
+        asyncio.run(until(lambda: streams._posted))
         loop.close()
-        end = time.monotonic() + 20
-        while served.samples:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        asyncio.run(until(lambda: not served.samples))
         assert engine.stats().aborted == 1
         asyncio.run(served.close())
 

@@ -37,10 +37,7 @@ NAN, INF = float("nan"), float("inf")
 SMALL = EngineConfig(max_model_len=64)
 SHORT = SamplingParams(max_new_tokens=3)
 SMALL_PAGE = EngineConfig(full_slots=8, swa_slots=3, page_size=4)
-
-
-def huge(slots):
-    return EngineConfig(full_slots=slots, max_model_len=64)
+HUGE = EngineConfig(full_slots=1 << 40, max_model_len=64)
 
 
 @pytest.fixture
@@ -67,13 +64,11 @@ def is_untouched(engine):
         ([1.5], ["1.5"]),
         ([[1, 2.0]], ["2.0", "integers"]),
         ([[True]], ["True", "integers"]),
-        ([True, False], ["True"]),
         ([1, "a"], ["1"]),
         ([["a"]], ["'a'", "integers"]),
         ([None], ["None", "token ids are integers"]),
         (5, ["5", "list of token ids"]),
         (None, ["None", "list of token ids"]),
-        (torch.tensor([1.5]), ["1.5"]),
         (torch.zeros(30, 30), ["0.0", "integers"]),
         (torch.zeros(2, 30, 30, dtype=torch.int64), ["[0, 0, 0", "integers"]),
         (nn.Linear(2, 2), ["<Linear>", "list of token ids"]),
@@ -81,7 +76,6 @@ def is_untouched(engine):
         ((x for x in [1]), ["gen", "list of token ids"]),
         ([[np.bool_(True)]], ["True", "integers"]),
         (SamplingParams(), ["<SamplingParams>"]),
-        ([list(range(96)), 5.5], ["5.5"]),
         (torch.tensor(3), ["3"]),
         ([[torch.tensor(1.5)]], ["1.5", "integers"]),
         (b"abc", ["b'abc'"]),
@@ -152,7 +146,7 @@ NUMBERS = {
     "top_p": ([0, 0.0, -1, 1.5, NAN, True, "x", None], "above 0 to 1"),
     "min_p": ([-0.1, 1.1, NAN, True, "x", None], "from 0 to 1"),
     "top_n_sigma": ([NAN, INF, -INF, 1e7, True, "1", None], "from -1e+06 to 1e+06"),
-    "repetition_penalty": ([0, -1, NAN, INF, True, "1", None], "from 1e-06 to 1e+06"),
+    "repetition_penalty": ([0, -1, NAN, INF, True, "1", None, 1e-300, 9e-7, 1.1e6, 1e300], "from 1e-06 to 1e+06"),
     "seed": ([-1, 1 << 63, True, "1", 1.0], "integer from 0"),
     "logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
     "prompt_logprobs": ([-1, True, "1", 2000, 0.5], "integer from 0 to 1024"),
@@ -200,9 +194,6 @@ VALUES = [
     for make, table in ((SamplingParams, NUMBERS), (EngineConfig, CONFIG))
     for name, (values, allowed) in table.items()
     for value in values
-]
-VALUES += [
-    (SamplingParams, "repetition_penalty", value, "from 1e-06 to 1e+06") for value in (1e-300, 9e-7, 1.1e6, 1e300)
 ]
 
 
@@ -356,11 +347,6 @@ def test_a_keyword_that_from_pretrained_does_not_take(keyword, says, make_target
         Engine.from_pretrained(str(tmp_path), config=SMALL, **{keyword: 1})
 
 
-def test_an_engine_of_parts_takes_no_unknown_keyword(make_target):
-    with pytest.raises(ConfigError, match=r"Engine takes no drafter_; did you mean drafter=\.\.\.\?"):
-        Engine(TargetModel(make_target("llama")), drafter_=None)
-
-
 @pytest.mark.parametrize(("prompt", "new"), [(64, 1), (70, 1), (70, 16), (64, 40)])
 def test_a_prompt_that_leaves_no_room_does_not_speak_of_new_tokens(prompt, new, make_target, make_engine):
     """A server asked for one token where its client had named none, and said so; and "raise it" where none can."""
@@ -393,7 +379,6 @@ CALLS = [
     # target, drafter, further arguments; the error, words of the refusal
     ("no-such-model", None, {}, CheckpointError, ["'no-such-model'", "tiny-gemma4"]),
     ("no/such-model", None, {}, CheckpointError, ["'no/such-model'", "tiny-gemma4"]),
-    ("/no/such/folder", None, {}, CheckpointError, ["'/no/such/folder'", "not a folder"]),
     ("./no-such-folder", None, {}, CheckpointError, ["'./no-such-folder'", "not a folder"]),
     ("a/b/c", None, {}, CheckpointError, ["'a/b/c'", "not a folder"]),
     (5, None, {}, ConfigError, ["5", "transformers model"]),
@@ -416,13 +401,10 @@ CALLS = [
     ("tiny-gemma4", "None", {}, CheckpointError, ["'None' names no checkpoint", "a drafter of None is no drafter"]),
     # settings in the wrong place, of the wrong type, or that the machine cannot have
     (LLAMA, None, {"max_model_len": 3}, ConfigError, ["config=EngineConfig(max_model_len=...)"]),
-    (LLAMA, None, {"num_steps": 3}, ConfigError, ["spec=SpecConfig(num_steps=...)"]),
-    ("tiny-gemma4", None, {"max_model_len": 3}, ConfigError, ["config=EngineConfig(max_model_len=...)"]),
     ("tiny-gemma4", None, {"num_steps": 3}, ConfigError, ["spec=SpecConfig(num_steps=...)"]),
     (LLAMA, None, {"spec": {"num_steps": 3}}, ConfigError, ["spec", "num_steps"]),
     (LLAMA, None, {"config": {"num_steps": 3}}, ConfigError, ["config", "num_steps"]),
-    (LLAMA, None, {"config": huge(10**9)}, CapacityError, [str(10**9), "GB", "lower full_slots"]),
-    (LLAMA, None, {"config": huge(1 << 40)}, CapacityError, [str(1 << 40), "GB", "lower full_slots"]),
+    (LLAMA, None, {"config": HUGE}, CapacityError, [str(1 << 40), "GB", "lower full_slots"]),
     (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["swa_slots=3", "page size 4", "give"]),
     ("tiny-gemma4", None, {"dtype": "float32", "torch_dtype": "bfloat16"}, ConfigError, DISAGREE),
     ("tiny-gemma4", None, {"config": FLOAT32, "torch_dtype": torch.bfloat16}, ConfigError, DISAGREE),
@@ -458,6 +440,8 @@ def test_an_engine_is_made_of_what_is_bound(make_target):
         Engine(bound, tokenizer="tiny-gemma4")
     with one_sentence(ConfigError, "spec is", "SpecConfig"):
         Engine(bound, spec={"num_steps": 2})
+    with one_sentence(ConfigError, "Engine takes no drafter_; did you mean drafter=...?"):
+        Engine(bound, drafter_=None)
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 48}, {"vocab_size": 120}], ids=str)

@@ -1,4 +1,4 @@
-"""Data sets by name, and the figures of `specdec bench` that other tools print too, against an engine's own counts."""
+"""Data sets by name, figures of `specdec bench` against an engine's own counts, and the report of `specdec eval`."""
 
 import json
 import sys
@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
 from specdec.evaluation import timed_comparison
+from specdec.evaluation.bench_run import PLAIN as UNDRAFTED
+from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
+from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdown
 from specdec.evaluation.timed_comparison import acceptance_figures, time_figures
 from specdec.runtime.draft_reports import vllm_figures
 
@@ -87,23 +90,18 @@ def test_rows_and_folders_that_are_no_data_set_are_refused(name, row, says, tmp_
         load_data(name, str(tmp_path))
 
 
-def no_network(*args, **kwargs):
-    raise ConnectionError("no route\nto host")
+def test_why_the_hub_did_not_answer(monkeypatch):
+    def no_network(*args, **kwargs):
+        raise ConnectionError("no route\nto host")
 
-
-@pytest.mark.parametrize(
-    ("name", "package", "says"),
-    [
+    for name, package, says in (
         ("spec-bench", None, "spec-bench is not on the hub"),
         ("gsm8k", None, r"specdec-runtime\[datasets\]"),
         ("gsm8k", SimpleNamespace(load_dataset=no_network), "no route"),
-    ],
-    ids=["elsewhere", "not installed", "no network"],
-)
-def test_why_the_hub_did_not_answer(name, package, says, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    with pytest.raises(SpecDecError, match=says):
-        load_data(name, "hub")
+    ):
+        monkeypatch.setitem(sys.modules, "datasets", package)
+        with pytest.raises(SpecDecError, match=says):
+            load_data(name, "hub")
 
 
 def bench(*words: str):
@@ -155,18 +153,6 @@ def test_a_bench_says_which_share_of_a_core_it_had(monkeypatch, tmp_path):
     assert "| transformers, plain |" in table and "| transformers, assisted |" in table
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--suppose-acceptance", "2"), "--suppose-acceptance belongs to --shape or --phases"),
-        (("--data-folder", "."), "--data-folder is for gsm8k"),
-    ],
-)
-def test_what_a_bench_cannot_pin_or_find_is_refused(words, says):
-    result = bench(*words)
-    assert result.exit_code and says in " ".join(result.output.split()), result.output
-
-
 def request(tokens: int, first: float, later: float, *rounds: tuple[int, int]) -> RequestStats:
     stats = RequestStats(output_tokens=tokens, first_token_seconds=first, decode_seconds=later)
     for accepted, depth in rounds:
@@ -185,3 +171,138 @@ def test_figures_of_fixed_requests():
     assert times["tokens_per_second"] == 3 and times["tokens_per_second_per_user"] == 3
     assert times["tpot_ms"]["mean"] == 375 and times["ttft_ms"] == {"mean": 1000, "p50": 1000, "p99": 1490}
     assert time_figures(requests[2:], 1.0)["tpot_ms"] is None
+
+
+def test_a_bench_has_no_figures_when_an_output_differs():
+    def record(index, ours, reference):
+        return {"index": index, "runs": {"x": {"token_ids": ours}, UNDRAFTED: {"token_ids": reference}}}
+
+    require_parity([record(0, [1, 2], [1, 2]), record(1, [3, 4], [3, 4])], "x")
+    for output, at in (([3, 5], 1), ([3], 1), ([3, 4, 5], 2), ([5, 4], 0)):
+        with pytest.raises(SpecDecError, match=f"prompt 1 differs from plain decoding at token {at} with x"):
+            require_parity([record(0, [1, 2], [1, 2]), record(1, output, [3, 4])], "x")
+
+
+# the report of an evaluation, from fixed records
+
+
+def record(index, speculative, plain, parting=None):
+    def run(text, rounds, accepted, seconds):
+        tokens = rounds + sum(accepted)
+        stats = {"rounds": rounds, "round_tokens": tokens, "accepted_counts": accepted}
+        drafted = {"drafted_rounds": rounds, "drafted_round_tokens": tokens, "drafted_counts": [rounds] * len(accepted)}
+        stats |= drafted if accepted else {}
+        stats["output_tokens"] = 10
+        return {"text": text, "token_ids": [], "finish_reason": "stop", "stats": stats, "seconds": seconds}
+
+    runs = {"speculative": run(speculative, 4, [4, 2], 0.5), "plain": run(plain, 9, [], 2.0)}
+    return {"index": index, "turn": 0, "parting": parting, "runs": runs}
+
+
+ANSWERS = ["#### 1", "#### 2", "#### 3", "#### 4"]
+RECORDS = [
+    record(0, "#### 1", "#### 1"),
+    record(1, "it is 2", "#### 2", {"position": 3, "logit_margin": 0.0001}),
+    record(2, "#### 3", "#### 4, no, 3", {"position": 0, "logit_margin": 0.5}),
+    record(3, "#### 5", "#### 5"),
+]
+SETTINGS = {"task": "gsm8k", "target": "t", "drafter": "d", "problems": 4, "temperature": 0.0, "stop": []}
+
+
+@pytest.fixture
+def fixed_report():
+    return make_report(SETTINGS, ANSWERS, RECORDS, "a machine")
+
+
+def test_the_report_of_fixed_records(fixed_report):
+    speculative, plain = fixed_report["runs"]["speculative"], fixed_report["runs"]["plain"]
+    assert [speculative["strict"]["correct"], speculative["last_number"]["correct"]] == [2, 3]
+    assert [plain["strict"]["correct"], plain["last_number"]["correct"]] == [2, 3]
+    assert speculative["strict"]["share"] == 0.5
+    assert speculative["strict"]["wilson_95"] == pytest.approx([0.1500, 0.8500], abs=5e-5)
+    assert (speculative["acceptance_length"], speculative["accepted_per_position"]) == (2.5, [1.0, 0.5])
+    assert (plain["acceptance_length"], plain["accepted_per_position"]) == (1.0, [])
+    assert fixed_report["comparison"] == {
+        "equal": 2,
+        "unequal": [
+            {"problem": 1, "position": 3, "logit_margin": 0.0001},
+            {"problem": 2, "position": 0, "logit_margin": 0.5},
+        ],
+        "strict": {"only_speculative": 1, "only_plain": 1, "mcnemar_p": 1.0},
+        "last_number": {"only_speculative": 0, "only_plain": 0, "mcnemar_p": 1.0},
+    }
+    assert fixed_report["timing"] == {
+        "hardware": "a machine",
+        "speculative": {"seconds": 2.0, "tokens_per_second": 20.0},
+        "plain": {"seconds": 8.0, "tokens_per_second": 5.0},
+        "speed_up": 4.0,
+    }
+    assert accuracy_title(fixed_report) == (
+        "gsm8k, 4 problems: t, drafter d\nspeed-up 4.00x, acceptance length 2.50, 2 of 4 outputs equal"
+    )
+
+
+EQUAL = [{**one, "parting": None} for one in RECORDS]
+PARTED = [
+    {**RECORDS[0], "turn": 1, "parting": {"position": None, "logit_margin": None}},
+    {**RECORDS[1], "parting": {"position": 7, "logit_margin": None}},
+]
+PLAIN = [{**one, "runs": {"plain": one["runs"]["plain"]}} for one in RECORDS]
+
+
+@pytest.mark.parametrize(
+    ("answers", "records", "lines"),
+    [
+        (
+            ANSWERS,
+            RECORDS,
+            [
+                "| speculative | 50.0 % (15.0 to 85.0) | 75.0 % (30.1 to 95.4) | 0 | 2.50 | 1.00, 0.50 | 20.0 |",
+                "- equal transcripts: 2 of 4",
+                "- problem 1 parts at token 3, logit margin 0.0001",
+                "- speed-up: 4.00x (speculative over plain, tokens/s; 2 of 4 outputs differ)",
+                "task gsm8k; target t; drafter d; problems 4; temperature 0.0; a machine",
+            ],
+        ),
+        (ANSWERS, PLAIN, ["| plain | 50.0 % (15.0 to 85.0) | 75.0 % (30.1 to 95.4) | 0 | no drafts |  | 5.0 |"]),
+        (
+            None,
+            RECORDS,
+            [
+                "- no speed-up: 2 of 4 outputs differ from plain decoding",
+                "| speculative | 0 | 2.50 | 1.00, 0.50 | withheld |",
+            ],
+        ),
+        (None, EQUAL, ["| speculative | 0 | 2.50 | 1.00, 0.50 | 20.0 |"]),
+        (
+            None,
+            PARTED,
+            [
+                "- problem 0, turn 2, follows an answer that differs",
+                "- problem 1 ends in one run at token 7, and goes on in the other",
+            ],
+        ),
+    ],
+    ids=["graded", "one run", "speed of unequal outputs", "speed", "partings"],
+)
+def test_markdown_says_what_was_found(answers, records, lines):
+    """A task that is made for its speed gives none where an output differs."""
+    report = make_report(SETTINGS, answers, records, "a machine")
+    assert set(lines) <= set(markdown(report).splitlines())
+    assert (report["comparison"] is None) == (records is PLAIN)
+    assert report["timing"].get("speed_up") == (
+        4.0 if (answers, records) in ((ANSWERS, RECORDS), (None, EQUAL)) else None
+    )
+    assert ("speed-up" in accuracy_title(report)) == ("speed_up" in report["timing"])
+
+
+def test_categories_and_turns_have_figures_of_their_own():
+    second = {**RECORDS[3], "turn": 1, "parting": None}
+    records = [*EQUAL, second]
+    report = make_report(SETTINGS, None, records, "a machine", ["qa", "qa", None, "rag"], "not judged")
+    assert {name: group["problems"] for name, group in report["categories"].items()} == {"qa": 2, "other": 1, "rag": 1}
+    assert {name: group["problems"] for name, group in report["turns"].items()} == {"turn 1": 4, "turn 2": 1}
+    text = markdown(report)
+    assert "| qa | 2 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
+    assert "| turn 2 | 1 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
+    assert "gsm8k: not judged." in text

@@ -49,6 +49,7 @@ def test_json_holds_text_tokens_and_statistics(answer):
     assert len(answer["stats"]["accepted_per_position"]) == 4
 
 
+LLAMA = ("--shape", "llama-8b", "--layers", "2", "--shrink", "16", "--device", "cpu")
 NO_CUDA = "device='cuda' cannot be used"
 ASKED_FOR_CUDA = [
     ((*words, "--device", "cuda"), NO_CUDA) for words in (("generate", "x"), ("bench",), ("eval", "gsm8k"))
@@ -59,7 +60,6 @@ ASKED_FOR_CUDA = [
     ("args", "says"),
     [
         (("generate", ""), "the prompt is ''"),
-        (("generate", "", "--raw"), "the prompt is ''"),
         (("generate", "x", "--target", "no/such/model/here"), "no/such/model/here"),
         (("generate", "x", "--drafter", "./nowhere"), "./nowhere"),
         (("generate", "x", "--temperature", "nan"), "temperature=nan"),
@@ -67,14 +67,29 @@ ASKED_FOR_CUDA = [
         (("generate", "x", "--max-new-tokens", "0"), "max_new_tokens=0"),
         (("generate", "x", "--max-new-tokens", "999999"), "max_model_len"),
         (("generate", "x", "--num-draft-tokens", "9"), "num_draft_tokens=9"),
+        (("bench", *LLAMA, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
+        (("bench", *LLAMA, "--contexts", "200k"), "context=204800 with 50 rounds after it"),
+        (("bench", *LLAMA, "--weights", "mxfp4"), "packs experts, and this shape has none"),
+        (("bench", *LLAMA, "--weights", "int3"), "weights='int3' is unknown; choose one of bf16, int4-g32"),
+        (("bench", *LLAMA, "--weights", "bf16", "--dtype", "fp16"), "contradict each other; give one of them"),
+        (("bench", *LLAMA, "--batches", "1,x"), "batches='1,x': positive whole numbers are expected"),
+        (("bench", *LLAMA, "--suppose-acceptance", "0.5"), "suppose_acceptance='0.5': numbers from 1 on are expected"),
+        (("bench", *LLAMA, "--target", "x"), "--shape makes its own target and drafter"),
+        (("bench", "--shape", "gemma5"), "shape='gemma5' is unknown; choose one of gemma4-e2b"),
+        (("bench", "--phases", "--layers", "3"), "are for --shape"),
+        (("bench", "--weights", "fp8"), "--weights belongs to --shape or --phases"),
+        (("bench", "--plot", "o.png"), "--plot belongs to --shape or --phases"),
+        (("bench", "--suppose-acceptance", "2"), "--suppose-acceptance belongs to --shape or --phases"),
+        (("bench", "--data-folder", "."), "--data-folder is for gsm8k"),
         (("bench", "--data", "missing.jsonl"), "missing.jsonl"),
         (("bench", "--data", "gsm8"), "data='gsm8': no such file; a JSONL file is expected, or one of gsm8k, mt-bench"),
         (("eval", "gsm8k", "--data", "missing.jsonl"), "missing.jsonl"),
         (("eval", "gsm8k", "--shots", "9"), "shots=9"),
-        (("eval", "gsm8k", "--top-n-sigma", "nan"), "top_n_sigma=nan"),
         (("eval", "gsm8k", "--compare", "--drafter", "none"), "drafter"),
-        (("eval", "gsm8k", "--target", "./nowhere"), "./nowhere"),
         (("generate", "x", "--dtype", "int8"), "dtype='int8': a floating torch.dtype or its name is expected, such as"),
+        (("serve", "--target", "/not/there", "--api-key", ""), "API key is empty"),
+        (("serve", "--target", "/not/there", "--tool-parser", "poem"), "tool_parser='poem' is unknown"),
+        (("serve", "--target", "/not/there", "--served-model-name", ""), "none empty"),
         (("bench", "--json", "--limit"), "'--limit': a file name or '-' is expected"),
         (("bench", "--json", "-x"), "'-x': a file name or '-' is expected"),
         *([] if torch.cuda.is_available() else ASKED_FOR_CUDA),

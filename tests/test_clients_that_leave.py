@@ -14,12 +14,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from specdec import Engine, EngineConfig
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.http import bodies
 
 from marks import deep
-from served_engine import served, until
+from served_engine import bundled_engine, served, until
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 MEGABYTE = 1 << 20
@@ -87,11 +86,7 @@ def test_what_a_job_holds_lives_no_longer_than_the_job_though_its_error_does():
     pool.shutdown()
 
 
-@pytest.fixture(scope="module")
-def engine():
-    config = EngineConfig(max_batch_size=2, max_model_len=512)
-    with Engine.from_pretrained("tiny-gemma4", None, config=config) as engine:
-        yield engine
+engine = bundled_engine(None, max_batch_size=2, max_model_len=512)
 
 
 def sent(url: str, route: str, body: dict) -> socket.socket:

@@ -7,6 +7,7 @@ Output   a ```text (or ```console) block right after a ```python block is what t
 Shell    a ```sh block is parsed: commands, options and values of `specdec`, options of scripts, targets of `make`. With
          a ```text block right after it, it is run as well (`specdec` commands only) and its output compared.
 Links    a relative link leads to a file, and its #anchor to a heading there. Names in backticks: test_docs_names.py.
+Notebook the cells of the first hour run as they stand, in one namespace.
 
 A page that is added to docs/ is held to the same rules, and must be in its index: docs/README.md or
 docs/decisions/README.md.
@@ -16,6 +17,7 @@ import contextlib
 import doctest
 import inspect
 import io
+import json
 import logging
 import re
 import runpy
@@ -157,19 +159,19 @@ def run_shell(text: str, name: str, monkeypatch: pytest.MonkeyPatch, runs: bool 
     for block in blocks(text):
         if block.language != "sh":
             continue
-        printed = ""
+        printed, is_run = "", runs and block.output is not None and not block.skipped
         for words in commands(block.code):
             where = f"{name}:{block.line}: {shlex.join(words)}"
             try:
                 check_command(words, monkeypatch)
             except Exception as error:
                 raise AssertionError(f"{where}: {error}") from error
-            if runs and block.output is not None and not block.skipped:
+            if is_run:
                 assert words[0] == "specdec", f"{where}: only specdec commands are run; leave out the output"
                 result = CliRunner().invoke(app, words[1:])
                 assert result.exit_code == 0, f"{where}: {result.output}"
                 printed += result.stdout
-        if runs and block.output is not None and not block.skipped:
+        if is_run:
             require_output(f"{name}:{block.line}", block.output, printed)
 
 
@@ -268,3 +270,31 @@ def test_index_names_every_page(folder):
     pages = {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
     assert pages
     assert sorted(page for page in pages if f"({page})" not in index) == []
+
+
+NOTEBOOK = ROOT / "examples" / "first_hour.ipynb"
+
+
+def cells(kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_notebook_runs_and_prints(shallow_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if not is_deep():
+        monkeypatch.setattr(published, "BUNDLED_DIR", shallow_folder)
+    names = {"__name__": "notebook"}
+    for number, cell in enumerate(cells("code")):
+        source = "".join(cell["source"])
+        source = source if is_deep() else re.sub(r"(?<=SamplingParams\()(max_new_tokens=)?\d+", "12", source)
+        exec(compile(source, f"cell {number}", "exec"), names)
+        assert capsys.readouterr().out.strip(), f"cell {number} shows nothing"
+    assert names["diagnosis"].healthy in (True, False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_notebook_is_kept_without_output_and_its_links_lead_somewhere():
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells("code"))
+    text = "".join("".join(cell["source"]) for cell in cells("markdown"))
+    assert "](" in text and broken_links(text, NOTEBOOK) == []

@@ -37,7 +37,6 @@ from marks import deep_cases, examples, is_deep
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
 SPEC = SpecConfig(4)
 TOKENS = examples(14, 32)
-BLOCK_TOKENS = examples(14, 32)
 QUESTIONS = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, 5)]
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -94,21 +93,19 @@ def taps(step):
     return change
 
 
-def rounded_fp8(state):
-    def cast(weight):
-        scale = weight.float().abs().amax(1, keepdim=True) / 448
-        return ((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
-
-    return {name: cast(w) if "proj" in name and "layer" in name else w for name, w in state.items()}
+def to_fp8(weight):
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    return ((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
 
 
-def rounded_int4(state):
-    def cast(weight):
-        groups = weight.float().view(-1, 32)
-        scale = groups.abs().amax(1, keepdim=True) / 7
-        return ((groups / scale).round() * scale).view_as(weight).to(weight.dtype)
+def to_int4(weight):
+    groups = weight.float().view(-1, 32)
+    scale = groups.abs().amax(1, keepdim=True) / 7
+    return ((groups / scale).round() * scale).view_as(weight).to(weight.dtype)
 
-    return {name: cast(w) if "proj" in name and "layer" in name else w for name, w in state.items()}
+
+def rounded(cast):
+    return lambda state: {name: cast(w) if "proj" in name and "layer" in name else w for name, w in state.items()}
 
 
 def text_rope(config):
@@ -134,8 +131,8 @@ SEEDED = {
     "norm": (HEAD, fed_back_unnormed, None, "norm"),
     "rope base of an assistant": (ASSISTANT, text_rope, None, "rope base"),
     "window of a head": (HEAD, slides, None, "window"),
-    "fp8 head": (HEAD, None, rounded_fp8, "dtype"),
-    "int4 assistant": (ASSISTANT, None, rounded_int4, "dtype"),
+    "fp8 head": (HEAD, None, rounded(to_fp8), "dtype"),
+    "int4 assistant": (ASSISTANT, None, rounded(to_int4), "dtype"),
 }
 
 
@@ -189,11 +186,8 @@ def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        (
-            SpecConfig(100, adaptive=True),
-            "num_steps=100, and tiny-gemma4-mtp is published for 4: a round drafts up to 100 where that",
-        ),
-        (SpecConfig(5, adaptive=False), "num_steps=5, and tiny-gemma4-mtp is published for 4: every round drafts 5;"),
+        (SpecConfig(100, adaptive=True), "a round drafts up to 100 where that"),
+        (SpecConfig(5, adaptive=False), "every round drafts 5;"),
         (SpecConfig(4), None),
     ],
     ids=["100", "5, fixed", "4"],
@@ -201,18 +195,15 @@ def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog
 def test_more_steps_than_a_drafter_is_published_for_are_spoken_of_at_load(spec, says, engine, caplog):
     drafter = load_any_drafter(ASSISTANT, engine.target)
     warn_at_load(engine.target, drafter, engine.tokenizer, spec)
-    assert (says in caplog.text) if says else not caplog.text
+    told = f"num_steps={spec.num_steps}, and tiny-gemma4-mtp is published for 4: {says}"
+    assert (told in caplog.text) if says else not caplog.text
 
 
-def test_few_prompts_and_no_drafter_are_refused(engine):
+def test_few_prompts_and_no_drafter_are_refused(engine, diagnosed):
     with pytest.raises(ConfigError, match="no drafter"):
         diagnose(engine)
-    fitted = load_any_drafter(ASSISTANT, engine.target)
-    with (
-        Engine(engine.target, fitted, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair,
-        pytest.raises(ConfigError, match="3 prompts; 4 or more"),
-    ):
-        diagnose(pair, ["a", "b", "c"])
+    with pytest.raises(ConfigError, match="3 prompts; 4 or more"):
+        diagnosed(ASSISTANT, prompts=["a", "b", "c"])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])
@@ -256,10 +247,9 @@ def test_what_is_clearly_better(expected, greedy, clear):
 def test_grids_are_told_from_ordinary_weights(dtype):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert grid_of(weight) == NONE
-    name = "layers.0.proj"
-    assert grid_of(rounded_fp8({name: weight})[name]) == "FP8"
+    assert grid_of(to_fp8(weight)) == "FP8"
     assert grid_of(weight.to(torch.float8_e4m3fn).to(dtype)) == "FP8"
-    assert grid_of(rounded_int4({name: weight})[name]) == "int4"
+    assert grid_of(to_int4(weight)) == "int4"
     assert grid_of(torch.ones(64, 256)) is None
 
 
@@ -379,18 +369,8 @@ def block(engine):
     head = random_head(target, "deepspec-dflash", std=0.1, mask_token=BLOCK_MASK, aux_layers=TAPS, windows=(None, 24))
     head.embed_tokens.weight.data.copy_(target.embed.weight)
     drafter = BlockDrafter(head, target)
-    head.lm_head.weight.data.copy_(fitted_head(engine, drafter, drafter.plain, 60, BLOCK_TOKENS))
+    head.lm_head.weight.data.copy_(fitted_head(engine, drafter, drafter.plain, 60, TOKENS))
     return lambda **changes: changed_block(drafter, target, **changes)
-
-
-@pytest.mark.deep
-def test_nothing_is_named_in_a_healthy_block_pair(block, diagnosed):
-    found = diagnosed(block(), prompts=None, max_new_tokens=BLOCK_TOKENS)
-    assert causes(found) == [] and found.healthy
-    assert found.reference.holds and found.reference.same_token and found.reference.difference < 1e-4
-    assert found.acceptance.length > 1.5
-    assert found.read["MASK"] == str(BLOCK_MASK)
-    assert {trial.cause for trial in found.trials} >= {"MASK id", "taps"}
 
 
 @deep_cases("taps one later")
@@ -404,7 +384,7 @@ def test_nothing_is_named_in_a_healthy_block_pair(block, diagnosed):
     ids=["MASK", "taps one later"],
 )
 def test_a_seeded_cause_of_a_block_pair_is_named_and_only_that(changes, cause, do, block, diagnosed):
-    found = diagnosed(block(**changes), prompts=None, max_new_tokens=BLOCK_TOKENS)
+    found = diagnosed(block(**changes), prompts=None)
     assert causes(found) == [cause]
     [finding] = found.findings
     assert do in finding.do

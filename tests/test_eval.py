@@ -1,4 +1,4 @@
-"""GSM8K evaluation: prompts, problems, the report of fixed records, and runs of the bundled pair that survive kills."""
+"""GSM8K evaluation: prompts, problems, and runs of the bundled pair that survive kills."""
 
 import copy
 import json
@@ -18,10 +18,7 @@ from specdec.evaluation.accuracy import (
     problem_seed,
     read_transcripts,
 )
-from specdec.evaluation.bench_run import PLAIN as UNDRAFTED
-from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.data_sets import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
-from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdown
 from specdec.loading import load_tokenizer
 from specdec.models.published import resolve_name
 from specdec.progress import Interrupted
@@ -102,131 +99,6 @@ def test_shots_and_the_stop_string_follow_the_chat_template(chat_template, shots
     settings = evaluate("gsm8k", "tiny-gemma4", shots=shots, limit=1, params=SamplingParams(2))["settings"]
     assert (settings["shots"], settings["chat_template"]) == (used, bool(chat_template))
     assert settings["stop"] == ["Question:"] * stops
-
-
-# the report, from fixed records
-
-
-def record(index, speculative, plain, parting=None):
-    def run(text, rounds, accepted, seconds):
-        tokens = rounds + sum(accepted)
-        stats = {"rounds": rounds, "round_tokens": tokens, "accepted_counts": accepted}
-        drafted = {"drafted_rounds": rounds, "drafted_round_tokens": tokens, "drafted_counts": [rounds] * len(accepted)}
-        stats |= drafted if accepted else {}
-        stats["output_tokens"] = 10
-        return {"text": text, "token_ids": [], "finish_reason": "stop", "stats": stats, "seconds": seconds}
-
-    runs = {"speculative": run(speculative, 4, [4, 2], 0.5), "plain": run(plain, 9, [], 2.0)}
-    return {"index": index, "turn": 0, "parting": parting, "runs": runs}
-
-
-ANSWERS = ["#### 1", "#### 2", "#### 3", "#### 4"]
-RECORDS = [
-    record(0, "#### 1", "#### 1"),
-    record(1, "it is 2", "#### 2", {"position": 3, "logit_margin": 0.0001}),
-    record(2, "#### 3", "#### 4, no, 3", {"position": 0, "logit_margin": 0.5}),
-    record(3, "#### 5", "#### 5"),
-]
-SETTINGS = {"task": "gsm8k", "target": "t", "drafter": "d", "problems": 4, "temperature": 0.0, "stop": []}
-
-
-@pytest.fixture
-def fixed_report():
-    return make_report(SETTINGS, ANSWERS, RECORDS, "a machine")
-
-
-def test_the_report_of_fixed_records(fixed_report):
-    speculative, plain = fixed_report["runs"]["speculative"], fixed_report["runs"]["plain"]
-    assert [speculative["strict"]["correct"], speculative["last_number"]["correct"]] == [2, 3]
-    assert [plain["strict"]["correct"], plain["last_number"]["correct"]] == [2, 3]
-    assert speculative["strict"]["share"] == 0.5
-    assert speculative["strict"]["wilson_95"] == pytest.approx([0.1500, 0.8500], abs=5e-5)
-    assert (speculative["acceptance_length"], speculative["accepted_per_position"]) == (2.5, [1.0, 0.5])
-    assert (plain["acceptance_length"], plain["accepted_per_position"]) == (1.0, [])
-    assert fixed_report["comparison"] == {
-        "equal": 2,
-        "unequal": [
-            {"problem": 1, "position": 3, "logit_margin": 0.0001},
-            {"problem": 2, "position": 0, "logit_margin": 0.5},
-        ],
-        "strict": {"only_speculative": 1, "only_plain": 1, "mcnemar_p": 1.0},
-        "last_number": {"only_speculative": 0, "only_plain": 0, "mcnemar_p": 1.0},
-    }
-    assert fixed_report["timing"] == {
-        "hardware": "a machine",
-        "speculative": {"seconds": 2.0, "tokens_per_second": 20.0},
-        "plain": {"seconds": 8.0, "tokens_per_second": 5.0},
-        "speed_up": 4.0,
-    }
-    assert accuracy_title(fixed_report) == (
-        "gsm8k, 4 problems: t, drafter d\nspeed-up 4.00x, acceptance length 2.50, 2 of 4 outputs equal"
-    )
-
-
-EQUAL = [{**one, "parting": None} for one in RECORDS]
-PARTED = [
-    {**RECORDS[0], "turn": 1, "parting": {"position": None, "logit_margin": None}},
-    {**RECORDS[1], "parting": {"position": 7, "logit_margin": None}},
-]
-PLAIN = [{**one, "runs": {"plain": one["runs"]["plain"]}} for one in RECORDS]
-
-
-@pytest.mark.parametrize(
-    ("answers", "records", "lines"),
-    [
-        (
-            ANSWERS,
-            RECORDS,
-            [
-                "| speculative | 50.0 % (15.0 to 85.0) | 75.0 % (30.1 to 95.4) | 0 | 2.50 | 1.00, 0.50 | 20.0 |",
-                "- equal transcripts: 2 of 4",
-                "- problem 1 parts at token 3, logit margin 0.0001",
-                "- speed-up: 4.00x (speculative over plain, tokens/s; 2 of 4 outputs differ)",
-                "task gsm8k; target t; drafter d; problems 4; temperature 0.0; a machine",
-            ],
-        ),
-        (ANSWERS, PLAIN, ["| plain | 50.0 % (15.0 to 85.0) | 75.0 % (30.1 to 95.4) | 0 | no drafts |  | 5.0 |"]),
-        (
-            None,
-            RECORDS,
-            [
-                "- no speed-up: 2 of 4 outputs differ from plain decoding",
-                "| speculative | 0 | 2.50 | 1.00, 0.50 | withheld |",
-            ],
-        ),
-        (None, EQUAL, ["| speculative | 0 | 2.50 | 1.00, 0.50 | 20.0 |"]),
-        (
-            None,
-            PARTED,
-            [
-                "- problem 0, turn 2, follows an answer that differs",
-                "- problem 1 ends in one run at token 7, and goes on in the other",
-            ],
-        ),
-    ],
-    ids=["graded", "one run", "speed of unequal outputs", "speed", "partings"],
-)
-def test_markdown_says_what_was_found(answers, records, lines):
-    """A task that is made for its speed gives none where an output differs."""
-    report = make_report(SETTINGS, answers, records, "a machine")
-    assert set(lines) <= set(markdown(report).splitlines())
-    assert (report["comparison"] is None) == (records is PLAIN)
-    assert report["timing"].get("speed_up") == (
-        4.0 if (answers, records) in ((ANSWERS, RECORDS), (None, EQUAL)) else None
-    )
-    assert ("speed-up" in accuracy_title(report)) == ("speed_up" in report["timing"])
-
-
-def test_categories_and_turns_have_figures_of_their_own():
-    second = {**RECORDS[3], "turn": 1, "parting": None}
-    records = [*EQUAL, second]
-    report = make_report(SETTINGS, None, records, "a machine", ["qa", "qa", None, "rag"], "not judged")
-    assert {name: group["problems"] for name, group in report["categories"].items()} == {"qa": 2, "other": 1, "rag": 1}
-    assert {name: group["problems"] for name, group in report["turns"].items()} == {"turn 1": 4, "turn 2": 1}
-    text = markdown(report)
-    assert "| qa | 2 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
-    assert "| turn 2 | 1 | 2.50 | 20.0 | 5.0 | 4.00x |" in text
-    assert "gsm8k: not judged." in text
 
 
 # runs on the bundled pair
@@ -373,16 +245,6 @@ def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions,
     assert "speed_up" not in report["timing"]
 
 
-def test_a_bench_has_no_figures_when_an_output_differs():
-    def record(index, ours, reference):
-        return {"index": index, "runs": {"x": {"token_ids": ours}, UNDRAFTED: {"token_ids": reference}}}
-
-    require_parity([record(0, [1, 2], [1, 2]), record(1, [3, 4], [3, 4])], "x")
-    for output, at in (([3, 5], 1), ([3], 1), ([3, 4, 5], 2), ([5, 4], 0)):
-        with pytest.raises(SpecDecError, match=f"prompt 1 differs from plain decoding at token {at} with x"):
-            require_parity([record(0, [1, 2], [1, 2]), record(1, output, [3, 4])], "x")
-
-
 # going on after a kill, and with more problems
 
 
@@ -430,39 +292,23 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
             evaluate("gsm8k", *PAIR, folder=folder, **{**SMALL, **change})
 
 
-@pytest.mark.deep
-def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
-    """The last batch of 5 had one problem and is made again with the sixth; the four before it are not."""
-    (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
-    made = []
-    whole = evaluation.solve
-    monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
-    larger = evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 7})
-    assert made == [(4, 5), (6,)]
-    fresh = evaluate("gsm8k", *PAIR, **{**SMALL, "limit": 7})
-    assert without_timing(larger) == without_timing(fresh)
-    made.clear()
-    assert evaluate("gsm8k", *PAIR, folder=tmp_path, **{**SMALL, "limit": 7})["runs"] == larger["runs"]
-    assert made == []
-
-
 @pytest.mark.slow
 def test_only_batches_of_the_same_problems_are_taken_over(tmp_path, monkeypatch):
     data, made, whole = tmp_path / "data.jsonl", [], evaluation.solve
     monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
-    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(3)]
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(4)]
 
     def run(rows, limit):
         data.write_text("\n".join(map(json.dumps, rows)))
         made.clear()
-        one = {"params": SamplingParams(2), "config": EngineConfig(max_batch_size=1)}
-        evaluate("gsm8k", "tiny-gemma4", data=data, limit=limit, folder=tmp_path / "kept", **one)
+        pairs = {"params": SamplingParams(2), "config": EngineConfig(max_batch_size=2)}
+        evaluate("gsm8k", "tiny-gemma4", data=data, limit=limit, folder=tmp_path / "kept", **pairs)
         return made
 
-    assert run(rows, 2) == [(0,), (1,)]
-    assert run(rows, 3) == [(2,)]
-    assert run([{**rows[0], "question": "What else?"}, *rows[1:]], 3) == [(0,)]
-    assert run(rows, 1) == []
+    assert run(rows, 3) == [(0, 1), (2,)]
+    assert run(rows, 4) == [(2, 3)]  # the last batch had one problem, and is made again with the fourth
+    assert run([{**rows[0], "question": "What else?"}, *rows[1:]], 4) == [(0, 1)]
+    assert run(rows, 2) == []
 
 
 @pytest.mark.slow

@@ -206,11 +206,19 @@ def break_step(scene: Scene, stage: str, at: int) -> Calls:
     return calls
 
 
-def test_a_fault_between_append_and_commit_doubles_no_token(scenes, monkeypatch) -> None:
-    """Settling one request of two: the other had its tokens already."""
-    scene = scenes("mtp", CHAIN, 1)
+def break_round(scene: Scene, name: str, broken: Any) -> None:
+    """A round of both in which this attribute of a request raises, and what is left of it."""
     scene.begin("round")
-    settle, settled = type(scene.engine.scheduler.running[0]).settle, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, name, broken)
+        with pytest.raises(Fault):
+            next(scene.other)
+    scene.finish()
+
+
+def test_a_fault_between_append_and_commit_doubles_no_token(scenes) -> None:
+    """Settling one request of two: the other had its tokens already."""
+    settle, settled = Request.settle, []
 
     def interrupted(request, *arguments, **options):
         if settled:
@@ -218,26 +226,16 @@ def test_a_fault_between_append_and_commit_doubles_no_token(scenes, monkeypatch)
         settled.append(request)
         settle(request, *arguments, **options)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(type(scene.engine.scheduler.running[0]), "settle", interrupted)
-        with pytest.raises(Fault):
-            next(scene.other)
-    scene.finish()
+    break_round(scenes("mtp", CHAIN, 1), "settle", interrupted)
 
 
-def test_a_fault_while_tokens_are_appended_doubles_none(scenes, monkeypatch) -> None:
+def test_a_fault_while_tokens_are_appended_doubles_none(scenes) -> None:
     """The stream has its tokens of the round, but they are not settled yet."""
-    scene = scenes("mtp", CHAIN, 1)
-    scene.begin("round")
 
     def interrupted(*settled):
         raise Fault
 
-    with monkeypatch.context() as broken:
-        broken.setattr(Request, "settled", property(Request.settled.__get__, interrupted))  # of the stream, the first
-        with pytest.raises(Fault):
-            next(scene.other)
-    scene.finish()
+    break_round(scenes("mtp", CHAIN, 1), "settled", property(Request.settled.__get__, interrupted))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

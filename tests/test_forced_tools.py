@@ -85,6 +85,7 @@ ALLOWED = {
                                             {"x": 1}),
     "a property called $ref": ({"type": "object", "properties": {"$ref": NUMBER}}, {"$ref": 1}, {"$ref": "1"}),
     "no type": ({"properties": {"x": NUMBER}}, {"x": 1}, 5),
+    "no others": ({"type": "object", "properties": {"x": NUMBER}}, {"x": 1}, {"x": 1, "y": 2}),
     "null too": ({"type": ["object", "null"], "properties": {"x": NUMBER}}, {"x": 1}, None),
 }  # fmt: skip
 

@@ -169,14 +169,6 @@ def test_what_is_missing_is_named(byte_tokenizer, pair_tokenizer, monkeypatch):
     assert Grammars(None, 96).start(SamplingParams(), {1}, {1}) is None
 
 
-def test_a_grammar_is_compiled_once(byte_tokenizer):
-    grammars = Grammars(byte_tokenizer, 300)
-    first, same, other = (
-        grammars.start(SamplingParams(choice=one), {EOS}, {EOS}) for one in (["a", "b"], ("a", "b"), ["a", "c"])
-    )
-    assert first.matcher is same.matcher is not other.matcher
-
-
 def test_choices_are_taken_literally(start):
     odd = ["a.b*", "(x|y)", 'say "hi"', "back\\slash", "zwei\nZeilen", "grün", "\x7f\x01", "\U0001f600"]
     for one in odd:

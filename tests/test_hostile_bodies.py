@@ -11,7 +11,6 @@ import weakref
 import httpx
 import pytest
 
-from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
 from specdec.serving.http import bodies, events
 from specdec.serving.http.bodies import MAX_CONTAINERS, json_counts, parse, require_few_values
@@ -21,7 +20,7 @@ from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
 from specdec.serving.server_settings import ServeSettings
 from specdec.text.detokenize import token_bytes
 
-from served_engine import served, until
+from served_engine import bundled_engine, served_url, until
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 LIMIT = 4 << 20
@@ -138,26 +137,19 @@ def test_bounds_say_their_figure():
 # a server in this process
 
 
-@pytest.fixture(scope="module")
-def server():
-    config = EngineConfig(max_batch_size=4, max_model_len=512)
-    with (
-        Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine,
-        served(engine, LIMIT) as (url, running, loop),
-    ):
-        yield url, running, loop
+engine, url = bundled_engine(max_batch_size=4, max_model_len=512), served_url(max_body_bytes=LIMIT)
 
 
-def post(server, body, path="/v1/chat/completions", **options):
+def post(url, body, path="/v1/chat/completions", **options):
     content = body if isinstance(body, (bytes, str)) else json.dumps(body)
     headers = {"Content-Type": "application/json"} | options.pop("headers", {})
-    return httpx.post(server[0] + path, content=content, headers=headers, timeout=120, **options)
+    return httpx.post(url + path, content=content, headers=headers, timeout=120, **options)
 
 
 ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
 
 
-def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(server, monkeypatch):
+def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(url, monkeypatch):
     seen = []
 
     def noted(*arguments):
@@ -165,15 +157,15 @@ def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(server, monke
         return parse(*arguments)
 
     monkeypatch.setattr(bodies, "parse", noted)
-    assert post(server, ASKED | {"user": "x" * 200_000}).status_code == 200
+    assert post(url, ASKED | {"user": "x" * 200_000}).status_code == 200
     assert len(seen) == 1 and seen[0].startswith("specdec-bodies")
     for name in ("zeros as messages", "half a million zeros as stops", "unknown fields"):
-        answer = post(server, FILLED[name]())
+        answer = post(url, FILLED[name]())
         assert answer.status_code == 400 and answer.json()["error"]["message"]
     assert all(name.startswith("specdec-bodies") for name in seen)
 
 
-def test_whole_answers_are_put_together_off_the_loop(server, monkeypatch):
+def test_whole_answers_are_put_together_off_the_loop(url, monkeypatch):
     names = []
     whole = chat.ChatTextAnswer._whole
 
@@ -182,7 +174,7 @@ def test_whole_answers_are_put_together_off_the_loop(server, monkeypatch):
         return whole(*arguments)
 
     monkeypatch.setattr(chat.ChatTextAnswer, "_whole", noted)
-    answer = post(server, ASKED | {"logprobs": True, "top_logprobs": 20, "max_tokens": 8})
+    answer = post(url, ASKED | {"logprobs": True, "top_logprobs": 20, "max_tokens": 8})
     assert (
         answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
     )
@@ -199,6 +191,12 @@ def test_many_tokens_in_one_delta_are_read_off_the_loop():
     assert asyncio.run(run(events.MANY_TOKENS)) is not here
 
 
+def with_call(arguments, name="f"):
+    """A chat in which an assistant has called a tool."""
+    call = {"id": "a", "function": {"name": name, "arguments": arguments}}
+    return {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [call]}]}
+
+
 REFUSED = {
     "messages for the template": ({"chat_template_kwargs": {"messages": []}}, "chat template"),
     "self for the template": ({"chat_template_kwargs": {"self": 1}}, "chat template"),
@@ -206,25 +204,17 @@ REFUSED = {
     "chat for the template": ({"chat_template_kwargs": {"chat": 1}}, None),
     "conversation for the template": ({"chat_template_kwargs": {"conversation": 1}}, "chat template"),
     "a key of 5000 digits": ({"logit_bias": {"1" * 5000: 1}}, "its keys are token ids"),
-    "half a pair as arguments": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]}, None),
-    "half a pair as a name": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "\ud800", "arguments": "{}"}}]}]}, None),
-    "deep arguments": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000}}]}]}, "is not JSON"),
-    "arguments 900 deep": (
-        {"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"id": "a", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}]}]}, None),
-}  # fmt: skip
+    "half a pair as arguments": (with_call('{"a": "\\ud800"}'), None),
+    "half a pair as a name": (with_call("{}", name="\ud800"), None),
+    "deep arguments": (with_call("[" * 100_000 + "]" * 100_000), "is not JSON"),
+    "arguments 900 deep": (with_call("[" * 900 + "]" * 900), None),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_was_a_500_is_the_clients_mistake(name, server):
+def test_what_was_a_500_is_the_clients_mistake(name, url):
     change, said = REFUSED[name]
-    answer = post(server, ASKED | change)
+    answer = post(url, ASKED | change)
     if said is None:
         assert answer.status_code in (200, 400), answer.text
     else:
@@ -247,14 +237,14 @@ def lines_with(caplog, word):
     return found()
 
 
-def test_a_path_cannot_write_lines_or_escapes_into_the_log(server, caplog):
+def test_a_path_cannot_write_lines_or_escapes_into_the_log(url, caplog):
     caplog.set_level(logging.INFO, logger="specdec.serving")
-    httpx.get(server[0] + "/a%0aERROR%20forged%1b[31m%0d%e2%80%a8%c2%9b")
+    httpx.get(url + "/a%0aERROR%20forged%1b[31m%0d%e2%80%a8%c2%9b")
     [line] = lines_with(caplog, "forged")
     assert line.isprintable() and "\\n" in line and "\\x1b" in line
 
 
-def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(server, caplog, monkeypatch):
+def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(url, caplog, monkeypatch):
     """It was logged as 499, and had neither the id nor the headers for other origins."""
     caplog.set_level(logging.INFO, logger="specdec.serving")
 
@@ -262,18 +252,18 @@ def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(server, caplog, m
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(chat.ChatTextAnswer, "_params", broken)
-    answer = post(server, ASKED, headers={"X-Request-Id": "mine-500"})
+    answer = post(url, ASKED, headers={"X-Request-Id": "mine-500"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-500"
     assert answer.json()["error"]["type"] == "server_error" and "on purpose" not in answer.text
     [line] = lines_with(caplog, "mine-500")
     assert " 500 in " in line
 
 
-def test_a_body_of_another_type_is_refused_with_415(server):
+def test_a_body_of_another_type_is_refused_with_415(url):
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        answer = post(server, ASKED, headers={"Content-Type": kind})
+        answer = post(url, ASKED, headers={"Content-Type": kind})
         assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
-    assert post(server, ASKED, headers={"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+    assert post(url, ASKED, headers={"Content-Type": "application/json; charset=utf-8"}).status_code == 200
 
 
 def test_keys_that_no_header_can_hold_are_refused():

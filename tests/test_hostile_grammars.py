@@ -1,13 +1,13 @@
 """A hostile grammar fails its own request and nothing else: it costs no process, no minute and no gigabyte."""
 
 import gc
-import http.server
 import json
 import os
-import threading
+import socket
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from hostile_grammars import HOSTILE, chained, far_patterns, nested
 
 from specdec import SamplingParams
 from specdec.errors import ConfigError
@@ -21,23 +21,84 @@ EOS = 256  # of byte_tokenizer
 STEPS = 6
 
 
+def nested(key: str, depth: int, wrap: Callable[[str], str] = "[{}]".format) -> str:
+    """JSON text of a schema in a schema in a schema: never built as an object, which would overflow Python's stack."""
+    before, after = wrap("|").split("|")
+    return ('{"' + key + '": ' + before) * depth + '{"type": "string"}' + (after + "}") * depth
+
+
+def chained(count: int, link: Callable[[dict[str, Any]], dict[str, Any]] = lambda ref: ref) -> str:
+    """References to references."""
+    definitions = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions | {f"d{count}": {"type": "string"}}})
+
+
+def doubled(levels: int, key: str) -> str:
+    """Two references to a schema of two references to ...: 2 ** levels, were they written out."""
+    return chained(levels, lambda ref: {key: [ref, ref]})
+
+
+def inside(depth: int, value: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(depth):
+        value = {"allOf": [value]}
+    return value
+
+
+def far_patterns(count: int) -> str:
+    return json.dumps({"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(2, count)]})
+
+
+PLAIN = "{}".format
+SCHEMAS = {
+    "4000 chained refs": chained(4000),
+    "1999 chained refs": chained(1999),
+    "1999 refs in allOf 40 deep": chained(1999, lambda ref: inside(40, ref)),
+    "1999 refs in anyOf": chained(1999, lambda ref: {"anyOf": [ref, {"type": "null"}]}),
+    "a ref to itself": '{"$ref": "#"}',
+    "refs in a circle": '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+    "10000 nested allOf": nested("allOf", 10000),
+    "10000 nested anyOf": nested("anyOf", 10000),
+    "10000 nested items": nested("items", 10000, PLAIN),
+    "10000 nested not": nested("not", 10000, PLAIN),
+    "10000 nested properties": nested("properties", 10000, lambda inner: '{"a": ' + inner + "}"),
+    "100000 nested arrays": "[" * 100000 + "]" * 100000,
+    "a const 900 deep": '{"const": ' + "[" * 900 + "]" * 900 + "}",
+    "allOf of allOf of ...": doubled(26, "allOf"),
+    "anyOf of anyOf of ...": doubled(26, "anyOf"),
+    "products of anyOf": json.dumps({"allOf": [{"anyOf": [{"minLength": i}, {"maxLength": i}]} for i in range(40)]}),
+    "200 patterns at once": far_patterns(200),
+    "a pattern of 5000 groups": json.dumps({"type": "string", "pattern": "(" * 5000 + "a" + ")" * 5000}),
+    "20000 properties": json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(20000)}}),
+    "a long enum": json.dumps({"enum": ["v" * 900_000]}),
+    "a schema of 2 MB": json.dumps({"description": "x" * 2_000_000}),
+    "divisors": json.dumps({"type": "integer", "allOf": [{"multipleOf": p} for p in (99991, 99989, 99971)]}),
+    "a number of 4000 digits": '{"type": "integer", "minimum": ' + "9" * 4000 + "}",
+    "a file": '{"$ref": "file:///etc/passwd"}',
+}
+REGEXES = {
+    "10000 groups": "(" * 10000 + "a" + ")" * 10000,
+    "3000 stars": "(?:" * 3000 + "a" + ")*" * 3000,
+    "repeats of repeats": "(a{1000}){1000}",
+    "a million times": "a{1000000}",
+    "3 MB": "a" * 3_000_000,
+    "a literal": "a" * 60000,
+    "alternatives": "|".join(f"w{i}" for i in range(9000)),
+    "states": "(a|b)*a(a|b){30}",
+    "brackets": "[" * 10000,
+    "sets of sets": "[" * 2000 + "a" + "]" * 2000,
+    "half a pair": "\ud800",
+    "flags": "(?i)" * 5000 + "a",
+    "nothing or nothing": "|" * 60000,
+    "backslashes": "\\" * 50001,
+}
+HOSTILE = {name: ("json_schema", text) for name, text in SCHEMAS.items()}
+HOSTILE |= {f"regex: {name}": ("regex", text) for name, text in REGEXES.items()}
+"""Schemas and regular expressions: (setting of SamplingParams, value)."""
+
+
 @pytest.fixture(scope="module")
 def grammars(byte_tokenizer):
     return Grammars(byte_tokenizer, 300)
-
-
-@pytest.fixture
-def tried(byte_tokenizer):
-    """Grammars that have needed a worker, and the trial that has it."""
-    grammars = Grammars(byte_tokenizer, 300)
-    start(grammars, regex="a+")
-    return grammars, grammars._library._trial
-
-
-@pytest.fixture
-def quick_trial(monkeypatch):
-    """What hangs is ended sooner than it would be in service."""
-    monkeypatch.setattr(grammar_trial, "SECONDS", 0.3)
 
 
 def start(grammars, **params):
@@ -68,14 +129,13 @@ def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, gr
         assert said.startswith((kind, "a grammar")) and "\n" not in said and len(said) < 400
 
 
-def test_a_grammar_behind_hostile_ones_is_followed(grammars, quick_trial):
+def test_a_grammar_behind_hostile_ones_is_followed(grammars, monkeypatch):
+    monkeypatch.setattr(grammar_trial, "SECONDS", 0.3)  # what hangs is ended sooner than in service
     with pytest.raises(ConfigError, match="more than"):
         start(grammars, json_schema=far_patterns(60))
     assert start(grammars, regex="[ab]c").forced == ()
-    assert (
-        start(grammars, json_schema={"type": "string", "pattern": "^x{3}$"}).forced[:4]
-        == start(grammars, choice=['"xxx"']).forced[:4]
-    )
+    state = start(grammars, json_schema={"type": "string", "pattern": "^x{3}$"})
+    assert state.forced[:4] == start(grammars, choice=['"xxx"']).forced[:4]
 
 
 def test_bounds_are_looked_at_before_the_library_sees_a_grammar(byte_tokenizer, monkeypatch):
@@ -105,35 +165,22 @@ def test_brackets_in_strings_and_classes_are_no_depth():
 
 
 def test_a_reference_to_another_place_is_refused_and_never_fetched(grammars):
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"type": "string"}')
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            here = f"http://127.0.0.1:{server.server_port}"
-            for schema in (
-                {"$ref": f"{here}/a.json"},
-                {"$ref": f"//127.0.0.1:{server.server_port}/b.json"},
-                {"properties": {"x": {"items": {"$ref": f"{here}/c.json#/d"}}}},
-                {"$id": f"{here}/", "$ref": "d.json"},
-                {"$dynamicRef": f"{here}/f.json"},
-                {"$ref": "file:///etc/hostname"},
-                {"$ref": "file:/etc/hostname"},
-            ):
-                with pytest.raises(ConfigError, match="json_schema cannot be followed"):
-                    start(grammars, json_schema=schema)
-        finally:
-            server.shutdown()
-            thread.join()
-    assert asked == []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = f"//127.0.0.1:{server.getsockname()[1]}"
+        for schema in (
+            {"$ref": f"http:{here}/a.json"},
+            {"$ref": f"{here}/b.json"},
+            {"properties": {"x": {"items": {"$ref": f"http:{here}/c.json#/d"}}}},
+            {"$id": f"http:{here}/", "$ref": "d.json"},
+            {"$dynamicRef": f"http:{here}/f.json"},
+            {"$ref": "file:///etc/hostname"},
+            {"$ref": "file:/etc/hostname"},
+        ):
+            with pytest.raises(ConfigError, match="json_schema cannot be followed"):
+                start(grammars, json_schema=schema)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            server.accept()
 
 
 def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byte_tokenizer):
@@ -154,8 +201,10 @@ def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byt
     assert worker.poll() is not None, "it ends with those that it served"
 
 
-def test_a_worker_gives_back_the_memory_of_a_large_grammar(tried, monkeypatch):
-    grammars, trial = tried
+def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monkeypatch):
+    grammars = Grammars(byte_tokenizer, 300)
+    start(grammars, regex="a+")
+    trial = grammars._library._trial
     worker = trial._worker
     assert start(grammars, regex="b+") is not None and trial._worker is worker, "a small one keeps it"
     monkeypatch.setattr(grammar_trial, "MAX_WORKER_BYTES", -1)

@@ -22,67 +22,35 @@ def rows(layout: KVLayout) -> list[tuple[int, int, int, int | None]]:
     return [(s.owner, s.k.heads, s.k.dim, s.window) for s in layout.layers]
 
 
-def gemma4_e() -> KVLayout:
-    config = transformers.Gemma4TextConfig(
-        **GQA,
-        num_hidden_layers=8,
-        layer_types=[SLIDING, SLIDING, SLIDING, FULL] * 2,
-        head_dim=16,
-        global_head_dim=32,
-        num_kv_shared_layers=3,
-        sliding_window=8,
-        hidden_size_per_layer_input=4,
-        vocab_size_per_layer_input=32,
-    )
-    return layout_from_config(config)
-
-
-def gemma4_31b() -> KVLayout:
-    config = transformers.Gemma4TextConfig(
-        **SMALL,
-        num_hidden_layers=6,
-        num_key_value_heads=4,
-        head_dim=16,
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=8,
-        hidden_size_per_layer_input=0,
-    )
-    return layout_from_config(config)
+GEMMA4_E = transformers.Gemma4TextConfig(
+    **GQA, num_hidden_layers=8, layer_types=[SLIDING, SLIDING, SLIDING, FULL] * 2, head_dim=16, global_head_dim=32,
+    num_kv_shared_layers=3, sliding_window=8, hidden_size_per_layer_input=4, vocab_size_per_layer_input=32,
+)  # fmt: skip
+GEMMA4_31B = transformers.Gemma4TextConfig(
+    **SMALL, num_hidden_layers=6, num_key_value_heads=4, head_dim=16, global_head_dim=32,
+    num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=8, hidden_size_per_layer_input=0,
+)  # fmt: skip
 
 
 def test_gemma4_e_shares_kv_and_has_two_head_sizes():
-    layout = gemma4_e()
+    layout = layout_from_config(GEMMA4_E)
     sliding, full = (2, 16, 8), (2, 32, None)
-    assert rows(layout) == [
-        (0, *sliding),
-        (1, *sliding),
-        (2, *sliding),
-        (3, *full),
-        (4, *sliding),  # the last layer that is not shared
-        (4, *sliding),
-        (4, *sliding),
-        (3, *full),
-    ]
+    owned = [(0, *sliding), (1, *sliding), (2, *sliding), (3, *full), (4, *sliding)]
+    assert rows(layout) == [*owned, (4, *sliding), (4, *sliding), (3, *full)]  # the last that are not shared
     assert layout.max_window == 8
     assert [spec.layer for spec in layout.owners] == [0, 1, 2, 3, 4]
+    assert [layout.last_owner(kind).layer for kind in (SLIDING, FULL)] == [4, 3]
+    assert layout.last_owner("linear_attention") is None
     assert layout.slot_bytes(Retention(8), torch.float16) == 2 * 4 * 2 * 2 * 16  # layers, K and V, heads, size
     assert layout.slot_bytes(KEEP_ALL, torch.float16) == 2 * 1 * 2 * 2 * 32
 
 
 def test_gemma4_31b_has_its_own_kv_heads_on_full_layers():
-    layout = gemma4_31b()
+    layout = layout_from_config(GEMMA4_31B)
     assert rows(layout) == [(i, 4, 16, 8) for i in range(5)] + [(5, 1, 32, None)]
+    assert [layout.last_owner(kind).layer for kind in (SLIDING, FULL)] == [4, 5]
     assert layout.slot_bytes(KEEP_ALL, torch.float16) == 2 * 2 * 32  # K and V share weights, not rows: both are stored
     assert layout.slot_bytes(Retention(8), torch.float16) == 2 * 5 * 2 * 4 * 16
-
-
-def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
-    shared, whole = gemma4_e(), gemma4_31b()
-    assert [shared.last_owner(t).layer for t in (SLIDING, FULL)] == [4, 3]
-    assert [whole.last_owner(t).layer for t in (SLIDING, FULL)] == [4, 5]
-    assert shared.last_owner("linear_attention") is None
 
 
 OTHERS: dict[str, tuple[transformers.PreTrainedConfig, list[tuple[int, int, int, int | None]]]] = {

@@ -26,6 +26,7 @@ TOOLS = {
     "f": {"properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
     "weather": {"type": "object", "properties": {"city": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"type": "string"}}},
 }  # fmt: skip
+RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": tool} for name, tool in TOOLS.items()]
 WORDS = ("Eight, < 9", "née", "😀", "a > b", "{x}", "[1]", "the end.", "42", '"quoted"', "line\nline", "to=f", "|>")
 
 
@@ -234,7 +235,7 @@ def ask(reciter, number, seed):
     reciter.seed = seed
     common = {"temperature": 0, "model": "tiny-gemma4"}
     response = common | {"input": f"recite {number}", "include": ["message.output_text.logprobs"], "top_logprobs": 0}
-    response["tools"] = [{"type": "function", "name": name, "parameters": tool} for name, tool in TOOLS.items()]
+    response["tools"] = RESPONSE_TOOLS
     chat = common | {"messages": [{"role": "user", "content": f"recite {number}"}], "logprobs": True}
     chat["tools"] = [{"type": "function", "function": {"name": n, "parameters": tool}} for n, tool in TOOLS.items()]
     whole = post(reciter.url, "responses", response).json()
@@ -303,7 +304,6 @@ def recite(text, *, name="qwen", template=PLAIN, **more):
         return [item[:-1] for item in found[0]], [item[-1] for item in found[0]]
 
 
-RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": tool} for name, tool in TOOLS.items()]
 F = '<tool_call>{"name": "f"}</tool_call>'
 
 

@@ -294,58 +294,38 @@ def url_of(arguments: list[str], folder: Path) -> Iterator[tuple[str, int]]:
         process.stdout.close()
 
 
-ROUTERS = ("load", "prefix")
-ROOM = {"half": 190, "all": 400}
-"""Tokens of a request, of which a replica's K/V pool has room for 8: for about 10 of PREFIXES, or for all 20."""
-
-
-@pytest.fixture(scope="module", params=[(router, room) for room in ROOM for router in ROUTERS], ids="-".join)
+@pytest.fixture(scope="module", params=["load", "prefix"])
 def cluster(request, tmp_path_factory):
-    router, room = request.param
-    arguments = ["--router", router, "--max-model-len", str(ROOM[room]), "--fixed-drafts"]
+    """A replica's K/V pool has room for about 10 of the 20 prompts of PREFIXES."""
+    arguments = ["--router", request.param, "--max-model-len", "190", "--fixed-drafts"]
     for url, pid in url_of(arguments, tmp_path_factory.mktemp("ray")):
-        yield SimpleNamespace(url=url, pid=pid, router=router, room=room)
-
-
-@pytest.fixture
-def half(cluster):
-    """One cluster of each router: what is not about its caches."""
-    if cluster.room != "half":
-        pytest.skip("shown with smaller caches")
-    return cluster
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        return engine.chat(CHAT, SamplingParams(max_new_tokens=24))[0].text
+        yield SimpleNamespace(url=url, pid=pid, router=request.param)
 
 
 WORDS = ("apple", "river", "stone", "cloud", "green", "table", "window", "music", "paper", "horse", "light", "winter")
 DRAWN = random.Random(5)
 PREFIXES = [" ".join([f"{chr(97 + number)}{number}", *DRAWN.choices(WORDS, k=71)]) for number in range(20)]
-HITS: dict[tuple[str, str], int] = {}
 
 
 @pytest.mark.slow
 def test_hits_by_router(cluster):
-    """The router by load draws among idle replicas at random. The first test of a cluster: its caches are empty."""
+    """About 100 of 200 by load, and 180 by prefix: every request but the first of each. The first test of a cluster:
+    its caches are empty."""
     drawn, hits = random.Random(7), 0
     with httpx.Client(base_url=cluster.url, timeout=120) as client:
         for number in range(200):
             prompt = f"{drawn.choice(PREFIXES)} ask {number}"
             answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).json()["usage"]
             hits += answer["prompt_tokens_details"]["cached_tokens"] > 0.7 * answer["prompt_tokens"]
-    HITS[cluster.router, cluster.room] = hits
-    print(f"{cluster.router} router, caches with room for {cluster.room} of the prefixes: {hits} hits of 200")
-    at_random = HITS.get(("load", cluster.room))
-    if cluster.router == "prefix" and at_random is not None:
-        assert hits >= {"half": 1.7, "all": 1.08}[cluster.room] * at_random
+    print(f"{cluster.router} router, caches with room for half of the prefixes: {hits} hits of 200")
+    assert hits >= 170 or cluster.router == "load"
 
 
 @pytest.mark.slow
-def test_the_official_client_streams_and_is_refused_in_the_servers_words(half, alone):
-    with openai.OpenAI(base_url=f"{half.url}/v1", api_key="none", max_retries=0) as client:
+def test_the_official_client_streams_and_is_refused_in_the_servers_words(cluster):
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
+        alone = engine.chat(CHAT, SamplingParams(max_new_tokens=24))[0].text
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         asked = {"model": "tiny-gemma4", "messages": CHAT, "max_tokens": 24, "temperature": 0}
         chunks = list(client.chat.completions.create(**asked, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == alone
@@ -363,16 +343,16 @@ def figure(url: str, beginning: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slots(stream, half):
+def test_a_client_that_leaves_frees_its_slots(stream, cluster):
     aborted, running = 'vllm:request_success_total{finished_reason="abort"', "vllm:num_requests_running{"
-    before = figure(half.url, aborted)
+    before = figure(cluster.url, aborted)
     body = json.dumps({"prompt": "Tom has", "max_tokens": 170, "ignore_eos": True, "n": 32, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", httpx.URL(half.url).port)) as client:
+    with socket.create_connection(("127.0.0.1", httpx.URL(cluster.url).port)) as client:
         client.sendall(f"{head}\r\n\r\n{body}".encode())
-        until(lambda: figure(half.url, running) > 0)
-    until(lambda: figure(half.url, aborted) > before)
-    until(lambda: figure(half.url, running) == 0)
+        until(lambda: figure(cluster.url, running) > 0)
+    until(lambda: figure(cluster.url, aborted) > before)
+    until(lambda: figure(cluster.url, running) == 0)
 
 
 def replica_processes(pid: int) -> list[int]:
@@ -393,14 +373,14 @@ def replica_processes(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_replica_costs_no_client_its_answer(half):
+def test_a_killed_replica_costs_no_client_its_answer(cluster):
     """40 clients at a time, of whom none asks twice. The last test of a cluster."""
     started = threading.Event()
 
     def client(number: int) -> str:
         body = {"prompt": f"{PREFIXES[number % 20][:100]} {number}", "max_tokens": 20, "ignore_eos": True}
         body |= {"temperature": 0, "stream": number % 2 == 0}
-        with httpx.stream("POST", f"{half.url}/v1/completions", json=body, timeout=300) as answer:
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=300) as answer:
             text = ""
             for part in answer.iter_text():
                 text += part
@@ -418,13 +398,13 @@ def test_a_killed_replica_costs_no_client_its_answer(half):
     with ThreadPoolExecutor(40) as pool:
         clients = [pool.submit(client, number) for number in range(40)]
         assert started.wait(300)
-        lost, _ = replica_processes(half.pid)
+        lost, _ = replica_processes(cluster.pid)
         os.kill(lost, signal.SIGKILL)
         outcomes = [each.result(timeout=300) for each in clients]
     counts = {outcome: outcomes.count(outcome) for outcome in outcomes}
-    print(f"{half.router} router, one of two replicas killed under 40 clients: {counts}")
+    print(f"{cluster.router} router, one of two replicas killed under 40 clients: {counts}")
     assert counts.keys() <= {"answer", "error in the stream", "error before the answer"}
     assert counts["answer"] >= 20, "those of the other replica, and those that nothing was sent of"
-    until(lambda: len(replica_processes(half.pid)) == 2, seconds=300)  # Ray starts another
-    answer = httpx.post(f"{half.url}/v1/chat/completions", json=ASKED, timeout=120)
+    until(lambda: len(replica_processes(cluster.pid)) == 2, seconds=300)  # Ray starts another
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=ASKED, timeout=120)
     assert answer.status_code == 200

@@ -99,29 +99,20 @@ def official_async(reciter):
 
 
 @needs("instructor")
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_instructor_gets_a_nested_model(stream, reciter):
+@pytest.mark.parametrize("way", ["tool", "tool, streamed", "schema"])
+def test_instructor_gets_a_nested_model(way, reciter):
     import instructor
 
-    asked = {"model": MODEL, "messages": QUESTION, "max_retries": 0, "strict": False}
-    reciter.answer_next(call_of("PartialTrip" if stream else "Trip", ARGUMENTS))
+    asked = {"response_model": Trip, "model": MODEL, "messages": QUESTION, "max_retries": 0}
+    if way == "schema":
+        mode, said = instructor.Mode.JSON_SCHEMA, json.dumps(ARGUMENTS, ensure_ascii=False)
+    else:
+        mode, said = instructor.Mode.TOOLS, call_of("PartialTrip" if "streamed" in way else "Trip", ARGUMENTS)
+        asked["strict"] = False
+    reciter.answer_next(said)
     with official(reciter) as client:
-        made = instructor.from_openai(client, mode=instructor.Mode.TOOLS).chat.completions
-        if stream:
-            *_, trip = made.create_partial(response_model=Trip, **asked)
-        else:
-            trip = made.create(response_model=Trip, **asked)
-    assert trip.model_dump(mode="json") == ARGUMENTS
-
-
-@needs("instructor")
-def test_instructor_gets_a_nested_model_by_its_schema(reciter):
-    import instructor
-
-    reciter.answer_next(json.dumps(ARGUMENTS, ensure_ascii=False))
-    with official(reciter) as client:
-        made = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).chat.completions
-        trip = made.create(response_model=Trip, model=MODEL, messages=QUESTION, max_retries=0)
+        made = instructor.from_openai(client, mode=mode).chat.completions
+        trip = [*made.create_partial(**asked)][-1] if "streamed" in way else made.create(**asked)
     assert trip.model_dump(mode="json") == ARGUMENTS
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from crowd import require_empty
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, UnsupportedModelError
@@ -15,6 +14,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 
+from inside import assert_idle
 from marks import deep, deep_cases, examples, is_deep, slow
 
 NEW = examples(14, 24)  # answers cross a fold, at 16, 32 or 48 tokens
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_full_forwards(
         for prompt, out in zip(prompts, engine.generate(prompts, replace(PLAIN, max_new_tokens=count)), strict=True):
             truth = list(greedy_oracle(model, prompt, count, out.token_ids))
             assert out.token_ids == truth, (seed, drafter, spec, sizes)
-        require_empty(engine)
+        assert_idle(engine)
 
 
 @pytest.mark.parametrize("deterministic", [False, deep(True)])
@@ -120,7 +120,7 @@ def test_fused_layers_give_the_tokens_of_full_forwards(
         assert engine.target.unfused is None and engine.target.narrows_at() == (None if deterministic else 3)
         for _ in range(2):
             assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
-        require_empty(engine)
+        assert_idle(engine)
 
 
 def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[tuple[list[int], Any]]:

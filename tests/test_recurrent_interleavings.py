@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from crowd import require_empty
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.operations import REFERENCE
@@ -19,7 +18,7 @@ from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.recurrent_state import RecurrentState
 from specdec.models.target import TargetModel
 
-from inside import state_cache_of
+from inside import assert_idle, state_cache_of
 from marks import deep, is_deep
 
 VOCAB = 6
@@ -150,7 +149,7 @@ def play(make_target, make_engine, scripted, tree_script) -> Callable[..., Count
         for _ in range(count):
             asked = interleave(engine, draw, texts)
             assert fresh[kind].wrong(engine, asked) == [], (number, seen)
-            require_empty(engine)
+            assert_idle(engine)
             state_cache_of(engine).check()
             outs = [handle.output() for _, handle in asked]
             texts = [*texts, *(prompt + out.token_ids for (prompt, _), out in zip(asked, outs, strict=True))][-8:]

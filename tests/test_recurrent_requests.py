@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 import torch
 from block_heads import random_block
-from crowd import require_empty
 from mtp_checkpoints import publish
 
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
 from specdec.models.target import TargetModel
 
+from inside import assert_idle
 from marks import deep, is_deep, slow, usual
 from tiny_models import random_eagle3
 
@@ -121,7 +121,7 @@ def test_each_request_is_what_it_is_alone(family, kind, engine_for, prompts, par
         assert answers(outs) == answers(alone), hits
         torch.testing.assert_close(prompt_scores(outs), prompt_scores(alone), rtol=0, atol=2e-4)
         assert any(out.stats.cached_tokens for out in outs) or not hits
-    require_empty(engine)
+    assert_idle(engine)
 
 
 def test_tokens_that_a_grammar_forces_find_their_records(source, make_engine, random_prompt, byte_tokenizer) -> None:

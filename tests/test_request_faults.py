@@ -9,11 +9,11 @@ from specdec import SamplingParams
 from specdec.errors import ConfigError, RequestFailedError, SpecDecError
 from specdec.sampling.grammars import grammar
 
+from inside import assert_idle
+
 NEW = 10
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 STOPPING = SamplingParams(max_new_tokens=NEW, ignore_eos=True, stop=["nowhere"])
-GUIDED = SamplingParams(max_new_tokens=NEW, regex="[a-z]{40}")
-LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
 
 class Breaks:
@@ -35,28 +35,21 @@ def scene(make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     only = next(token for token in truths[0][1:] if all(token not in truth for truth in truths[1:]))
     engine = make_engine(model, "ngram", tokenizer=pair_tokenizer, max_batch_size=8)
-    for request_part in (engine, engine.request_builder):
-        name = "tokenizer" if request_part is engine else "_tokenizer"
-        setattr(request_part, name, Breaks(pair_tokenizer, only))
+    engine.tokenizer = engine.request_builder._tokenizer = Breaks(pair_tokenizer, only)
     return engine, prompts, truths
-
-
-def finish(engine, handles):
-    while not all(handle.finished for handle in handles):
-        engine.step()
 
 
 def test_a_tokenizer_that_raises_in_one_request_ends_that_one_alone(scene):
     engine, prompts, truths = scene
     handles = engine.submit_many(prompts, STOPPING)
-    finish(engine, handles)  # no step raises
+    while engine.step():  # and none raises
+        pass
     assert [handle.finish_reason for handle in handles] == ["error", *["length"] * 4]
     for ask in (handles[0].read, handles[0].output, lambda: list(handles[0])):
         with pytest.raises(RequestFailedError, match=r"the tokenizer raised .*ValueError: cannot decode that"):
             ask()
     assert [handle.output().token_ids for handle in handles[1:]] == truths[1:]
-    engine.table.check()
-    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
+    assert_idle(engine)
 
 
 def test_a_tokenizer_that_raises_while_a_handle_is_read_ends_that_request_alone(scene):
@@ -79,9 +72,8 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
     engine = make_engine(model, "ngram", tokenizer=byte_tokenizer, max_batch_size=8)
     engine.request_builder.end_tokens = engine.end_tokens = frozenset({256})
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    plain = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    streams = [engine.stream(prompt, plain) for prompt in prompts[1:]]
-    got = [list(next(stream).token_ids) for stream in streams]
+    others = engine.submit_many(prompts[1:], PLAIN)
+    engine.step()
     guided = engine.submit(prompts[0], SamplingParams(max_new_tokens=40, regex="[a-z]{60}", stop_token_ids=[256]))
     calls = [0]
 
@@ -99,15 +91,13 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
     else:
         first = 1 if part == "start" else 4
         monkeypatch.setattr(grammar.GrammarLibrary, "masks", breaking(grammar.GrammarLibrary.masks, first))
-    for tokens, stream in zip(got, streams, strict=True):
-        tokens += [token for delta in stream for token in delta.token_ids]
-    assert got == truths[1:]
-    while not guided.finished:
-        engine.step()
+    while engine.step():
+        pass
+    assert [handle.output().token_ids for handle in others] == truths[1:]
     assert guided.finish_reason == "error"
     with pytest.raises(RequestFailedError, match=r"the grammar raised .*the library broke"):
         guided.read()
-    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("id", [[0], None, "0", 1.0, True], ids=repr)
@@ -124,29 +114,16 @@ def test_an_engine_that_is_closed_while_another_thread_generates_raises_there(
     how, make_target, make_engine, random_prompt
 ):
     engine = make_engine(make_target("llama"), max_model_len=4096)
-    begun, errors = threading.Event(), []
-    run = engine.steps.run
-
-    def told():
-        begun.set()
-        return run()
-
-    engine.steps.run = told
+    begun, run = threading.Event(), engine.steps.run
+    engine.steps.run = lambda: (begun.set(), run())[1]
 
     def ask():
         params = SamplingParams(max_new_tokens=4000, ignore_eos=True)
-        try:
-            if how == "generate":
-                engine.generate([random_prompt(5), random_prompt(9)], params)
-            else:
-                for _ in engine.stream(random_prompt(5), params):
-                    pass
-        except SpecDecError as error:
-            errors.append(str(error))
+        with pytest.raises(SpecDecError, match="closed"):
+            list(getattr(engine, how)(random_prompt(5), params))
 
     def close():
         assert begun.wait(20)
         engine.close()
 
     in_threads([ask, close])
-    assert errors and "closed" in errors[0]

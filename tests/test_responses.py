@@ -8,11 +8,10 @@ import httpx
 import openai
 import pytest
 
-from specdec import Engine
 from specdec.serving import state
 from specdec.serving.state import ResponseStore, StoredResponse
 
-from served_engine import served
+from served_engine import bundled_engine, served_url
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -29,10 +28,7 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module")
-def url():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine, served(engine) as (url, _, _):
-        yield url
+engine, url = bundled_engine(), served_url()
 
 
 @pytest.fixture(scope="module")
@@ -112,30 +108,6 @@ def test_events_carry_their_names_on_the_wire(url):
     assert "[DONE]" not in text
 
 
-def test_a_call_and_its_output_go_through_items(client):
-    first = ask(client, tools=[TOOL], tool_choice="required", max_output_tokens=100)
-    [call] = first.output
-    assert call.type == "function_call" and call.name == "weather"
-    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
-    output = {"type": "function_call_output", "call_id": call.call_id, "output": "8 degrees"}
-    by_id = ask(client, previous_response_id=first.id, input=[output], tools=[TOOL])
-    by_hand = ask(client, input=[{"role": "user", "content": QUESTION}, call.model_dump(), output], tools=[TOOL])
-    message = {"id": call.call_id, "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
-    chat = [
-        *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [message]},
-        {"role": "tool", "tool_call_id": call.call_id, "content": "8 degrees"},
-    ]
-    tools = [{"type": "function", "function": {name: TOOL[name] for name in ("name", "parameters")}}]
-    assert by_id.output_text == by_hand.output_text == chat_text(client, chat, tools=tools)
-
-
-def test_a_schema_makes_json(client):
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    form = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
-    assert json.loads(ask(client, text=form, max_output_tokens=60).output_text)["n"] in (1, 2)
-
-
 def test_a_conversation_goes_on_with_its_id_and_is_read_and_deleted(client):
     first = ask(client)
     second = ask(client, previous_response_id=first.id, input="And 2 more?")
@@ -145,12 +117,11 @@ def test_a_conversation_goes_on_with_its_id_and_is_read_and_deleted(client):
     assert client.responses.retrieve(first.id).output_text == first.output_text
     assert client.responses.input_items.list(first.id).data[0].content == QUESTION
     client.responses.delete(first.id)
-    for again in (lambda: client.responses.retrieve(first.id), lambda: ask(client, previous_response_id=first.id)):
-        with pytest.raises(openai.NotFoundError):
-            again()
-    unkept = ask(client, store=False)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(unkept.id)
+        ask(client, previous_response_id=first.id)
+    for gone in (first, ask(client, store=False)):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone.id)
 
 
 def test_nobody_reads_what_another_key_has_stored(client, url):
@@ -239,16 +210,14 @@ def test_what_a_response_cannot_be_is_refused_in_openais_shape(change, param, ur
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_tokens_of_texts_and_chats_and_back(url, client):
+def test_tokens_of_texts_and_chats_and_back(url, engine):
     def post(path, **body):
         return httpx.post(f"{url}{path}", json=body, timeout=60)
 
-    with Engine.from_pretrained("tiny-gemma4") as engine:
-        text, chat = engine.encode(QUESTION), engine.chat_prompt(QUESTION)
-        longest = engine.max_model_len
+    text, chat = engine.encode(QUESTION), engine.chat_prompt(QUESTION)
     got = post("/tokenize", model="tiny-gemma4", prompt=QUESTION, return_token_strs=True).json()
     assert got["tokens"] == text and got["count"] == len(text) == len(got["token_strs"])
-    assert got["max_model_len"] == longest
+    assert got["max_model_len"] == engine.max_model_len
     assert post("/tokenize", messages=CHAT).json()["tokens"] == chat
     unanswered = post("/tokenize", messages=CHAT, add_generation_prompt=False).json()["tokens"]
     assert unanswered == chat[: len(unanswered)] and len(unanswered) < len(chat)

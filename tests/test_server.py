@@ -10,7 +10,7 @@ from server_process import ServerProcess, running_server
 
 from specdec import Engine, SamplingParams, SpecConfig, __version__
 
-from served_engine import until
+from served_engine import bundled_engine, until
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -27,26 +27,13 @@ def server():
         yield server
 
 
-@pytest.mark.deep
-def test_python_started_anew_serves_the_bundled_pair(whole_pair):
-    """Started as from a shell, where the server of the other tests is a fork."""
-    asked = {"model": "tiny-gemma4", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
-    with running_server(real=True) as anew, Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as whole:
-        answer = httpx.post(f"{anew.url}/v1/completions", json=asked, timeout=300)
-        [out] = whole.generate(PROMPTS[0], SamplingParams(4))
-    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == out.text
-
-
 @pytest.fixture(scope="module")
 def client(server: ServerProcess):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
-        yield engine
+engine = bundled_engine()
 
 
 def ask(client, **options):

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from urllib.parse import urlsplit
 
@@ -23,7 +22,6 @@ from served_engine import until
 KEY = "k-123"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-NONE_WAITS = 'num_requests_waiting{model_name="tiny-gemma4"} 0'
 ENDLESS = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
 {% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}
@@ -128,17 +126,6 @@ def test_more_than_may_wait_are_refused_with_429_and_when_to_come_again(server):
     assert [post(server).status_code for _ in range(2)] == [200] * 2
 
 
-def test_one_that_waits_and_goes_away_leaves_its_place(server):
-    """It never has a row, so no round tells of it."""
-    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
-        address = f"{server.url}/v1/chat/completions"
-        with client.stream("POST", address, json=ENDLESS):
-            for _ in range(3):
-                with client.stream("POST", address, json=ENDLESS) as waits:
-                    assert waits.status_code == 200
-                until(lambda: NONE_WAITS in httpx.get(server.url + "/metrics", timeout=60).text)
-
-
 def test_the_chat_template_of_the_option_is_used(server):
     plain = post(server, {"prompt": "[user] hi\n", "max_tokens": 8, "temperature": 0}, "completions").json()
     chat = post(server, CHAT | {"max_tokens": 8}).json()
@@ -149,7 +136,6 @@ REFUSED = {
     "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
     "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
     "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is expected"),
-    "zero": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: an integer from 1"),
     "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
     "no-content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
     "image": (
@@ -158,7 +144,6 @@ REFUSED = {
     ),
     "model": ({"model": "other"}, 404, "model", "the model 'other' is not served here; this server has tiny-gemma4"),
     "long": ({"max_tokens": 5000}, 400, None, "more than max_model_len=3500"),
-    "long-prompt": ({"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, None, "shorten the prompt by"),
     "two-limits": ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "differ"),
     "top-alone": ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs=true"),
     "many-top": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
@@ -173,19 +158,14 @@ REFUSED = {
     "bad-regex": ({"guided_regex": "("}, 400, "guided_regex", "regex cannot be followed"),
     "bad-schema": ({"structured_outputs": {"json": "{"}}, 400, "structured_outputs.json", "is not JSON"),
     "tool-choice": ({"tool_choice": "auto"}, 400, "tool_choice", "there are none"),
-    "formats": (
-        {"guided_regex": "a", "response_format": {"type": "json_object"}},
-        400, "response_format", "are both given",
-    ),
+    "formats": ({"guided_json": {}, "response_format": {"type": "json_object"}}, 400, "response_format", "both given"),
     "deeper": ({"speculation": {"num_steps": 9}}, 400, "speculation", "made for at most 4"),
     "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "read as JSON"),
     "cut": (b'{"model":', 400, None, "read as JSON"),
     "empty": (b"", 400, None, "the body is missing"),
     "list": (b"[1]", 400, None, "object"),
-    "nested": (b"[" * 9000, 400, None, "recursion limit"),
     "bytes": (b"\xff\xfe", 400, None, "read as JSON"),
     "nan": (CHAT | {"temperature": float("nan")}, 400, "temperature", "a finite number from 0"),
-    "surrogate-name": ({"model": "\ud800"}, 400, None, "read as JSON"),
 }  # fmt: skip
 
 
@@ -281,35 +261,9 @@ def test_a_port_that_is_taken_is_one_sentence_before_anything_is_loaded():
     assert "cannot be listened on" in run.stderr
 
 
-NOT_INSTALLED = "specdec: specdec serve needs {}, which is not installed; pip install 'specdec-runtime[serve]'\n"
-
-
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
 def test_without_the_extra_one_sentence_says_what_to_install(missing, monkeypatch):
     monkeypatch.delitem(sys.modules, "specdec.cli.bodies.run_server", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    run = serve()
-    assert (run.exit_code, run.stderr) == (2, NOT_INSTALLED.format(missing))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
-def test_without_the_extra_a_new_process_says_it_too(missing):
-    argv = "sys.argv[1:] = ['serve']"
-    program = f"import sys; sys.modules[{missing!r}] = None; {argv}; from specdec.cli.app import main; main()"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (run.returncode, run.stderr) == (2, NOT_INSTALLED.format(missing))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--api-key", ""], "API key is empty"),
-        (["--tool-parser", "poem"], "tool_parser='poem' is unknown"),
-        (["--served-model-name", ""], "none empty"),
-    ],
-    ids=["key", "parser", "name"],
-)
-def test_bad_options_are_one_sentence_before_anything_is_loaded(options, said):
-    run = serve("--target", "/not/there", *options)
-    assert run.exit_code == 2 and said in run.stderr and run.stderr.count("\n") == 1
+    run, advice = serve(), "which is not installed; pip install 'specdec-runtime[serve]'\n"
+    assert (run.exit_code, run.stderr) == (2, f"specdec: specdec serve needs {missing}, {advice}")

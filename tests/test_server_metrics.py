@@ -1,38 +1,45 @@
-"""What /metrics says: acceptance, and captures, with a tape in the place of graphs, between two steps of an engine."""
+"""What a server says of itself: /metrics, between two steps of an engine and with a tape in the place of graphs, its
+log and its traces."""
 
 import asyncio
 from typing import Any
+from unittest.mock import MagicMock
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from server_process import running_server
+from starlette.testclient import TestClient
 from test_captures import GREEDY, WeighedTape
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.gpu.captures import CaptureStats
-from specdec.runtime.engine_stats import EngineStats
+from specdec.runtime.engine_stats import EngineStats, PoolStats
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http import middleware
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 
 from inside import RequestStats, record_round
 from marks import deep_cases, examples
+from served_engine import until
 from tiny_models import build_target
 
 
-def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, float], CaptureStats]:
-    """What /metrics shows after these prompts, and what the engine itself says then."""
+def metrics_after(engine: Engine, *calls: list[list[int]]) -> tuple[list[Sample], EngineStats]:
+    """The samples that /metrics has after the engine was called with these prompts, and its own figures then."""
 
-    async def ask() -> tuple[bytes, CaptureStats]:
+    async def ask() -> tuple[bytes, EngineStats]:
         async with AsyncEngine(engine) as running:
             metrics = MetricsCollector(running, "m")
-            await running.generate(prompts, GREEDY)
-            await running.generate(prompts, GREEDY)
-            return await metrics.text(), (await running.stats()).captures
+            for prompts in calls:
+                await running.generate(prompts, GREEDY)
+            return await metrics.text(), await running.stats()
 
-    text, use = asyncio.run(ask())
-    samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
-    return {each.name: each.value for each in samples if each.name.startswith("specdec:")}, use
+    text, stats = asyncio.run(ask())
+    return [each for family in text_string_to_metric_families(text.decode()) for each in family.samples], stats
 
 
 def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_rounds_without_drafts():
@@ -48,8 +55,8 @@ def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_round
     assert "acceptance length 3.50, 62.5 % of drafts" in traffic_line(None, snapshot, 10.0)
 
 
-def captured(figures: dict[str, float]) -> CaptureStats:
-    """The figures, in the form in which the engine has them."""
+def captured(samples: list[Sample]) -> CaptureStats:
+    """The figures of captures, in the form in which the engine has them."""
     names = {
         "captured": "captures",
         "made": "captures_made_total",
@@ -60,7 +67,8 @@ def captured(figures: dict[str, float]) -> CaptureStats:
         "uncaptured_rounds": "uncaptured_rounds_total",
         "uncaptured_prompts": "uncaptured_prompts_total",
     }
-    return CaptureStats(**{field: figures.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
+    values = {each.name: each.value for each in samples}
+    return CaptureStats(**{field: values.get(f"specdec:{name}") for field, name in names.items()})  # type: ignore[arg-type]
 
 
 @deep_cases("230-evicted")
@@ -73,17 +81,18 @@ def test_metrics_say_what_is_captured_and_what_ran_without(
     sizes = {"max_batch_size": examples(2, 4), "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
     engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
     monkeypatch.setattr(type(engine.steps.prefill.captured_prompts), "shared_bytes", property(lambda self: 0))
-    figures, use = figures_after(engine, [random_prompt(n) for n in (5, 9, 3)])
-    assert captured(figures) == use
+    samples, stats = metrics_after(engine, *[[random_prompt(n) for n in (5, 9, 3)]] * 2)
+    use = stats.captures
+    assert captured(samples) == use
     assert use.budget_bytes == budget and getattr(use, grows) > 0
 
 
 def test_no_budget_is_shown_where_nothing_is_captured(make_target: Any, make_engine: Any, random_prompt: Any) -> None:
     engine = make_engine(make_target("gemma4-e2b"), None, max_batch_size=4, max_model_len=64, device="cpu")
-    figures, use = figures_after(engine, [random_prompt(5)])
-    assert captured(figures) == use and "specdec:capture_budget_bytes" not in figures
-    assert figures["specdec:captures"] == figures["specdec:captures_made_total"] == 0
-    assert figures["specdec:uncaptured_rounds_total"] == use.uncaptured_rounds
+    samples, stats = metrics_after(engine, [random_prompt(5)])
+    found = captured(samples)
+    assert found == stats.captures and found.budget_bytes is None
+    assert found.captured == found.made == 0
 
 
 def test_every_device_has_its_memory():
@@ -91,19 +100,12 @@ def test_every_device_has_its_memory():
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     config = EngineConfig(fused=True, tensor_parallel=2, max_model_len=64, device="cpu")
     engine = Engine.from_pretrained(build_target("llama", **sizes), config=config)
-
-    async def ask() -> str:
-        async with AsyncEngine(engine) as running:
-            return (await MetricsCollector(running, "m").text()).decode()
-
     devices = engine.stats().devices
     assert [use.device for use in devices] == ["cpu", "cpu"]
     assert devices[0].kv_bytes == devices[1].kv_bytes > 0
     assert sum(use.kv_bytes for use in devices) == sum(engine.cache.bytes_by_group().values())
     assert 0 < devices[0].free_bytes < devices[0].total_bytes
-    text = asyncio.run(ask())
-    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-    kept = [each for each in samples if each.name == "specdec:device_kv_bytes"]
+    kept = [each for each in metrics_after(engine)[0] if each.name == "specdec:device_kv_bytes"]
     assert [(each.labels["rank"], each.value) for each in kept] == [(rank, devices[0].kv_bytes) for rank in "01"]
 
 
@@ -121,17 +123,57 @@ def test_metrics_count_rounds_by_the_draft_that_was_chosen(
     sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu"}
     for drafter, num_drafts in (("ngram", 2), (None, 0)):  # none and the whole one: nothing is captured
         engine = make_engine(make_target("gemma4-e2b"), drafter, spec=SpecConfig(num_steps=4, adaptive=True), **sizes)
-
-        async def ask(engine: Engine = engine) -> tuple[bytes, EngineStats]:
-            async with AsyncEngine(engine) as running:
-                metrics = MetricsCollector(running, "m")
-                await running.generate([random_prompt(n) for n in (5, 9)], GREEDY)
-                return await metrics.text(), await running.stats()
-
-        text, stats = asyncio.run(ask())
-        samples = [each for family in text_string_to_metric_families(text.decode()) for each in family.samples]
+        samples, stats = metrics_after(engine, [random_prompt(n) for n in (5, 9)])
         for kind, counts in (("draft_rounds", stats.drafts.rounds), ("draft_rounds_tried", stats.drafts.tried)):
             found = {s.labels["draft"]: s.value for s in samples if s.name == f"specdec:{kind}_total"}
             assert list(found.values()) == list(counts)
             assert len(found) == len(stats.drafts.shapes) == num_drafts
         assert (sum(stats.drafts.rounds) > 0) == (drafter is not None)
+
+
+def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_said_without_traffic():
+    before = Snapshot(EngineStats(), RequestStats(prompt_tokens=100, output_tokens=50, accepted_counts=[5]))
+    after = RequestStats(prompt_tokens=300, output_tokens=150, cached_tokens=50)
+    after.drafted_rounds, after.drafted_round_tokens, after.draft_tokens = 40, 100, 160
+    after.accepted_counts = [35, 30]
+    pool = PoolStats(held=50, peak=50, cached=0, capacity=200)
+    line = traffic_line(before, Snapshot(EngineStats(running=3, waiting=2, full_slots=pool), after), 10.0)
+    assert line == (
+        "prompts 20.0 tokens/s, outputs 10.0 tokens/s, 3 requests running, 2 waiting, KV slots 25.0 % in use, "
+        "25.0 % of prompts cached, acceptance length 2.50, 37.5 % of drafts"
+    )
+    assert traffic_line(before, before, 10.0) is None
+
+
+@pytest.mark.usefixtures("shallow_pair")
+def test_the_start_says_what_is_served_and_traffic_is_reported():
+    with running_server("--stats-seconds", "0.2", "--served-model-name", "a", "--served-model-name", "b") as server:
+        fields = {"prompt": "a", "max_tokens": 8}
+
+        def told() -> bool:
+            assert httpx.post(server.url + "/v1/completions", json=fields, timeout=60).status_code == 200
+            return "acceptance length" in server.log()
+
+        until(told)
+        log = server.log()
+    assert "serving a, b: weights in float32 (" in log and "context " in log
+    assert "8 requests at a time" in log and "drafter " in log
+    assert "KV slots" in log and "GB)" in log and "tool parser" in log
+    assert "tokens/s" in log
+
+
+@pytest.mark.skipif(middleware.trace is None, reason="needs opentelemetry-api")
+def test_a_request_is_one_span_with_its_id_and_status(monkeypatch):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    traced = middleware.Tracing(app)
+    traced._tracer = tracer = MagicMock()
+    assert TestClient(traced).get("/v1/models").status_code == 201
+    begin = tracer.start_as_current_span
+    assert begin.call_args.args == ("GET /v1/models",)
+    begin.return_value.__enter__.return_value.set_attribute.assert_any_call("http.response.status_code", 201)
+    monkeypatch.setattr(middleware, "trace", None)  # as where the package is not installed
+    assert TestClient(middleware.Tracing(app)).get("/v1/models").status_code == 201
+    begin.assert_called_once()

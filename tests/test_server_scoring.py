@@ -4,34 +4,23 @@ What lm-evaluation-harness sends, and what it reads of the answer.
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from specdec import Engine, EngineConfig, SamplingParams
+from specdec import Engine, SamplingParams
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.openai.logprob_shapes import echoed_logprobs, text_offsets, vllm_prompt_logprobs
 
-from served_engine import served
+from served_engine import bundled_engine, served_url
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 CONTEXT, ENDINGS = "Tom has 3 apples and", (" buys 5 more.", " 2 boys")
 HARNESS = {"model": "tiny-gemma4", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    config = EngineConfig(prefill_chunk=16)
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
-    with served(engine) as (url, _, _):
-        yield f"{url}/v1"
+engine, url = bundled_engine(prefill_chunk=16), served_url()
 
 
 def scored(engine: Engine, prompt: str | list[int], asked: int = 1) -> list[TokenLogprob | None]:
@@ -53,7 +42,7 @@ def test_multiple_choice_as_lm_evaluation_harness_asks(as_ids, url, engine):
     texts = [CONTEXT + ending for ending in ENDINGS]
     ids = [engine.encode(text) for text in texts]
     context_len = len(engine.encode(CONTEXT))
-    answer = httpx.post(f"{url}/completions", json=HARNESS | {"prompt": ids if as_ids else texts})
+    answer = httpx.post(f"{url}/v1/completions", json=HARNESS | {"prompt": ids if as_ids else texts})
     assert answer.status_code == 200, answer.text
     for choice, text, tokens in zip(answer.json()["choices"], texts, ids, strict=True):
         found = choice["logprobs"]
@@ -72,12 +61,12 @@ def test_multiple_choice_as_lm_evaluation_harness_asks(as_ids, url, engine):
 def test_a_greedy_continuation_is_said_to_be_greedy(url, engine):
     prompt = engine.encode(CONTEXT)
     [out] = engine.generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
-    answer = httpx.post(f"{url}/completions", json=HARNESS | {"prompt": [prompt + out.token_ids]}).json()
+    answer = httpx.post(f"{url}/v1/completions", json=HARNESS | {"prompt": [prompt + out.token_ids]}).json()
     assert harness_reads(answer["choices"][0], len(prompt))[1]
 
 
 def test_without_echo_a_request_needs_a_token(url):
-    answer = httpx.post(f"{url}/completions", json={"prompt": CONTEXT, "max_tokens": 0})
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": CONTEXT, "max_tokens": 0})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
 
 
@@ -85,7 +74,7 @@ def test_prompt_logprobs_as_vllm_has_them(url, engine):
     """With each choice of a completion, once in a chat; not in streams."""
     ours = scored(engine, CONTEXT, 2)
     body = {"prompt": CONTEXT, "max_tokens": 2, "prompt_logprobs": 2}
-    [choice] = httpx.post(f"{url}/completions", json=body).json()["choices"]
+    [choice] = httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
     assert choice["logprobs"] is None and choice["prompt_logprobs"][0] is None
     for entry, one in zip(choice["prompt_logprobs"][1:], ours[1:], strict=True):
         assert set(entry) == {str(token) for token in (one.token_id, *one.top)}
@@ -94,10 +83,10 @@ def test_prompt_logprobs_as_vllm_has_them(url, engine):
         ranks = [entry[str(token)]["rank"] for token in one.top]
         assert ranks == [1, 2]
     chat = {"messages": [{"role": "user", "content": CONTEXT}], "max_tokens": 2, "prompt_logprobs": 0}
-    answer = httpx.post(f"{url}/chat/completions", json=chat).json()
+    answer = httpx.post(f"{url}/v1/chat/completions", json=chat).json()
     assert [len(entry) for entry in answer["prompt_logprobs"][1:]] == [1] * (answer["usage"]["prompt_tokens"] - 1)
     for change, said in (({"stream": True}, "without stream"), ({"prompt_logprobs": 21}, "from 0 to 20")):
-        refused = httpx.post(f"{url}/chat/completions", json=chat | change)
+        refused = httpx.post(f"{url}/v1/chat/completions", json=chat | change)
         assert refused.status_code == 400 and said in refused.json()["error"]["message"]
         assert refused.json()["error"]["param"] == "prompt_logprobs"
 

@@ -9,7 +9,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.app import load_command
 from specdec.config import MAX_PRIORITY
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
@@ -91,11 +90,6 @@ def test_the_figure_and_the_cache_can_be_switched_off():
     with asking(config={"prefix_cache": False}) as ask:
         for _ in range(2):
             assert cached(ask("alice", prompt=prompt)) == 0
-
-
-def test_serve_has_the_switches():
-    names = {option.name for option in load_command("serve").params}
-    assert {"prefix_cache", "share_prefix_cache", "cached_tokens", "allow_priority"} <= names
 
 
 # who goes first

@@ -175,7 +175,8 @@ def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(sce
     assert [str(handle.error) for handle in handles] == [
         "the round failed, and failed again: ZeroDivisionError: division by zero"
     ] * 4
-    assert not engine.step() and engine.table.allocator.primary.held_pages == 0
+    assert not engine.step()
+    assert_idle(engine)
 
 
 def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(scene):
@@ -252,16 +253,6 @@ def test_interrupts_end_none_however_often(scene):
     assert_right(handles, scene.truths)
 
 
-def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene):
-    """Handles of one `submit_many` are requests like any others; `generate` ends with the first that fails."""
-    breaks(scene.engine, scene.prompts[3], names=True)
-    handles = scene.engine.submit_many(scene.prompts, PARAMS)
-    with pytest.raises(RequestFailedError):
-        scene.engine.generate(scene.prompts, PARAMS)
-    scene.finish(handles)
-    assert_right(handles, scene.truths, but=[3])
-
-
 # served
 
 
@@ -322,4 +313,4 @@ def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_
     assert answer.headers["access-control-allow-origin"] == origin
     last = [line for line in streamed.text.splitlines() if line][-1]
     assert streamed.status_code == 200 and json.loads(last.removeprefix("data: "))["error"] == error
-    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
+    assert_idle(engine)

@@ -13,12 +13,12 @@ import re
 import jsonschema
 import pytest
 
-from specdec import Engine, SamplingParams
+from specdec import SamplingParams
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import RootMaskedSampler
 
-from inside import capture_on_tape, captured_rounds
+from inside import assert_idle, capture_on_tape, captured_rounds
 from marks import deep, deep_cases, each_value, examples, quick, slow, usual_cases
 from tiny_models import few_layers
 
@@ -63,7 +63,6 @@ RULES = {
     "allowed, sampled": {"allowed_token_ids": [*LETTERS, EOS], "temperature": 1.4, "seed": 8, "top_k": 9},
     "both": {"allowed_token_ids": [5, 6, 7, EOS], "min_tokens": 5, "logit_bias": {EOS: 4.0}, "frequency_penalty": 0.5},
 }
-
 
 NO_RULES = slice(examples(3, 0), len(GRAMMARS) + 1)
 
@@ -215,15 +214,6 @@ def test_rounds_as_wide_as_what_is_forced_write_where_they_may(engine_of, prompt
         engine.table.check()
 
 
-@pytest.mark.deep
-def test_a_length_that_ends_among_forced_tokens(engine_of, prompts):
-    for kind in (None, "tree"):
-        for length in range(1, 8):
-            [out] = engine_of(kind).generate([prompts[0]], SamplingParams(max_new_tokens=length, regex="abcdefgh"))
-            assert out.text == "abcdefgh"[:length] and out.finish_reason == "length"
-            assert out.stats.output_tokens == length
-
-
 def test_speculation_is_off_for_the_drafter_only(engine_of, prompts, params, alone):
     """A request that does not speculate still gains what its grammar forces."""
     off = [SamplingParams(max_new_tokens=MOST, speculation=False, **asked) for asked in GRAMMARS.values()]
@@ -257,16 +247,7 @@ def test_samples_and_aborts(engine_of, prompts, alone):
     leaving = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
     next(leaving)
     leaving.close()
-    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
-    engine.table.check()
-
-
-def test_prefixes_are_shared(engine_of, prompts, alone):
-    engine = engine_of("mtp", page_size=4)
-    for _ in range(2):
-        [out] = engine.generate([prompts[4]], SamplingParams(max_new_tokens=MOST, **GRAMMARS["sampled regex"]))
-        assert out.token_ids == alone[4].token_ids
-    assert out.stats.cached_tokens > 0
+    assert_idle(engine)
 
 
 @deep_cases("verify")
@@ -392,26 +373,19 @@ def random_schema(draw, depth=0):
     return {"type": kind}
 
 
-def schemas_give_valid_json(engines: list[Engine], prompts, seeds) -> int:
-    """Each schema and prompt with every engine, in batches; how many ended by themselves."""
-    drawn = [random.Random(seed) for seed in seeds]
+def test_random_schemas(engine_of, prompts):
+    """Each gives valid JSON, the same with drafts as without."""
+    drawn = [random.Random(seed) for seed in range(MANY)]
     schemas = [random_schema(draw) for draw in drawn]
     params = [
         SamplingParams(max_new_tokens=900, json_schema=schema, temperature=draw.choice([0, 0, 1.0]), seed=seed)
-        for schema, draw, seed in zip(schemas, drawn, seeds, strict=True)
+        for seed, (schema, draw) in enumerate(zip(schemas, drawn, strict=True))
     ]
-    asked = [prompts[seed % len(prompts)] for seed in seeds]
-    first = None
-    for engine in engines:
-        outs = engine.generate(asked, params)
-        first = first or outs
-        assert [out.token_ids for out in outs] == [out.token_ids for out in first]
-        for schema, out in zip(schemas, outs, strict=True):
-            assert out.finish_reason == "stop", f"{schema}: {out.text!r}"
-            jsonschema.validate(json.loads(out.text), schema)
-    return sum(out.stats.forced_tokens for out in first)
-
-
-def test_random_schemas(engine_of, prompts):
+    asked = [prompts[seed % len(prompts)] for seed in range(MANY)]
     engines = [engine_of(kind, max_batch_size=12, max_model_len=1024) for kind in (None, "tree")]
-    assert schemas_give_valid_json(engines, prompts, range(MANY)) > 0
+    plain, drafted = (engine.generate(asked, params) for engine in engines)
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    for schema, out in zip(schemas, plain, strict=True):
+        assert out.finish_reason == "stop", f"{schema}: {out.text!r}"
+        jsonschema.validate(json.loads(out.text), schema)
+    assert sum(out.stats.forced_tokens for out in plain) > 0

@@ -172,25 +172,24 @@ def test_ids_are_of_the_length_that_mistral_templates_insist_on():
     assert len(call.id) == 9 and call.id.isalnum()
 
 
-def test_values_without_quotes_are_what_the_schema_says():
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"allOf": [{"$ref": "#/$defs/Code"}]}, "3", "3"),
+        ({"type": "integer"}, "3", 3),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, "no JSON", "no JSON"),
+        ({}, "3", 3),
+    ],
+    ids=str,
+)
+def test_a_value_without_quotes_is_what_the_schema_says(schema, written, value):
     """test_schema_types.py has the types that a schema accepts."""
-    code = {"allOf": [{"$ref": "#/$defs/Code"}]}
-    maybe = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-    each = {
-        "a": code,
-        "b": {"type": "integer"},
-        "c": maybe,
-        "d": maybe,
-        "e": {"type": "boolean"},
-        "g": {"type": "object"},
-    }
-    written = {"a": "3", "b": "3", "c": "true", "d": "null", "e": "True", "g": "no JSON", "h": "3"}
-    values = {"a": "3", "b": 3, "c": "true", "d": None, "e": True, "g": "no JSON", "h": 3}
-    text = tagged(*(parameter(key, value) for key, value in written.items()))
-    content, [(_, arguments)] = parsed(
-        "hermes", [text], tools={"f": {"properties": each, "$defs": {"Code": {"type": "string"}}}}
-    )
-    assert content == "" and json.loads(arguments) == values
+    tools = {"f": {"properties": {"x": schema}, "$defs": {"Code": {"type": "string"}}}}
+    [(_, arguments)] = parsed("hermes", [tagged(parameter("x", written))], tools=tools)[1]
+    assert json.loads(arguments) == {"x": value}
 
 
 def tagged(*parameters, name="f"):

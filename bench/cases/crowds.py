@@ -25,7 +25,7 @@ from specdec.runtime.scheduler import slots_needed
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tape
-from crowd import each_alone, make_crowd, require_empty, require_no_leak, serve_crowd, wrong_requests
+from crowd import each_alone, make_crowd, require_no_leak, serve_crowd, wrong_requests
 
 DRAFTS = (("none", CHAIN), ("n-gram", CHAIN), ("MTP", CHAIN), ("MTP", TREE), ("EAGLE-3", TREE))
 CROWD = [Setting(*draft, page) for draft, page in zip(DRAFTS, (16, 1, 16, 1, 16), strict=True)]
@@ -105,7 +105,6 @@ def _crowd_row(
         wrong = wrong_requests(asked, outputs, alone)
         if wrong:
             said.append(f"requests {wrong[:5]} and {len(wrong)} in all differ from their lone run")
-        require_empty(engine)
         stats = engine.stats()
         drafts = sum(stats.accepted_counts)
         said.append(f"{stats.preemptions} preemptions, {stats.aborted} aborted, {drafts} drafts accepted")

@@ -95,10 +95,12 @@ class Streams:
 
 
 def tell_readers(samples: Sequence[StreamedSample]) -> None:
-    """Wake the readers of these samples, with one call per loop. Closed loops are skipped."""
+    """Wake the readers of these samples, with one call per loop. Streams of closed loops are aborted."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
     for streams in {sample.owner for sample in samples}:
-        if streams.post():
+        if streams.loop.is_closed():  # perhaps before it ran the call that was posted last
+            streams.abort()
+        elif streams.post():
             by_loop.setdefault(streams.loop, []).append(streams)
     for loop, readers in by_loop.items():
         try:
