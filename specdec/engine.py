@@ -453,7 +453,8 @@ class Engine:
             ended = self.steps.run()
             for request in ended:
                 self.inbox.remove_ended(request.id)
-            self._conventions.after_step(ended, self.scheduler.running)
+            if not self._conventions.is_done:
+                self._conventions.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()
 

@@ -72,8 +72,6 @@ class ConventionWatch:
     def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
         """Watch a step: the requests that ended in it, and those that run. Copies nothing before there are WATCHED
         tokens; then it runs one forward of the judgement every PAUSE steps, or all that are left if no request runs."""
-        if self.is_done:
-            return
         if self._parts is None:
             self._ended += filter(is_long_enough, ended)
             decoding = [each for each in running if each.state is RequestState.DECODE and is_long_enough(each)]

@@ -56,8 +56,8 @@ def round_shape(
     """Shape of a round of these rows with this draft. unsettled_nodes: upper bound on the tokens of a prefix that the
     host does not know yet."""
     max_committed_len = int(state.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
-    features, logprobs = state.sampling.features_of(params), max_logprobs(params)
-    return RoundShape(len(rows), max_committed_len, draft, features, logprobs)
+    asked = state.sampling.features_of(params), max_logprobs(params)
+    return RoundShape(len(rows), max_committed_len, draft, *asked)
 
 
 def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
