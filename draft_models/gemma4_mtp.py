@@ -12,7 +12,7 @@ refused. The head is dense, or scores only the tokens of the best centroids (`us
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -95,14 +95,10 @@ class Gemma4MTPDrafter(Drafter):
         return Gemma4MTPWorker(self, binding)
 
     def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B, M, Ht]."""
-        return self._run(tokens, hidden, context.plan.positions, context)
-
-    def _run(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft step: tokens, positions [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B,
+        M, Ht]."""
         if isinstance(self.embed, FusedEmbedding):
             inputs = self.embed(tokens, right=hidden)
         else:
@@ -164,7 +160,7 @@ class Gemma4MTPDrafter(Drafter):
         """Logits and next states of six tokens under `EchoContext`: [6, V + Ht] float32."""
         tokens = torch.arange(6, device=self.model.device).view(2, 3)
         hidden = self.embed(tokens + 6)
-        out, following = self._run(tokens, hidden, tokens * 100, EchoContext())
+        out, following = self.step(tokens, hidden, tokens * 100, EchoContext())
         return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -213,7 +209,7 @@ class Gemma4MTPWorker:
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk queries
                 context = self._context(batch, view, tokens.shape[1])
-            out, hidden = self.drafter.step(tokens, hidden, context)
+            out, hidden = self.drafter.step(tokens, hidden, context.plan.positions, context)
             tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
             hidden = continued(hidden, origin)
         return builder.select()
@@ -276,6 +272,35 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
         layer_map.append(owner.layer)
         windows.append(window)
     return tuple(layer_map), tuple(windows)
+
+
+def parallel_states(
+    assistant: Any,
+    embedded: Iterable[torch.Tensor],
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    masks: Mapping[str, torch.Tensor],
+    kv: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[torch.Tensor]:
+    """The head's states [B, N, H] of many drafts, step by step, by the assistant's own modules without pages.
+
+    embedded: embeddings [B, N, Ht] of each step's tokens. hidden: target states of step 0. masks (additive, [B, 1, N,
+    T]) and kv [B, Hkv, T, D]: by layer type.
+    """
+    config = assistant.config.get_text_config()
+    # an assistant has none, but some releases of transformers (such as 5.23) index them anyway
+    no_inputs = hidden.new_empty((*positions.shape, config.num_hidden_layers, config.hidden_size_per_layer_input))
+    for step_inputs in embedded:
+        out = assistant.model(
+            inputs_embeds=assistant.pre_projection(torch.cat([step_inputs.to(hidden.dtype), hidden], -1)),
+            position_ids=positions,
+            attention_mask=masks,
+            shared_kv_states=kv,
+            per_layer_inputs=no_inputs,
+            use_cache=False,
+        ).last_hidden_state
+        yield out
+        hidden = assistant.post_projection(out)
 
 
 def is_assistant_config(config: Mapping[str, Any]) -> bool:

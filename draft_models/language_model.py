@@ -89,13 +89,11 @@ class LanguageModelWorker(StoreWorker):
     drafter: LanguageModelDrafter
 
     @torch.inference_mode()
-    def observe(self, seen: Observation) -> None:
-        tokens = self.drafter.known_tokens(seen.tokens.gather(1, seen.path))
-        self.drafter.model.forward(tokens, self.plan_of(seen), self.own_view)
+    def observe(self, seen: Observation | PromptObservation) -> None:
+        tokens = seen.tokens[None] if isinstance(seen, PromptObservation) else seen.tokens.gather(1, seen.path)
+        self.drafter.model.forward(self.drafter.known_tokens(tokens), self.plan_of(seen), self.own_view)
 
-    @torch.inference_mode()
-    def observe_prompts(self, seen: PromptObservation) -> None:
-        self.drafter.model.forward(self.drafter.known_tokens(seen.tokens[None]), self.plan_of(seen), self.own_view)
+    observe_prompts = observe
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:

@@ -29,6 +29,12 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker,
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 from specdec.kvcache.frozen import KVView
 
+MATCHES = 64
+"""Most matches used from a request's own text: the longest ones; among equally long ones the latest."""
+
+COMPARED = 1 << 23
+"""Tokens that are compared at one time, at 3 bytes each."""
+
 
 class NgramDrafter(StatelessDrafter):
     """Proposes a chain by lookup, for all requests at once and without a host synchronisation."""
@@ -40,32 +46,11 @@ class NgramDrafter(StatelessDrafter):
         self.max_ngram = max_ngram
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        tokens, length = batch.history, batch.history_len
-        after = length - 1  # [B] where the continuation of the match starts; the root repeats when nothing matches
-        found = torch.zeros_like(length, dtype=torch.bool)
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        for size in range(min(self.max_ngram, tokens.shape[1] - 1), 0, -1):
-            windows = tokens.unfold(1, size, 1)  # [B, L - size + 1, size]
-            starts = columns[: windows.shape[1]]
-            suffix_start = (length - size).clamp(min=0)
-            suffix = tokens.gather(1, suffix_start[:, None] + columns[:size])  # [B, size]
-            earlier = starts < (length - size)[:, None]  # an occurrence before the suffix itself
-            match = (windows == suffix[:, None]).all(-1) & earlier
-            latest = torch.where(match, starts, -1).amax(-1)
-            hit = (latest >= 0) & ~found
-            after = torch.where(hit, latest + size, after)
-            found |= hit
-        period = length - after  # [B] >= 1
-        steps = torch.arange(batch.num_steps, device=tokens.device) % period[:, None]
-        drafts = tokens.gather(1, after[:, None] + steps)  # [B, num_steps]
+        newest = newest_tokens(batch.history, batch.history_len, self.max_ngram)
+        match = find_matches(batch.history, batch.history_len, newest, 1)  # of no token: the root repeats
+        steps = torch.arange(batch.num_steps, device=newest.device) % match.period
+        drafts = batch.history.gather(1, match.after + steps)  # [B, num_steps]
         return DraftTree.chain(torch.cat([batch.root[:, None], drafts], dim=1))
-
-
-MATCHES = 64
-"""Most matches used from a request's own text: the longest ones; among equally long ones the latest."""
-
-COMPARED = 1 << 23
-"""Tokens that are compared at one time, at 3 bytes each."""
 
 
 class SuffixDrafter(Drafter):
@@ -93,7 +78,9 @@ class SuffixWorker(DraftWorker):
         self.finished = finished
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        matches = self._matches(batch)
+        newest = newest_tokens(batch.history, batch.history_len)
+        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
+        matches = Matches(find_matches(batch.history, batch.history_len, newest), stored)
         builder = TreeBuilder(batch.root, self.backend, batch.num_steps)
         followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
@@ -108,11 +95,6 @@ class SuffixWorker(DraftWorker):
         if batch.topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
         return builder.select(batch.num_nodes)
-
-    def _matches(self, batch: DraftBatch) -> "Matches":
-        newest = newest_tokens(batch.history, batch.history_len)
-        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
-        return Matches(find_matches(batch.history, batch.history_len, newest), stored)
 
 
 class OwnMatches(NamedTuple):
@@ -153,30 +135,32 @@ class Matches(NamedTuple):
         return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
 
 
-def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """The newest of the first `length` [B] tokens of history [B, L], last one first, padded with BEFORE: [B, MATCH]."""
-    positions = length[:, None] - 1 - torch.arange(MATCH, device=history.device)
+def newest_tokens(history: torch.Tensor, length: torch.Tensor, count: int = MATCH) -> torch.Tensor:
+    """The `count` newest of the first `length` [B] tokens of history [B, L], last one first: [B, count], padded with
+    BEFORE."""
+    positions = length[:, None] - 1 - torch.arange(count, device=history.device)
     return torch.where(positions < 0, BEFORE, history.gather(1, positions.clamp(min=0)))
 
 
-def find_matches(history: torch.Tensor, length: torch.Tensor, newest: torch.Tensor) -> OwnMatches:
-    """Find matches in history [B, L]. Its first `length` [B] tokens are the text; `newest` [B, MATCH] are the text's
-    last."""
+def find_matches(history: torch.Tensor, length: torch.Tensor, newest: torch.Tensor, count: int = MATCHES) -> OwnMatches:
+    """Find the `count` best matches in history [B, L]. Its first `length` [B] tokens are the text; `newest` [B, N] are
+    the text's last, of which at most N match."""
     matched = matched_lengths(history, newest)
     ends = torch.arange(history.shape[1], device=history.device)
     matched = torch.where(ends < length[:, None] - 1, matched, 0)
     rank = matched * history.shape[1] + ends  # among equal matches the later one
-    best = rank.topk(min(MATCHES, history.shape[1]), dim=1).indices
+    best = rank.topk(min(count, history.shape[1]), dim=1).indices
     after = torch.minimum(best + 1, length[:, None] - 1)
     return OwnMatches(history, after, length[:, None] - after, matched.gather(1, best))
 
 
 def matched_lengths(history: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
-    """Number [B, L] of tokens that match `newest` [B, MATCH], counted backwards from each token of history [B, L].
+    """Number [B, L] of tokens that match `newest` [B, N], counted backwards from each token of history [B, L].
 
-    Computed in blocks: all at once, a long history would take MATCH times its own memory.
+    Computed in blocks: all at once, a long history would take N times its own memory.
     """
-    windows = F.pad(history, (MATCH - 1, 0), value=BEFORE).unfold(1, MATCH, 1)  # [B, L, MATCH], window p ends with p
+    size = newest.shape[1]
+    windows = F.pad(history, (size - 1, 0), value=BEFORE).unfold(1, size, 1)  # [B, L, N], window p ends with p
     wanted = newest.flip(-1)[:, None]
     lengths = [
         (block == wanted).flip(-1).cumprod(-1, dtype=torch.int8).sum(-1)

@@ -27,8 +27,9 @@ bundled head only.
 
 from compare_pair import run
 
-from specdec.models.published import BUNDLED_EAGLE3
-from specdec.models.published import EAGLE3_PAIRS as PAIRS
+from specdec.models.published import PAIR_GROUPS
+
+_, BUNDLED, *_ = PAIR_GROUPS["bundled"]
 
 PROMPT = (
     "A tank holds 35 gallons of water. Water flows in at 13 gallons a minute and leaks out at 3 gallons a minute. "
@@ -36,4 +37,4 @@ PROMPT = (
 )
 
 if __name__ == "__main__":
-    run(__doc__, PAIRS, BUNDLED_EAGLE3, PROMPT)
+    run(__doc__, PAIR_GROUPS["EAGLE-3"], BUNDLED, PROMPT)

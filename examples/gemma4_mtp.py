@@ -27,11 +27,12 @@ hub; the tests here run the bundled pair only."""  # noqa: E501 - names of publi
 
 from compare_pair import run
 
-from specdec.models.published import BUNDLED_MTP, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.models.published import PAIR_GROUPS
 
-PAIRS = GEMMA4_PAIRS + QAT_PAIRS
+BUNDLED, *_ = PAIR_GROUPS["bundled"]
+PAIRS = PAIR_GROUPS["gemma4"] + PAIR_GROUPS["gemma4 QAT"]
 
 PROMPT = "Tom has 3 boxes of 12 pencils. He gives away 7 pencils. How many pencils are left?"
 
 if __name__ == "__main__":
-    run(__doc__, PAIRS, BUNDLED_MTP, PROMPT)
+    run(__doc__, PAIRS, BUNDLED, PROMPT)

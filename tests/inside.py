@@ -29,41 +29,6 @@ from specdec.runtime.scheduler import Scheduler, rank, slots_needed
 from specdec.runtime.settling import commit_chunks_on_host, settle_round
 from specdec.text.detokenize import Detokenizer
 
-__all__ = [
-    "Detokenizer",
-    "Division",
-    "StatesNeeded",
-    "IDLE_STEPS",
-    "PartShare",
-    "Prefixes",
-    "PromptGap",
-    "PromptLoad",
-    "PromptBudget",
-    "PromptLogProbs",
-    "REFERENCE",
-    "Request",
-    "RequestState",
-    "RequestStats",
-    "RoundResult",
-    "Scheduler",
-    "TargetModel",
-    "WORTH_WAITING",
-    "StorageWatch",
-    "assert_idle",
-    "capture_on_tape",
-    "captured_prompts",
-    "captured_rounds",
-    "commit_chunks_on_host",
-    "divide",
-    "packed_values",
-    "prompt_chunks",
-    "rank",
-    "record_round",
-    "restricted",
-    "settle_round",
-    "slots_needed",
-]
-
 
 def state_cache_of(engine: Engine) -> PrefixCache:
     """The prefix cache of an engine over recurrent layers."""
@@ -128,6 +93,7 @@ def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             found[f"{name}.weight"] = dequantised(module.packed, torch.float32)
         if isinstance(module, PackedExperts):
             for which in ("gate_up", "down"):
-                each = [dequantised(module.packed(which)[i], torch.float32) for i in range(module.num_experts)]
+                weights = getattr(module.experts, which)
+                each = [dequantised(weights[i], torch.float32) for i in range(len(weights))]
                 found[f"{name}.{which}_proj"] = torch.stack(each)
     return found

@@ -10,7 +10,7 @@ import torch
 from specdec.attention.backend import Backend, TorchBackend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees.tree import DraftTree
-from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
+from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
@@ -30,40 +30,6 @@ from specdec.kvcache.page_pool import PagePool
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
-__all__ = [
-    "ByGroup",
-    "cache_groups",
-    "DraftTree",
-    "FROZEN_EXTRA_KEYS",
-    "KEEP_ALL",
-    "GroupId",
-    "GroupLoc",
-    "HybridAllocator",
-    "IntArray",
-    "KVLayout",
-    "KVPlan",
-    "KVRig",
-    "KVView",
-    "LayerSpec",
-    "MirroredArray",
-    "Move",
-    "PRIMARY",
-    "PagePool",
-    "PrefixCache",
-    "PrimaryLoc",
-    "RequestTable",
-    "SWA",
-    "Retention",
-    "attention_fields",
-    "flush",
-    "ints",
-    "layer_spec",
-    "layout_from_config",
-    "make_allocator",
-    "replaced",
-    "window_sizes",
-]
-
 
 def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int64)
@@ -80,6 +46,12 @@ def layer_spec(
 
 SWA = GroupId(1)
 """The windowed group of models with one window."""
+
+
+class Worker:
+    """One to which views of a cache are lent."""
+
+    view: KVView | None = None
 
 
 def make_allocator(
@@ -188,3 +160,76 @@ class KVRig(KVCache):
     def lend(self, worker: KVWorker, layer_map: Sequence[int]) -> Iterator[KVView]:
         with frozen_kv(self.allocator, self.store, worker, layer_map) as view:
             yield view
+
+
+class PrefixRig:
+    """A request table with a prefix cache and no K/V: whole requests, what they adopt, and peers that pools lose."""
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        windows: Sequence[int] = (),
+        pairs: bool = False,
+        pages: int = 64,
+        window_pages: int | Sequence[int] | None = None,
+        max_len: int = 64,
+        lookahead: int = 2,
+        extra_keys: int = FROZEN_EXTRA_KEYS,
+    ) -> None:
+        self.allocator = make_allocator(pages, windows, window_pages, page_size=page_size)
+        self.table = RequestTable(
+            self.allocator, max_requests=4, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
+        )
+        self.cache = PrefixCache(self.table, pairs=pairs)
+
+    def begin(self, text: Sequence[int]) -> tuple[int, int]:
+        """(row, slots adopted) of a request with this prompt."""
+        row = self.table.open_row()
+        adopted = self.cache.adopt(row, self.cache.key(text)[: len(text) - 1])
+        self.table.check()
+        return row, adopted
+
+    def fill(self, row: int, length: int) -> None:
+        """The rest of its first `length` slots is made and committed."""
+        self.table.ensure_slots(row, length)
+        self.table.commit_chunk_on_host(ints(row), ints(length) - self.table.committed_len.host[row])
+        self.table.check()
+
+    def keep(self, row: int, text: Sequence[int]) -> None:
+        self.cache.insert([row], [self.cache.key(text)])
+        self.table.check()
+
+    def close(self, row: int) -> None:
+        self.table.close_rows(row)
+        self.table.check()
+
+    def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
+        """A request from beginning to end, its newest token without K/V, kept; how many slots it adopted."""
+        row, adopted = self.begin(text)
+        self.fill(row, len(text) - 1)
+        if evict:
+            self.table.evict_unseen(ints(row))
+        self.keep(row, text)
+        self.close(row)
+        return adopted
+
+    def found(self, text: Sequence[int]) -> int:
+        """Slots that a request with this prompt would adopt."""
+        return len(self.cache.match_prefix(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
+
+    def lose_peers(self, group: GroupId, pages: IntArray) -> None:
+        """What happens when the pool of a windowed group runs short."""
+        self.allocator.uncache_peers(group, pages)
+        for node in self.cache._by_age:
+            node.num_peers = self.cache._count_peers(node.pages)
+        self.table.check()
+
+    def row_slots(self, row: int) -> list[int]:
+        return self.table.slots.host[row, : self.table.capacity[row]].tolist()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(free, held, cached) full pages."""
+        pool = self.allocator.primary
+        return pool.free_pages, pool.held_pages, pool.evictable_pages

@@ -1,9 +1,13 @@
-"""Triton's interpreter with less work around each operation of a kernel: the values it computes are untouched.
+"""Triton's interpreter with less work around each operation of a kernel: the values it computes are untouched, but for
+products, whose elements are all summed alike.
 
 Besides one numpy call, an operation takes a hundred Python steps: the interpreter makes a new type for every value,
 compares identical types, and checks for overflow only to discard the result. Here a type is made once and then compared
-by identity. None of this is public, so parts that a version of Triton lacks are skipped: tests are then only slower. A
-plugin of conftest.py where there is no GPU.
+by identity. None of this is public, so parts that a version of Triton lacks are skipped: tests are then only slower.
+
+The interpreter multiplies with numpy, whose library sums the last columns of a matrix in another order than the first;
+which columns depends on the CPU. So a row's bits would depend on its tile. Here every element of `tl.dot` is the sum of
+its products in ascending order, as on a tensor core. A plugin of conftest.py where there is no GPU.
 """
 
 import inspect
@@ -11,6 +15,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -127,26 +132,6 @@ def numpy_types_by_name(find: Any) -> Any:
     return of
 
 
-@replaces(interpreter, "_validate_np_data_size")
-def sizes_by_name(_: Any) -> Any:
-    """Does an array have no wider elements than the type? One of a pointer may."""
-    widest: dict[str, int] = {}  # bytes
-
-    def of(array: Any, dtype: Any) -> bool:
-        if dtype.__class__ is core.pointer_type:
-            return True
-        if dtype.name not in widest:
-            widest[dtype.name] = max(8, dtype.primitive_bitwidth) // 8
-        return bool(array.itemsize <= widest[dtype.name])
-
-    return of
-
-
-@replaces(interpreter.InterpreterBuilder, "create_expand_dims")
-def dimensions_by_index(_: Any) -> Any:
-    return lambda self, arg, axis: interpreter.TensorHandle(arg.data[(*(slice(None),) * axis, None)], arg.dtype.scalar)
-
-
 BLOCKS: dict[tuple[Any, ...], Any] = {}  # every block type, for good: so two are equal when they are the same
 
 
@@ -163,11 +148,6 @@ def one_block_type_of_a_shape(init: Any) -> Any:
 
     core.block_type.__new__ = new
     return lambda self, element_ty, shape: None
-
-
-@replaces(core.dtype, "__eq__")
-def same_type_first(equal: Any) -> Any:
-    return lambda self, other: self is other or equal(self, other)
 
 
 @replaces(core.tensor, "__init__")
@@ -276,3 +256,21 @@ def broadcasts_by_types(broadcast: Any) -> Any:
         return left, right
 
     return quick
+
+
+# products
+
+
+def even_matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
+    """[..., M, K] and [..., K, N] -> [..., M, N]; of contiguous arrays einsum adds up K, row of b by row of b."""
+    return np.einsum("...mk,...kn->...mn", np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype))
+
+
+@replaces(interpreter.InterpreterBuilder, "create_dot")
+def summed_alike(create_dot: Any) -> Any:
+    def of(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.data.dtype.kind != "f" or b.data.dtype.kind != "f":  # bfloat16 lies there as integers
+            return create_dot(self, a, b, d, *options)
+        return interpreter.TensorHandle(even_matmul(a.data, b.data, d.data.dtype) + d.data, d.dtype.scalar)
+
+    return of

@@ -99,6 +99,16 @@ class ScriptedDrafter(StatelessDrafter):
         return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
 
 
+def following(texts: Sequence[Sequence[int]]) -> Callable[[list[int], int], tuple[list[int], None]]:
+    """A script of right drafts: how the one of these texts goes on that begins with the tokens."""
+
+    def script(tokens: list[int], n: int) -> tuple[list[int], None]:
+        text = next(text for text in texts if list(text[: len(tokens)]) == tokens)
+        return list(text[len(tokens) : len(tokens) + n]), None
+
+    return script
+
+
 @pytest.fixture(scope="session")
 def scripted() -> type[ScriptedDrafter]:
     """A drafter class for scripts: see ScriptedDrafter."""

@@ -10,8 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from draft_rows import CHAIN, ROWS, TREE, measured, prompts
-from draft_simulation import Load, Machine, adaptive, chances, fixed, mixture
+from draft_simulation import CHAIN, ROWS, TREE, Load, Machine, adaptive, chances, fixed, measured, mixture, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

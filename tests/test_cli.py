@@ -18,7 +18,7 @@ from specdec.cli.app import COMMANDS, app, load_command
 from specdec.cli.command import spread
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
-from specdec.models.published import BUNDLED_NAMES, EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
+from specdec.models.published import BUNDLED_NAMES, PAIRS
 from specdec.runtime.request_output import StreamDelta
 from specdec.serving.server_settings import ServeSettings
 
@@ -218,7 +218,7 @@ def test_help_and_shell_errors_import_nothing_heavy():
 def test_models_lists_what_stands_for_something():
     text = run("models").stdout
     assert re.search(r"^tiny-gemma4-mtp +[\d.]+ MB$", text, re.MULTILINE)
-    for pair in (*GEMMA4_PAIRS, *QAT_PAIRS, *EAGLE3_PAIRS):
+    for pair in PAIRS:
         assert f"{pair.target} " in text and f"{pair.drafter} " in text
     listed = json.loads(run("models", "--json", "-").stdout)
     assert set(listed["bundled"]) == set(BUNDLED_NAMES)

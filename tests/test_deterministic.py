@@ -162,7 +162,7 @@ def test_bits_are_those_of_a_request_alone(
     ],
     ids=str,
 )
-def test_every_drafter(drafter, spec, make_target, make_assistant, make_engine, engine, random_prompt, seen):
+def test_every_drafter(drafter, spec, make_target, make_assistant, engine, random_prompt, seen):
     model = make_target("gemma4-e2b", vocab_size=24)
     prompts = [random_prompt(length, vocab=24) for length in (9, 30)]
     params = [SamplingParams(max_new_tokens=NEW, logprobs=24)] * 2

@@ -1,86 +1,37 @@
-"""Every drafter keeps the rules of the protocol; prompt lookup proposes what its definition says."""
+"""Every drafter keeps the rules of the protocol; those that fit any target give the tokens of plain decoding in a
+hundred engines each; and one may propose less than it was asked for: a chain for a tree, fewer nodes, another number
+each round. What a round computes by node is as wide as the tree that was proposed."""
 
 import dataclasses
+import functools
+import itertools
+import random
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from block_heads import KINDS, random_block
+from mtp_checkpoints import SHAPES, publish
+from random_loads import check_tokens, random_config, random_requests
 
-from specdec import DraftTree, SamplingParams, SpecConfig
-from specdec.draft_models.base import Drafter, Observation
+from specdec import DraftTree, Engine, SamplingParams, SpecConfig
+from specdec.draft_models.base import DraftBatch, Drafter, Observation, StatelessDrafter
+from specdec.draft_models.block.block_head import FusedBlock
 from specdec.draft_models.conformance import check_drafter
-from specdec.draft_models.lookup import NgramDrafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
+from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.drafter_loading import load_any_drafter
+from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
+from specdec.models.target import TargetModel
 
-from marks import each_value, examples, pairs, usual_cases
-from stand_ins import history_batch
-from tiny_models import random_eagle3
-
-# prompt lookup
-
-
-def lookup(*histories, steps=4, max_ngram=3):
-    """The drafts of each history."""
-    tree = NgramDrafter(max_ngram).propose(history_batch(histories, steps))
-    tree.check()
-    assert tree.tokens[:, 0].tolist() == [h[-1] for h in histories]
-    return tree.tokens[:, 1:].tolist()
-
-
-@pytest.mark.parametrize(
-    ("history", "drafts"),
-    [
-        ([1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9, 8, 7, 6]),
-        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # runs into the end: goes on with period 3
-        ([5, 7, 7], [7, 7, 7, 7]),  # period 1
-        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
-        ([1, 2, 3, 4, 5, 6], [6, 6, 6, 6]),  # no match: the newest token again
-        ([4], [4, 4, 4, 4]),
-        ([4, 4], [4, 4, 4, 4]),
-        ([4, 5], [5, 5, 5, 5]),
-        ([4, 5, 4], [5, 4, 5, 4]),
-        ([1, 2, 3, 1], [2, 3, 1, 2]),
-        ([1, 1, 1, 1], [1, 1, 1, 1]),
-        ([3, 8, 3, 9, 0, 3], [9, 0, 3, 9]),  # the latest occurrence of 3
-        ([1, 2, 5, 0, 9, 2, 6, 0, 1, 2], [5, 0, 9, 2]),  # the longer match before the later one
-        ([7, 1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], [6, 7, 1, 2]),  # three tokens are enough: the later of the two
-    ],
-    ids=str,
-)
-def test_lookup(history, drafts):
-    assert lookup(history) == [drafts]
-
-
-def test_lookup_length_is_a_setting():
-    history = [1, 2, 5, 0, 9, 2, 6, 0, 1, 2]
-    assert lookup(history, max_ngram=1) == [[6, 0, 1, 2]]
-    assert lookup(history, max_ngram=2) == lookup(history, max_ngram=5) == [[5, 0, 9, 2]]
-
-
-@usual_cases("2", "5")
-@pytest.mark.parametrize("max_ngram", [1, 2, 3, 5, 8])
-def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
-    """Also against a slow implementation of the definition, for every length from 1."""
-
-    def slow(tokens, steps=4):
-        for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == tokens[-size:]:
-                    copy = list(tokens)
-                    for _ in range(steps):
-                        copy.append(copy[start + size + len(copy) - len(tokens)])
-                    return copy[len(tokens) :]
-        return [tokens[-1]] * steps
-
-    rng = np.random.default_rng(0)
-    histories = [rng.integers(0, 3, length).tolist() for length in (1, 2, 3, 4, 5, 6, 7, 9, 14, 30) for _ in range(4)]
-    together = lookup(*histories, max_ngram=max_ngram)
-    assert together == [slow(h) for h in histories]
-    assert together == [lookup(h, max_ngram=max_ngram)[0] for h in histories]
-
+from inside import capture_on_tape
+from marks import deep, deep_cases, each_value, examples, pairs, usual_cases
+from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
 
 # the protocol
 
@@ -251,3 +202,184 @@ def test_check_drafter_finds(fault, round_of):
         with pytest.raises(AssertionError, match=FAULTS[fault]):
             check_drafter(worker, batch, engine.cache, engine.target, **options)
     engine.table.allocator._frozen_for.clear()
+
+
+# less than was asked for: masks, edits of logits, scores and draws are those of the proposed nodes
+
+
+EOS, VOCAB, NEW = 256, 300, 14
+TREE = SpecConfig(3, 2, 7)
+ASKED = {
+    "allowed": {"allowed_token_ids": tuple(range(60, 66))},
+    "least": {"min_tokens": 9, "logit_bias": {EOS: 30.0, 7: 6.0}},
+    "grammar": {"regex": "[ab]{3,30}"},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    "drawn": {"temperature": 1.2, "seed": 5, "top_k": 9, "allowed_token_ids": tuple(range(60, 90))},
+    "scored": {"logprobs": 2},
+    "free": {},
+}
+
+
+class Narrow(StatelessDrafter):
+    """Right drafts for texts that it knows, of `widths` nodes (up to 4) in turn; a chain, or the root branches."""
+
+    name = "narrow"
+
+    def __init__(self, texts: list[list[int]], widths: tuple[int, ...], *, branches: bool = False) -> None:
+        self.texts, self.widths, self.branches = texts, widths, branches
+        self.rounds = 0
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        width = min(self.widths[self.rounds % len(self.widths)], batch.num_nodes, batch.num_steps + 1)
+        self.rounds += 1
+        tokens = torch.zeros((len(batch.root), width), dtype=torch.int64)
+        for i, (row, length) in enumerate(zip(batch.history.tolist(), batch.history_len.tolist(), strict=True)):
+            past = row[:length]
+            rest = next((text[length:] for text in self.texts if text[:length] == past), [])
+            tokens[i] = torch.tensor([past[-1], *rest[: width - 1], *[1] * width][:width])
+        if not self.branches or width < 3:
+            return DraftTree.chain(tokens)
+        wrong = (tokens[:, 1:2] + 1) % VOCAB
+        tokens = torch.cat([tokens[:, :2], wrong, tokens[:, 2:-1]], dim=1)
+        return DraftTree.from_parents(tokens, torch.tensor([-1, 0, 0, 1])[:width].expand_as(tokens))
+
+
+@pytest.fixture(scope="module")
+def model(make_target):
+    return make_target("gemma4-e2b", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompt):
+    return [random_prompt(n, vocab=VOCAB) for n in (5, 13, 9, 4, 21, 8, 6)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    pytest.importorskip("llguidance")
+    return [SamplingParams(max_new_tokens=NEW, **asked) for asked in ASKED.values()]
+
+
+@pytest.fixture(scope="module")
+def alone(model, make_engine, byte_tokenizer, prompts, params):
+    """All without speculation."""
+    return make_engine(model, tokenizer=byte_tokenizer).generate(prompts, params)
+
+
+def narrow_drafter(kind, model, texts):
+    if kind == "ngram":
+        return NgramDrafter()
+    if kind == "model and ngram":
+        return ModelAndLookup(random_eagle3(model), NgramDrafter())
+    widths, branches = {
+        "chain of 2": ((2,), False),
+        "tree of 4": ((4,), True),
+        "other each round": ((2, 1, 4, 3), True),
+    }[kind]
+    return Narrow(texts, widths, branches=branches)
+
+
+NARROW = ["ngram", "model and ngram", "chain of 2", "tree of 4", "other each round"]
+
+
+@deep_cases("chain of 2-False", "other each round-False")
+@pytest.mark.parametrize(
+    ("kind", "captured"),
+    [*((kind, False) for kind in NARROW), ("ngram", True), deep("model and ngram", True)],
+    ids=str,
+)
+def test_a_narrow_draft_has_masks_edits_and_scores_of_its_own_nodes(
+    kind, captured, model, make_engine, byte_tokenizer, prompts, params, alone, monkeypatch
+):
+    """A tree was asked for: masks of its 7 nodes met those of the 4 that were there, and every step raised."""
+    capture_on_tape(monkeypatch, captured)
+    texts = [prompt + out.token_ids for prompt, out in zip(prompts, alone, strict=True)]
+    drafter = narrow_drafter(kind, model, texts)
+    engine = make_engine(model, drafter, spec=TREE, tokenizer=byte_tokenizer)
+    if drafter.has_lookup:  # all of its drafts
+        engine.steps.draft_policy = None
+        largest_draft = engine.steps._largest_draft
+        engine.steps._largest_draft = lambda *asked: largest_draft(*asked)._replace(by_lookup=True)
+    for _ in range(2 if captured else 1):  # what was captured in the first is replayed in the second
+        outs = engine.generate(prompts, params)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+        assert [out.finish_reason for out in outs] == [out.finish_reason for out in alone]
+        for out, want in zip(outs, alone, strict=True):
+            scores, wanted = out.logprobs or [], want.logprobs or []
+            assert [each.logprob for each in scores] == pytest.approx([each.logprob for each in wanted], abs=1e-4)
+    if isinstance(drafter, Narrow):  # what is right is accepted, whatever else the request asks for
+        assert all(sum(out.stats.accepted_counts) > 0 for out in outs)
+    engine.table.check()
+
+
+# any target: in a hundred random engines each, every request has the tokens of plain decoding
+
+
+CASES = 100
+FEW_TOKENS = 12
+"""So few that a random head or assistant is right now and then."""
+DRAWN = ("suffix", "language_model", "block", "eagle3", "mtp", "model and lookup", "assistant")
+MODULES = ["mimo_v2-form", *sorted(SHAPES.keys() - {"mimo_v2-form", "qwen3-tuned"})]
+
+
+def drawn_spec(rng):
+    depth, topk = rng.randint(1, 6), rng.choice((1, 1, 2, 4))
+    nodes = None if topk == 1 else rng.randint(2, min(24, 1 + depth * topk))
+    return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
+
+
+def block_spec_of(rng):
+    depth, topk = rng.randint(1, 8), rng.choice((1, 1, 2, 4, 8))
+    most = 1 + topk + (depth - 1) * topk**2
+    nodes = None if topk == 1 else rng.randint(min(8, most), min(128, most))
+    return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
+
+
+def chosen_drafter(name, rng, model, make_target, make_assistant):
+    if name == "suffix":
+        return SuffixDrafter()
+    if name == "mtp":
+        return load_any_drafter("mtp", TargetModel(model))
+    if name == "assistant":
+        return Gemma4MTPDrafter(make_assistant(model, ordered=rng.random() < 0.5), TargetModel(model))
+    if name in ("language_model", "model and lookup"):
+        other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
+        drafter = LanguageModelDrafter(TargetModel(other), TargetModel(model))
+        return drafter if name == "language_model" else ModelAndLookup(drafter, SuffixDrafter())
+    if name == "eagle3":
+        return random_eagle3(model, rng.choice(((None,), (None, 6), (4,))))
+    kind, ops = rng.choice(list(KINDS)), rng.choice((None, REFERENCE))
+    drafter = random_block(model, kind, ops=ops, block_size=9)
+    assert isinstance(drafter.form, FusedBlock) == (ops is not None and kind != "dspark-gemma4"), drafter.unfused
+    return drafter
+
+
+@usual_cases("suffix-9", "block-6", "eagle3-0", "mtp-12", "assistant-28")  # trees, and few tokens
+@pytest.mark.parametrize(("drafter", "seed"), list(itertools.product(DRAWN, range(CASES))))
+def test_tokens_of_plain_decoding(drafter, seed, make_target, make_assistant, make_engine, random_prompt, tmp_path):
+    rng = random.Random(f"{drafter} {seed}")
+    family = rng.choice(GEMMA4_FAMILIES if drafter == "assistant" else FAMILIES)
+    few = {"vocab_size": FEW_TOKENS} if drafter in ("assistant", "eagle3") else {}
+    model = make_target(family, **few)
+    if few:
+        random_prompt = functools.partial(random_prompt, vocab=FEW_TOKENS)
+    if drafter == "mtp":
+        model = publish(MODULES[seed % len(MODULES)], tmp_path).loaded()
+        random_prompt = functools.partial(random_prompt, vocab=6)
+    deterministic = drafter in ("block", "mtp") and rng.random() < 0.25
+    prompts, params = random_requests(rng, random_prompt)
+    spec = block_spec_of(rng) if drafter == "block" else drawn_spec(rng)
+    slots = None if seed % 2 else 90 + spec.num_nodes  # few: requests are preempted
+    finished = rng.choice((0, 60, 400)) if drafter in ("suffix", "model and lookup") else 0
+    config = random_config(rng, slots, finished_tokens=finished, deterministic=deterministic)
+    alone = [replace(each, speculation=None) for each in params]
+    plain = make_engine(model, None, max_model_len=128, deterministic=deterministic)
+    want = [out.token_ids for out in plain.generate(prompts, alone)]
+    chosen = chosen_drafter(drafter, rng, model, make_target, make_assistant)
+    if drafter == "model and lookup":  # which draft there is is drawn, too
+        spec = SpecConfig(rng.randint(1, 6), rng.choice((1, 1, 2)), adaptive=True)
+    spec = replace(spec, num_steps=min(spec.num_steps, chosen.max_steps or spec.num_steps))
+    engine = Engine(TargetModel(model), chosen, spec=spec, config=config)
+    if engine.steps.draft_policy is not None:
+        engine.steps.draft_policy.choose = lambda *_, **__: rng.choice(engine.steps.draft_policy.shapes)
+    check_tokens(engine, prompts, params, want)

@@ -14,7 +14,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, FusedHead, 
 from specdec.draft_models.heads.fused_layers import EchoContext, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.merge import is_merged
 from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
 from specdec.layers.gemm.linear import gated_linear
@@ -73,7 +73,7 @@ def plain_form(head: Eagle3Head) -> PlainHead:
 
 
 def fuse(plain: PlainHead, ops: Operations) -> FusedHead:
-    return FusedHead(plain.head, plain.table, plain.lm_head, Weights("head", plain.head), ops)
+    return FusedHead(plain, Weights("head", plain.head), ops)
 
 
 @torch.inference_mode()

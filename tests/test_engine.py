@@ -13,6 +13,7 @@ from specdec.errors import CapacityError
 
 from inside import assert_idle
 from marks import deep, deep_cases, each_value, examples, slow, usual_cases
+from stand_ins import following
 
 NEW = 16
 
@@ -22,13 +23,7 @@ def perfect(greedy_oracle, scripted):
     """perfect(model, prompts, n): a drafter whose drafts are all right for n tokens after each prompt."""
 
     def make(model, prompts, n):
-        whole = [[*p, *greedy_oracle(model, p, n + 8)] for p in prompts]
-
-        def script(known, steps):
-            truth = next(w for w in whole if w[: len(known)] == known)
-            return truth[len(known) : len(known) + steps], None
-
-        return scripted(script)
+        return scripted(following([[*p, *greedy_oracle(model, p, n + 8)] for p in prompts]))
 
     return make
 

@@ -19,6 +19,7 @@ from kv_rig import (
     Move,
     PrefixCache,
     PrimaryLoc,
+    Worker,
     ints,
     layer_spec,
 )
@@ -34,10 +35,6 @@ WINDOW, LOOKAHEAD = 4, 3
 LAYOUT = KVLayout(
     (layer_spec(0, WINDOW), layer_spec(1, None), layer_spec(2, WINDOW, owner=0), layer_spec(3, None, owner=1))
 )
-
-
-class Worker:
-    view: KVView | None = None
 
 
 class OtherWorker(Worker):
@@ -87,61 +84,17 @@ def prefix_slots(plan: KVPlan, group: GroupId) -> torch.Tensor:
 
 
 def test_restored_after_an_exception():
+    """The worker has the view again that it had."""
     table, worker = make(), Worker()
-    row = opened(table, 5)
+    row, worker.view = opened(table, 5), table.view
     with pytest.raises(ZeroDivisionError), table.lend(worker, [0]) as view:
         raise ZeroDivisionError
-    assert worker.view is None
+    assert worker.view is table.view
     assert not table.allocator.frozen
     with pytest.raises(FrozenKVError, match="layer 0 read through a view whose frozen_kv block has ended"):
         view.layer(0)
     table.ensure_slots(row, 10)
     table.check()
-
-
-def test_a_worker_gets_back_the_view_it_had():
-    table, worker = make(), Worker()
-    worker.view = own = table.view
-    with table.lend(worker, [0]) as view:
-        assert worker.view is view
-    assert worker.view is own
-    assert own.layer(0).group == SWA
-
-
-def test_a_view_reads_the_pools_of_the_owners():
-    table = make()
-    kept, own = table.store.layers, table.view
-    assert [kept[owner].group for owner in (0, 1)] == [SWA, PRIMARY]
-    assert own.layer_map == (0, 1, 0, 1)
-    assert [own.owns(layer) for layer in range(4)] == [True, True, False, False]
-    for layer, owner in enumerate([0, 1, 0, 1]):
-        assert own.layer(layer) is kept[owner]
-    with table.lend(Worker(), [1, 0, 1]) as lent:
-        for layer, owner in enumerate([1, 0, 1]):
-            assert lent.layer(layer) is kept[owner]
-            assert not lent.owns(layer)
-
-
-def test_write_goes_to_the_group_of_the_layer():
-    table = make()
-    row = opened(table, 0)
-    opened(table, 0)
-    table.allocator.evict(SWA, owned(table, row))  # from here on the numbers of the two groups differ
-    other = table.open_row()
-    table.ensure_slots(other, 1)
-    full = PrimaryLoc(table.slots.tensor[other, :1])
-    swa = table.allocator.translate(SWA, full)
-    assert full.item() != swa.item()
-    plan = table.verify(ints(other), DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)))
-    one = torch.ones(1, 1, 1)
-    for layer, k in ((0, one), (1, 3 * one)):
-        kept = table.view.writable_layer(layer)
-        table.backend.store(kept, plan.write_slots(kept.group), k, 2 * k)
-    assert torch.nonzero(table.store.layers[0].k).tolist() == [[swa.item(), 0, 0]]
-    assert torch.nonzero(table.store.layers[1].v).tolist() == [[full.item(), 0, 0]]
-    nowhere = dataclasses.replace(plan, write=None)
-    with pytest.raises(AssertionError, match="a plan that writes nothing"):
-        nowhere.write_slots(SWA)
 
 
 def test_each_worker_may_hold_a_view_and_leave_it_in_any_order():
@@ -279,6 +232,8 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
     with table.lend(Worker(), [0, 1]) as view:
         plan = table.frozen(ints(row), position_offset=0, window_shift=2)
         assert (plan.write, plan.tree) == (None, None)
+        with pytest.raises(AssertionError, match="a plan that writes nothing"):
+            plan.write_slots(SWA)
         assert plan.positions.tolist() == [[5]]
         assert view.layer(1).k[prefix_slots(plan, PRIMARY), 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
         assert view.layer(0).k[prefix_slots(plan, SWA), 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]

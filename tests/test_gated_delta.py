@@ -46,7 +46,7 @@ def test_a_small_step_is_exact() -> None:
     """log(1 + e^x) of an x far below 0 is e^x, and no 0 of 1 + e^x rounded."""
     heads = DeltaHeads(1, 2, 1, 1)
     product = Product.from_value(torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, 0, -30.0, -17.0]], device=DEVICE))
-    g = delta_inputs(product, product, torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE), heads).g
+    _, _, g, _ = delta_inputs(product, product, torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE), heads)
     torch.testing.assert_close(g, -torch.tensor([[-30.0, -17.0]], device=DEVICE).exp(), rtol=1e-4, atol=0)
 
 

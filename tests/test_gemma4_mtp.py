@@ -139,14 +139,14 @@ def test_a_step_cannot_change_the_cache(
     engine = make_engine(target, make_assistant(target))
     table, worker, step = engine.table, engine.state.worker, Gemma4MTPDrafter.step
 
-    def meddling(self, tokens, hidden, context):
+    def meddling(self, *given):
         if operation == "alloc":
             table.allocator.alloc(1)
         elif operation == "commit":
             table.commit_chunk_on_host(table.active_rows, table.active_rows * 0 + 1)
         else:
             worker.view.writable_layer(0)
-        return step(self, tokens, hidden, context)
+        return step(self, *given)
 
     monkeypatch.setattr(Gemma4MTPDrafter, "step", meddling)
     with pytest.raises(FrozenKVError, match=r"frozen"):

@@ -23,7 +23,7 @@ from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import fork_norm, join_norm
 from specdec.layers.moe.routing import Routing
 from specdec.layers.norm import Norm, norm, qk_norm
-from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.per_layer_embedding import EmbeddingParts, gated_projection, layer_inputs
 from specdec.layers.rope_store import Destination, Heads, Rotary, rope_store, rotary
 
 from marks import examples
@@ -177,7 +177,8 @@ def of_layer_inputs(draw: Draw) -> Arguments:
     tokens = torch.randint(0, 9, (rows,), device=DEVICE)
     table = draw.tensor(9, layers * width + 3)[:, : layers * width]
     context = draw.product(rows, layers * width)._replace(bias=None)
-    return (context, tokens, table, draw.gain(width)), {"context_scale": 0.3, "table_scale": 4.0}
+    parts = EmbeddingParts(context=table, table=table, norm=draw.gain(width), context_scale=0.3, table_scale=4.0)
+    return (context, tokens, parts), {}
 
 
 def of_gated_projection(draw: Draw) -> Arguments:

@@ -149,29 +149,19 @@ def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
             yield
 
 
-def for_kind(kind: str) -> Callable[[KVPlan], bool]:
-    if kind == "frozen":
-        return lambda plan: plan.write is None
-    return lambda plan: plan.tree is not None and not plan.tree.is_chain
+def read_own_keys_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
+    """A tree's own nodes are read with primary slots where sliding layers wrote those of their group."""
+    right = VisibleKeys.from_plan
 
+    def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
+        keys = right(plan, slots, start, group, window)
+        if group == to and plan.tree is not None and not plan.tree.is_chain:
+            own = plan.positions.shape[1]
+            untranslated = plan.write[source].view(plan.positions.shape)
+            return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
+        return keys
 
-def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupId = SWA) -> Seed:
-    """The forward's own tokens are read with primary slots where sliding layers wrote those of their group."""
-
-    def seed(patch: pytest.MonkeyPatch) -> None:
-        right, wanted = VisibleKeys.from_plan, for_kind(kind)
-
-        def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
-            keys = right(plan, slots, start, group, window)
-            if group == to and wanted(plan):
-                own = plan.positions.shape[1]
-                untranslated = plan.write[source].view(plan.positions.shape)
-                return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
-            return keys
-
-        patch.setattr(VisibleKeys, "from_plan", staticmethod(wrong))
-
-    return seed
+    patch.setattr(VisibleKeys, "from_plan", staticmethod(wrong))
 
 
 def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
@@ -298,7 +288,7 @@ SEEDED = {
     "write-extend": (write_extend_tokens_by_full_slots, LOADS["extend"]),
     "one-pool": (derive_the_pool_once, NEARLY),
     "untranslated": (leave_the_draft_untranslated, LOADS["extend"]),
-    "own-keys": (read_own_keys_by_full_slots("tree"), LOADS["extend"]),
+    "own-keys": (read_own_keys_by_full_slots, LOADS["extend"]),
     "remembered": (keep_the_translation, REPLAYED),
     "stale": (use_a_stale_location, LOADS["prefill"]),
     "ignored": (ignore_the_location, LOADS["prefill"]),
@@ -308,7 +298,7 @@ SEEDED_BETWEEN_WINDOWS = {  # slots of the narrower window in the wider one
     "read-windows": (partial(read_extend_tokens_by_full_slots, **BETWEEN), LOADS["windows"]),
     "write-windows": (partial(write_extend_tokens_by_full_slots, **BETWEEN), LOADS["windows"]),
     "untranslated-windows": (partial(leave_the_draft_untranslated, **BETWEEN), LOADS["windows"]),
-    "own-keys-windows": (read_own_keys_by_full_slots("tree", **BETWEEN), LOADS["windows"]),
+    "own-keys-windows": (partial(read_own_keys_by_full_slots, **BETWEEN), LOADS["windows"]),
     "remembered-windows": (keep_the_translation, LOADS["windows-replay"]),
     "stale-windows": (use_a_stale_location, LOADS["windows"]),
     "ignored-windows": (ignore_the_location, LOADS["windows"]),

@@ -20,9 +20,9 @@ from kv_rig import (
     KVLayout,
     KVPlan,
     KVRig,
-    KVView,
     PrefixCache,
     PrimaryLoc,
+    Worker,
     ints,
     layer_spec,
 )
@@ -35,10 +35,6 @@ from snapshots import kv_contents
 NODES, ROWS, MAX_LEN = 4, 3, 40
 STEP = 0.125  # by which the values of two layers differ
 SEED = st.integers(0, 2**32 - 1)
-
-
-class Worker:
-    view: KVView | None = None
 
 
 class KVMachine(RuleBasedStateMachine):

@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.heads.draft_context import DraftContext
 from specdec.draft_models.language_model import LanguageModelDrafter
@@ -145,14 +143,6 @@ def test_by_name_and_by_module(random_prompt):
         assert out.token_ids == want.token_ids
         assert set(out.stats.accepted_per_position) == {1.0}
         assert isinstance(engine.drafter, LanguageModelDrafter)
-
-
-def test_transformers_users_call_it_assistant_model(make_target, random_prompt):
-    model = make_target("llama")
-    inputs = torch.tensor([random_prompt(9)])
-    want = model.generate(inputs, max_new_tokens=12, do_sample=False)
-    found = specdec.generate(model, inputs=inputs, assistant_model=make_target("llama", seed=3), max_new_tokens=12)
-    assert torch.equal(found, want)
 
 
 def test_other_vocabularies_are_refused_with_the_reason(make_target, tmp_path):

@@ -17,8 +17,8 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES
-from specdec.layers.description.fusable import Unfusable
 from specdec.layers.description.merge import is_merged
 from specdec.layers.fuse import fuse
 from specdec.layers.rope_store import Destination

@@ -1,8 +1,10 @@
-"""All rows of a step at once: slots, claims on pages, chunks, tokens and settings, in cases to check by eye.
+"""All rows of a step at once: slots, claims on pages, chunks, tokens and settings, in cases to check by eye; and
+figures kept by rows, which are those of each request.
 
 Random histories of many rows at once are in `test_kv_state_machine.py` and `test_scheduler_machine.py`.
 """
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
 from specdec.runtime.request_output import RowTotals
-from specdec.runtime.rounds.result import shortened_draft, whole_draft
+from specdec.runtime.scheduler import Batches
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (
@@ -24,9 +26,11 @@ from inside import (
     RequestState,
     RoundResult,
     Scheduler,
+    record_round,
     restricted,
     settle_round,
 )
+from marks import examples
 from snapshots import contents
 
 LOOKAHEAD = 2
@@ -255,9 +259,10 @@ def test_an_interrupted_step_moves_no_reader(monkeypatch):
 
 @pytest.mark.parametrize("draft", [SpecConfig(4), SpecConfig(3, 2, 6), SpecConfig(1), SpecConfig(3, 1, 3)])
 def test_only_the_end_of_an_output_shortens_a_draft(draft):
-    sizes = [shortened_draft(draft, depth) for depth in range(9)]
-    assert [size.depth for size in sizes] == [min(depth, draft.depth) for depth in range(9)]
-    assert set(sizes[draft.depth :]) == {whole_draft(draft)} and {size.topk for size in sizes} == {draft.topk}
+    request = Request([1], SamplingParams(max_new_tokens=9), 0, Detokenizer(None), frozenset(), draft)
+    sizes = [request.draft_size(remaining) for remaining in range(1, 10)]
+    assert [(size.num_steps, size.num_nodes) for size in sizes] == [draft.shortened(depth) for depth in range(9)]
+    assert {size.topk for size in sizes} == {draft.topk} and request.max_drafts == sizes[-1].depth == draft.depth
 
 
 def test_who_is_restricted_has_rules_that_still_hold():
@@ -298,3 +303,74 @@ def test_a_cell_that_was_written_twice_has_its_last_value() -> None:
         array[cells] = cells + 10 * number
     assert array.tensor.tolist() == [0 + 10, 0, 0, 3 + 20, 0, 5]
     array.check()
+
+
+# figures by rows, and batches
+
+
+def make_requests(count: int) -> list[Request]:
+    asked = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    requests = [Request([1, 2], asked, 0, Detokenizer(None), frozenset()) for _ in range(count)]
+    for number, request in enumerate(requests):
+        request.id = request.row = number
+    return requests
+
+
+def random_result(draw: random.Random, count: int) -> RoundResult:
+    """A round of chains, some with drafts and some with tokens that a grammar forced."""
+    depth = draw.randint(0, 4)
+    drafts = [draw.randint(0, depth) for _ in range(count)]
+    forced = [draw.choice([0, 0, each]) for each in drafts]
+    length = [draw.randint(1, 1 + each) for each in drafts]
+    nodes = np.arange(1 + depth) * np.ones((count, 1), dtype=np.int64)
+    seconds = {stage: draw.random() for stage in ("draft", "verify", "other")}
+    return RoundResult(ints(*length), nodes, nodes, [[]] * count, ints(*drafts), seconds, ints(*forced))
+
+
+def test_figures_of_all_rows_are_those_counted_for_each_request():
+    """Requests lose their rows now and then, and outputs end within their drafts."""
+    cut = 0
+    for seed in range(examples(20, 200)):
+        draw, requests = random.Random(seed), make_requests(3)
+        row_totals, counted = RowTotals(3), [request.stats.copy() for request in requests]
+        while going_on := [request for request in requests if not request.finished]:
+            chosen = draw.sample(going_on, draw.randint(1, len(going_on)))
+            for request in chosen:
+                if request.row < 0:
+                    request.row = request.id
+                    row_totals = row_totals.without(ints(request.row))
+            result, rows = random_result(draw, len(chosen)), ints(*(request.row for request in chosen))
+            row_totals = row_totals.after_round(rows, result)
+            columns = (array.tolist() for array in (result.length, result.draft_depth, result.forced))
+            for request, length, drafts, forced in zip(chosen, *columns, strict=True):
+                own, taken, before = counted[request.id], min(length, request.remaining), request.stats
+                request.settle([1] * length, [], row_totals, drafts, forced)
+                assert before.rounds == own.rounds, "figures that were read change no more"
+                whole = (taken, 0, 0) if forced else (taken, length - 1, drafts)
+                record_round(own, *(whole if forced or taken == length else (taken,) * 3))
+                own.forced_rounds += forced > 0
+                own.forced_tokens += min(taken, forced)
+                own.draft_nodes += result.path.shape[1] - 1 if drafts and not forced else 0
+                own.output_tokens += taken
+                for stage in ("draft", "verify"):
+                    spent = getattr(own, f"{stage}_seconds") + result.seconds[stage] / len(chosen)
+                    assert getattr(request.stats, f"{stage}_seconds") == pytest.approx(spent)
+                for name in ("draft", "verify", "other", "first_token", "decode"):  # to the bit, or by the clock
+                    setattr(own, f"{name}_seconds", getattr(request.stats, f"{name}_seconds"))
+                assert request.stats == own
+                cut += taken < length
+                if draw.random() < 0.1:
+                    request.lose_row()
+    assert cut, "no output ended within its drafts"
+
+
+def test_a_batch_is_made_when_its_requests_or_their_rows_change():
+    batches, requests = Batches(), make_requests(3)
+    whole, few = batches.batch_of(requests), batches.batch_of(requests[:2])
+    assert batches.batch_of(list(requests)) is whole and batches.batch_of(requests[:2]) is few
+    assert whole.rows.tolist() == [0, 1, 2] and whole.max_total_len.tolist() == [42] * 3
+    requests[1].lose_row()
+    assert whole.present() == [0, 2]
+    requests[1].row = 5
+    again = batches.batch_of(requests)
+    assert again.rows.tolist() == [0, 5, 2] and batches.batch_of(list(requests)) is again

@@ -1,17 +1,40 @@
-"""Pools are sized by the memory that this process may really take: MemAvailable, and the limits of control groups."""
+"""Memory: what this process may really take (MemAvailable, limits of control groups), by which pools are sized; and
+`specdec models --memory`, which says by a config.json alone what an engine allocates for a pair."""
 
+import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from block_heads import written_block
+from drafter_folders import PUBLISHED, read_drafter, write_drafter
+from mtp_checkpoints import publish
+from typer.testing import CliRunner
 
 import specdec.gpu.memory
-from specdec import Engine, EngineConfig
+from specdec import Engine, EngineConfig, SpecConfig
+from specdec.cli.app import app
+from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
+from specdec.drafter_loading import drafts_by_modules
 from specdec.errors import CapacityError
+from specdec.evaluation.memory_plan import memory_plan
 from specdec.gpu.memory import all_bytes, free_bytes
+from specdec.kvcache.layout import layout_from_config
+from specdec.loading import load_model
+from specdec.models.described_model import GeometryContext, ModelOnMeta, model_on_meta
+from specdec.models.target import TargetModel
+from specdec.models.weight_storage import stored_weights
+from specdec.runtime import sizing
+
+from marks import deep
+from tiny_models import TARGETS
 
 CPU = torch.device("cpu")
 GIB, MIB = 1 << 30, 1 << 20
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
 def system(root: Path, groups: str, **files: str) -> None:
@@ -99,3 +122,226 @@ def test_pools_that_can_hold_no_request_are_refused(space, slots, make_target):
     with pytest.raises(CapacityError, match=f"{space}_slots={slots} can hold no request.* takes 6 slots") as error:
         Engine.from_pretrained(make_target("gemma4-e2b"), "ngram", config=EngineConfig(max_model_len=64, **sizes))
     assert "\n" not in str(error.value) and "give 6 or more" in str(error.value)
+
+
+# plans: by its config.json alone, a pair's K/V are those that an engine allocates for it
+
+
+TARGET = "tiny-gemma4"
+OF_EACH_KIND = ("gemma4-moe", "gpt_oss", "mimo_v2_flash", "step3p7")
+OF_EACH_FORMAT = (
+    *("z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_gemma4_12b_block7", "meta-models/Muse-Glimmer-30B-assistant"),
+    "speculators, dspark, sliding",
+)
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["models", "--device", "cpu", *words])
+
+
+def planned(*words):
+    result = run("--memory", "--json", "-", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def folder_of(config, path: Path, **changes) -> str:
+    """A checkpoint's folder without weights."""
+    config.save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(path)
+
+
+RECURRENT = {
+    "qwen3_5": [{"layers": 3, "fields": {"state": (4, 96), "inputs": (3, 80)}}],
+    "nemotron_h": [{"layers": 2, "fields": {"state": (4, 128), "inputs": (3, 96)}}],
+    "lfm2": [{"layers": 3, "fields": {"inputs": (2, 32)}}],
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_of_recurrent_layers_are_counted_apart(family, tmp_path, make_target, make_engine, monkeypatch) -> None:
+    """The report, the pools and the statistics of an engine say the same."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    model = make_target(family)
+    settings = {"spec": SpecConfig(), "drafter_options": {}}
+    cpu = EngineConfig(max_batch_size=2, max_model_len=128, device="cpu")
+    report = memory_plan(folder_of(model.config, tmp_path), None, config=cpu, **settings)
+    engine = make_engine(model, max_batch_size=2, max_model_len=128, prefill_chunk=None)
+    groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
+    assert groups == engine.cache.bytes_by_group() and list(groups) == ["full", "records", "states"]
+    [use] = engine.stats().devices
+    assert use.kv_bytes == sum(groups.values())
+    assert report["groups"][2]["kept"] == RECURRENT[family]
+    assert [kept["layers"] for kept in report["groups"][0]["kept"]] == [1]  # no layer that keeps nothing
+    captured = memory_plan(str(tmp_path), None, config=replace(cpu, device="cuda"), **settings)
+    assert captured["groups"][2]["kept"] == report["groups"][2]["kept"]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "page_size"),
+    [deep("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), ("windowed", 1)],
+)
+def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    if windowed := drafter == "windowed":  # of a window that the target has not
+        written_block(tmp_path, load_model(TARGET, dtype=torch.float32, device=torch.device("cpu")), windows=(None, 5))
+        drafter = str(tmp_path)
+    sizes = ("--batch-size", "2", "--max-model-len", "1024", "--page-size", str(page_size))
+    report = planned("--drafter", drafter, *sizes)
+    config = EngineConfig(max_batch_size=2, max_model_len=1024, page_size=page_size, device="cpu")
+    with Engine.from_pretrained(TARGET, drafter, spec=SpecConfig(adaptive=True), config=config) as engine:
+        groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
+        assert groups == engine.cache.bytes_by_group() and len(groups) == 2 + windowed
+        assert report["weights"]["target"] == stored_weights(engine.target.model).bytes
+        assert ("drafter" in report["weights"]) == (drafter != "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("glm4_moe-3", "mtp"),
+        ("exaone4", "auto"),
+        ("exaone4", "mtp,suffix"),
+        deep("mimo_v2_flash", "mtp"),
+        deep("glm4_moe-shared", "mtp"),
+    ],
+)
+def test_mtp_modules_are_planned_as_an_engine_keeps_them(name, drafter, tmp_path, monkeypatch) -> None:
+    """With their files, and by the count in the config where there are none: the same K/V, and weights unknown."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    folder = str(publish(name, tmp_path).folder)
+    words = ("--target", folder, "--batch-size", "2", "--max-model-len", "64")
+    report = planned("--drafter", drafter, *words)
+    config = EngineConfig(max_batch_size=2, max_model_len=64, device="cpu")
+    with Engine.from_pretrained(folder, "mtp", config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+        count = len(engine.drafter.modules)
+        kept = {p.data_ptr(): p.nbytes for module in engine.drafter.modules for p in module.parameters()}
+        for shared in engine.target.model.parameters():
+            kept.pop(shared.data_ptr(), None)
+    assert sum(kept.values()) <= report["weights"]["drafter"] <= 1.01 * sum(kept.values())  # biases of routers
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "config.json"
+    counted = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **counted}))
+    assert run("--memory", "--drafter", "mtp", *words).exit_code == 2
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": count}))
+    unread = planned("--drafter", "mtp", *words)
+    assert unread["groups"] == report["groups"] and unread["weights"]["drafter"] is None
+    assert planned("--drafter", "auto", *words)["weights"].keys() == {"target"}
+
+
+def test_a_head_next_to_modules_of_the_targets_size_is_planned_as_it_is_loaded(tmp_path) -> None:
+    """One rule says for both whether a checkpoint drafts by its MTP modules: a head's config.json says that it does
+    not, though its sizes are the target's and its folder has modules."""
+    publish("exaone4", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    target = ModelOnMeta("target", model_on_meta(transformers.AutoConfig.from_pretrained(tmp_path), torch.float32))
+    assert drafts_by_modules(config, target, lambda: tmp_path)
+    head = {**config, "architectures": ["LlamaForCausalLMEagle3", "Exaone4ForCausalLM"]}
+    assert not drafts_by_modules(head, target, lambda: pytest.fail("the folder of a head is not looked into"))
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in OF_EACH_KIND else deep(name) for name in TARGETS if name != "two_windows"]
+)
+def test_layouts_of_a_config_are_those_of_the_served_model(family, make_target) -> None:
+    """But for that of `two_windows`, whose layers the test gave other windows than its config has."""
+    model = make_target(family)
+    described = ModelOnMeta(family, model_on_meta(model.config, torch.float32))
+    assert described.unmeasured is None
+    assert described.layout == TargetModel(model).layout
+    assert all(weight.is_meta for weight in described.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "kind", ["SpecForge", "speculators", *(name if name in OF_EACH_FORMAT else deep(name) for name in PUBLISHED)]
+)
+def test_heads_keep_by_their_config_what_their_tensors_say(kind, tmp_path) -> None:
+    spec = read_drafter(kind, write_drafter(kind, tmp_path))
+    assert layout_of_config(json.loads((tmp_path / "config.json").read_text())) == spec.kv_layout
+
+
+def test_a_narrow_v_takes_its_own_width(tmp_path) -> None:
+    """MiMo-V2-Flash at its published size: at most 1.05 of the bytes that unpadded K and V have."""
+    config = transformers.MiMoV2FlashConfig()
+    assert config.v_head_dim < config.head_dim
+    report = planned(
+        "--drafter", "none", "--target", folder_of(config, tmp_path), "--dtype", "bf16", "--max-model-len", "4096"
+    )
+    unpadded = Counter()
+    for kind, layer in zip(config.layer_types, model_on_meta(config, torch.bfloat16).model.layers, strict=True):
+        unpadded[kind] += 2 * (layer.self_attn.k_proj.out_features + layer.self_attn.v_proj.out_features)
+    for group, kind in zip(report["groups"], ("full_attention", "sliding_attention"), strict=True):
+        assert unpadded[kind] <= group["token_bytes"] <= 1.05 * unpadded[kind]
+    assert report["notes"] == [] and report["weights"]["target"] > 100e9
+
+
+def test_the_table_has_each_group_and_the_weights() -> None:
+    text = run("--memory", "--drafter", "tiny-gemma4-eagle3", "--batch-size", "3").stdout
+    for group in planned("--drafter", "tiny-gemma4-eagle3", "--batch-size", "3")["groups"]:
+        assert group["name"] in text and f"{group['token_bytes']:,}" in text
+        assert f"{group['batch_bytes'] / 1e6:,.2f} MB" in text
+        assert all(f"k {each['fields']['k'][0]} x {each['fields']['k'][1]}" in text for each in group["kept"])
+    assert "3 requests" in text and "weights: target" in text
+
+
+def test_a_forward_that_cannot_be_measured_leaves_the_configs_layout(make_target, tmp_path, monkeypatch) -> None:
+    def attend(self, call):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors\nand more")
+
+    config = make_target("llama").config
+    monkeypatch.setattr(GeometryContext, "attend", attend)
+    report = planned("--drafter", "none", "--target", folder_of(config, tmp_path))
+    assert report["groups"][0]["kept"][0]["layers"] == len(layout_from_config(config).layers)
+    [note] = report["notes"]
+    assert "K/V are those that the config names" in note and note.endswith(
+        "(Tensor.item() cannot be called on meta tensors)"
+    )
+
+
+def test_weights_that_the_config_does_not_tell_are_those_of_the_files(make_target, tmp_path) -> None:
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    target = folder_of(make_target("llama").config, tmp_path, **quantised)
+    report = planned("--target", target)
+    assert report["weights"] == {"target": None}
+    assert "target unknown without its files" in run("--memory", "--target", target).stdout
+    (tmp_path / "model.safetensors").write_bytes(bytes(1234))
+    assert planned("--target", target)["weights"] == {"target": 1234}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch-size", "2"], "add --memory"),
+        (["--memory", "--target", "./nowhere"], "'./nowhere' is not a folder"),
+        (["--memory", "--drafter", "./nowhere"], "'./nowhere' is not a folder"),
+        (["--memory", "--target", "tiny-gemma4-mtp"], "is a drafter"),
+        (["--memory", "--max-model-len", "9999999"], "max_model_len=9999999"),
+        (["--memory", "--tensor-parallel", "2"], "tensor_parallel=2"),
+        (["--memory", "--device", "nonsense"], "a torch device is expected"),
+        (["--memory", "--num-draft-tokens", "9"], "num_draft_tokens=9"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, says) -> None:
+    result = run(*words)
+    assert result.exit_code == 2 and says in result.stderr
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def test_models_that_are_not_served_are_refused(make_target, tmp_path) -> None:
+    text = make_target("llama").config
+    chunked = run("--memory", "--target", folder_of(text, tmp_path / "a", attention_chunk_size=4))
+    assert chunked.exit_code == 2 and "uses chunked attention" in chunked.stderr
+    hybrid = folder_of(make_target("lfm2").config, tmp_path / "d", architectures=["Lfm2ForCausalLM"])
+    rounded = run("--memory", "--target", hybrid, "--kv-dtype", "fp8")
+    assert rounded.exit_code == 2 and "has recurrent layers, whose records are not rounded" in rounded.stderr
+    drafting = run("--memory", "--drafter", hybrid)
+    assert drafting.exit_code == 2 and "has recurrent layers, and a drafter's states are not kept" in drafting.stderr
+    unknown = run("--memory", "--target", folder_of(text, tmp_path / "b", model_type="bert"))
+    assert unknown.exit_code == 2 and unknown.stderr.count("\n") == 1
+    encoder = folder_of(transformers.BertConfig(), tmp_path / "c", architectures=["BertModel"])
+    refused = run("--memory", "--drafter", encoder)
+    assert refused.exit_code == 2 and "is no drafter" in refused.stderr

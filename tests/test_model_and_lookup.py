@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from draft_rows import CHAIN, prompts
+from draft_simulation import CHAIN, prompts
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree

@@ -61,7 +61,7 @@ def trainer(
         for part in ("enorm.weight", "hnorm.weight", "norm.weight"):
             state[part] = torch.rand(state[part].shape, generator=drawn) * 1.5 + 0.5
         module = MtpModule(state, target.user_decoder, family.like, 0)
-        trainable = TrainableNativeMtp.of(NativeMtpDrafter([module], family, target), target)
+        trainable = TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
         optimizer = MixedOptimizer(nn.ModuleDict(trainable.trained), 3e-3, 3e-2)
         for step in range(steps):
             chosen = torch.randperm(len(rows.ids), generator=drawn)[:width].tolist()

@@ -354,52 +354,42 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
-@pytest.mark.parametrize(
-    ("stated", "said"),
-    [
-        ("{", "cannot be read: Expecting"),
-        ("[]", r"cannot be read: it holds \[\]; an object with some of the fields form, normed_state"),
-        (
-            '{"carry": 1}',
-            r"cannot be read: it holds {'carry': 1}; an object with some of the fields form, normed_state",
-        ),
-        ('{"normed_state": "no"}', "normed_state='no'; a value like True is expected"),
-        ('{"like": 1.0}', "like=1.0; a value like -1 is expected"),
-        ('{"form": "R"}', "form='R'; the form of several modules is 'C' or 'T'"),
-        ('{"like": 3}', "like=3; a layer of the target from 0 to 2 is expected, or -3 to -1"),
-    ],
-)
-def test_conventions_that_cannot_be_are_refused(stated: str, said: str, published: Any, tmp_path: Path) -> None:
-    """A file that a user writes: another layer or type was an IndexError, and "no" was yes."""
-    (rewritten(published("exaone4"), tmp_path) / "mtp_conventions.json").write_text(stated)
-    with pytest.raises(CheckpointError, match=rf"mtp_conventions\.json:? {said}"):
-        engine_of(tmp_path)
-
-
 FIRST = "mtp__layers__0__"
 
 
+CONVENTIONS, INDEX = "mtp_conventions.json", "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
-    ("changes", "index", "said"),
+    ("changes", "file", "text", "said"),
     [
         pytest.param(
-            {"mtp__fc__weight": torch.zeros((32, 64), dtype=torch.int8)}, "", r"fc\.weight is packed", id="packed"
+            {"mtp__fc__weight": torch.zeros((32, 64), dtype=torch.int8)}, "", "", r"fc\.weight is packed", id="packed"
         ),
-        pytest.param({"dropped": "mtp.layers.0.mlp.up_proj"}, "", r"up_proj\.weight is missing", id="missing"),
+        pytest.param({"dropped": "mtp.layers.0.mlp.up_proj"}, "", "", r"up_proj\.weight is missing", id="missing"),
         # tables raised in the first round, and a padded head drafted tokens that the target has not
-        ({f"{FIRST}embed_tokens__weight": torch.ones(6, 16)}, "", r"its embed is \[6, 16\], expected \[6, 32\]"),
-        ({f"{FIRST}embed_tokens__weight": torch.ones(4, 32)}, "", r"its embed is \[4, 32\], expected \[6, 32\]"),
-        ({f"{FIRST}shared_head__head__weight": torch.ones(9, 32)}, "", r"head\.weight is \[9, 32\], not \[6, 32\]"),
-        *(({}, text, r"index\.json cannot be read") for text in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}')),
+        ({f"{FIRST}embed_tokens__weight": torch.ones(6, 16)}, "", "", r"its embed is \[6, 16\], expected \[6, 32\]"),
+        ({f"{FIRST}embed_tokens__weight": torch.ones(4, 32)}, "", "", r"its embed is \[4, 32\], expected \[6, 32\]"),
+        ({f"{FIRST}shared_head__head__weight": torch.ones(9, 32)}, "", "", r"head\.weight is \[9, 32\], not \[6, 32\]"),
+        *(({}, INDEX, text, "cannot be read") for text in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}')),
+        # files that a user writes: another layer or type was an IndexError, and "no" was yes
+        ({}, CONVENTIONS, "{", "cannot be read: Expecting"),
+        ({}, CONVENTIONS, "[]", r"cannot be read: it holds \[\]; an object with some of the fields form, normed_state"),
+        ({}, CONVENTIONS, '{"carry": 1}', "cannot be read: it holds {'carry': 1}; an object with some of the fields"),
+        ({}, CONVENTIONS, '{"normed_state": "no"}', "normed_state='no'; a value like True is expected"),
+        ({}, CONVENTIONS, '{"like": 1.0}', "like=1.0; a value like -1 is expected"),
+        ({}, CONVENTIONS, '{"form": "R"}', "form='R'; the form of several modules is 'C' or 'T'"),
+        ({}, CONVENTIONS, '{"like": 3}', "like=3; a layer of the target from 0 to 2 is expected, or -3 to -1"),
     ],
 )
 def test_modules_that_cannot_be_read_are_refused(
-    changes: dict[str, Any], index: str, said: str, published: Any, tmp_path: Path
+    changes: dict[str, Any], file: str, text: str, said: str, published: Any, tmp_path: Path
 ) -> None:
     made = published("exaone4")
     rewritten(made, tmp_path, **changes)
-    if index:
-        (tmp_path / "model.safetensors.index.json").write_text(index)
+    if file:
+        (tmp_path / file).write_text(text)
+        said = rf"{re.escape(file)}:? {said}"
     with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
         engine_of(made, tmp_path)
 
@@ -583,7 +573,7 @@ def test_commands_draft_as_deep_as_the_modules_say(topk: int, published: Any) ->
 @pytest.mark.deep
 def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> None:
     """Family, draft, pages, chunks, rows, pool and sampling at random. A sample of `make test` is among the drafters
-    of test_any_drafter."""
+    of test_drafters."""
     rng = random.Random(11)
     names = [name for name in SHAPES if name not in SAME_DRAFTS]
     for case in range(300):

@@ -134,7 +134,7 @@ def test_a_device_map_of_one_device_is_honoured(packed_pair):
     assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CPU}
     experts = model.model.layers[0].mlp.experts
     want = plain.model.layers[0].mlp.experts.down_proj[1]
-    assert torch.equal(dequantised(experts.packed("down")[1], torch.float32), want)
+    assert torch.equal(dequantised(experts.experts.down[1], torch.float32), want)
 
 
 def test_shards_are_read(packed_pair, tmp_path, random_prompt):

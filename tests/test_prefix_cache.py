@@ -4,12 +4,11 @@ That K/V in every adopted and every kept page are those of its text is shown by 
 their matches and exchanges by `test_cache_groups.py`.
 """
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from kv_rig import SWA, GroupId, HybridAllocator, PrefixCache, RequestTable, make_allocator
+from kv_rig import SWA, PrefixRig
 
 from specdec.errors import OutOfSlotsError
 
@@ -18,100 +17,26 @@ from snapshots import contents
 A, B, C, D = ([token] for token in (11, 22, 33, 44))
 
 
-class Rig(SimpleNamespace):
-    """A table with a prefix cache: `retain` is window + 1, two rows and more, a lookahead of two."""
-
-    allocator: HybridAllocator
-    table: RequestTable
-    cache: PrefixCache
-
-    @classmethod
-    def make(
-        cls,
-        page_size: int = 1,
-        *,
-        window: int | None = None,
-        pairs: bool = False,
-        pages: int = 64,
-        window_pages: int | None = None,
-        max_len: int = 64,
-    ) -> "Rig":
-        allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
-        table = RequestTable(allocator, max_requests=4, max_len=max_len, lookahead=2)
-        return cls(allocator=allocator, table=table, cache=PrefixCache(table, pairs=pairs))
-
-    def begin(self, text: Sequence[int]) -> tuple[int, int]:
-        """(row, slots adopted) of a request with this prompt."""
-        row = self.table.open_row()
-        adopted = self.cache.adopt(row, self.cache.key(text)[: len(text) - 1])
-        self.table.check()
-        return row, adopted
-
-    def fill(self, row: int, length: int) -> None:
-        """The rest of its first `length` slots is made and committed."""
-        self.table.ensure_slots(row, length)
-        rest = np.array([length]) - self.table.committed_len.host[row]
-        self.table.commit_chunk_on_host(np.array([row]), rest)
-        self.table.check()
-
-    def keep(self, row: int, text: Sequence[int]) -> None:
-        self.cache.insert([row], [self.cache.key(text)])
-        self.table.check()
-
-    def close(self, row: int) -> None:
-        self.table.close_rows(row)
-        self.table.check()
-
-    def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
-        """A request from beginning to end, its newest token without K/V, kept; how many slots it adopted."""
-        row, adopted = self.begin(text)
-        self.fill(row, len(text) - 1)
-        if evict:
-            self.table.evict_unseen(np.array([row]))
-        self.keep(row, text)
-        self.close(row)
-        return adopted
-
-    def found(self, text: Sequence[int]) -> int:
-        """Slots that a request with this prompt would adopt."""
-        return len(self.cache.match_prefix(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
-
-    def lose_peers(self, pages: np.ndarray, group: GroupId = SWA) -> None:
-        """What happens when the pool of a windowed group runs short."""
-        self.allocator.uncache_peers(group, pages)
-        for node in self.cache._by_age:
-            node.num_peers = self.cache._count_peers(node.pages)
-        self.table.check()
-
-    def row_slots(self, row: int) -> list[int]:
-        return self.table.slots.host[row, : self.table.capacity[row]].tolist()
-
-    def counts(self) -> tuple[int, int, int]:
-        """(free, held, cached) full pages."""
-        pool = self.allocator.primary
-        return pool.free_pages, pool.held_pages, pool.evictable_pages
-
-
 # adopting
 
 
 def test_worked_example():
-    rig = Rig.make(pages=8)
+    rig = PrefixRig(pages=8)
     first, adopted = rig.begin([5, 6, 7, 8])
     assert adopted == 0
     rig.fill(first, 4)
     rig.keep(first, [5, 6, 7, 8])
-    assert rig.counts() == (4, 4, 0)  # kept, and held as well
+    assert rig.counts == (4, 4, 0)  # kept, and held as well
     second, adopted = rig.begin([5, 6, 7, 9])
     assert adopted == rig.table.committed_len.host[second] == 3
     assert rig.row_slots(second) == [1, 2, 3]
     rig.fill(second, 4)
     assert rig.row_slots(second) == [1, 2, 3, 5]  # its own from where it differs
-    assert rig.counts() == (3, 5, 0)
+    assert rig.counts == (3, 5, 0)
     rig.close(first)
-    assert rig.counts() == (3, 4, 1)  # slot 4 is the cache's alone
+    assert rig.counts == (3, 4, 1)  # slot 4 is the cache's alone
     rig.close(second)
-    assert rig.counts() == (4, 0, 4)  # slot 5 was not kept
+    assert rig.counts == (4, 0, 4)  # slot 5 was not kept
     assert rig.allocator.available_pages == 8
 
 
@@ -119,7 +44,7 @@ def test_worked_example():
 @pytest.mark.parametrize("pairs", [False, True])
 def test_whole_pages_of_what_is_common_are_adopted(page_size: int, pairs: bool):
     """Pairs: K/V at the last common token were made with another token after it, so that a match is one token less."""
-    rig, text = Rig.make(page_size, pairs=pairs), list(range(40))
+    rig, text = PrefixRig(page_size, pairs=pairs), list(range(40))
     rig.serve(text)
     for common in range(1, 35):
         assert rig.found([*text[:common], *[77] * 20]) == (common - pairs) // page_size * page_size
@@ -128,13 +53,13 @@ def test_whole_pages_of_what_is_common_are_adopted(page_size: int, pairs: bool):
 
 def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
     """x and y after the same four tokens: the page that y inserted after x's must not come with x's page in front."""
-    rig, (x, y) = Rig.make(4, pairs=True), (70, 80)
+    rig, (x, y) = PrefixRig(4, pairs=True), (70, 80)
     rig.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
     assert rig.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 0
     row, adopted = rig.begin([1, 2, 3, 4, y, 5, 6, 7, 8, 9])
     assert adopted == 8
     assert rig.row_slots(row) == list(range(12, 20))  # the second request's own, both pages of them
-    plain = Rig.make(4)
+    plain = PrefixRig(4)
     plain.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
     assert plain.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 4  # for the target's K/V alone it is the same page
 
@@ -144,7 +69,7 @@ def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
 
 def test_a_match_ends_with_a_window_that_is_mapped():
     """23 tokens, of which a row gave up the first 17 in SWA (23 - 5 = 18, less a page of slack)."""
-    rig = Rig.make(window=4)
+    rig = PrefixRig(windows=[4])
     text = list(range(24))
     rig.serve(text, evict=True)
     key = rig.cache.key(text)
@@ -155,14 +80,14 @@ def test_a_match_ends_with_a_window_that_is_mapped():
 
 
 def test_a_row_that_adopted_a_window_revives_it_in_place():
-    rig = Rig.make(window=4, pages=40)
+    rig = PrefixRig(windows=[4], pages=40)
     text = list(range(10))
     rig.serve(text)
     row, _ = rig.begin([*text, 1, 2])
-    rig.lose_peers(rig.cache.match_prefix(rig.cache.key(text)))  # the row holds 4 .. 8 on
-    before = rig.counts()
+    rig.lose_peers(SWA, rig.cache.match_prefix(rig.cache.key(text)))  # the row holds 4 .. 8 on
+    before = rig.counts
     rig.keep(row, text)
-    assert rig.counts() == before
+    assert rig.counts == before
     rig.close(row)
     assert rig.allocator.pools[SWA].evictable_pages == 5
     assert rig.found(text) == 9
@@ -172,36 +97,36 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
 
 
 def test_what_is_cached_is_there_for_whoever_wants_it():
-    rig = Rig.make(pages=30)
+    rig = PrefixRig(pages=30)
     rig.serve(list(range(21)))
-    assert rig.counts() == (10, 0, 20)
+    assert rig.counts == (10, 0, 20)
     row, _ = rig.begin([99] * 26)
     rig.fill(row, 25)
-    assert rig.counts() == (0, 25, 5)
+    assert rig.counts == (0, 25, 5)
     assert rig.found(list(range(21))) == 5  # the first of them are left
     with pytest.raises(OutOfSlotsError, match="6 pages needed; free: 5 of 30 in the full pool"):
         rig.table.ensure_slots(row, 31)
     rig.table.ensure_slots(row, 30)
-    assert rig.counts() == (0, 30, 0)
+    assert rig.counts == (0, 30, 0)
     rig.table.check()
 
 
 def test_the_leaf_used_longest_ago_goes_first():
-    rig = Rig.make(pages=12)
+    rig = PrefixRig(pages=12)
     rig.serve(A * 4 + B * 3 + [0])
     rig.serve(A * 4 + C * 3 + [0])
     assert rig.serve(A * 4 + B * 3 + [0]) == 7  # used again
-    assert rig.counts() == (2, 0, 10)
+    assert rig.counts == (2, 0, 10)
     row, _ = rig.begin(D * 6)
     rig.fill(row, 5)
     assert [rig.found(A * 4 + x * 3 + [0]) for x in (B, C)] == [7, 4]  # a leaf before what it hangs on
     rig.fill(row, 9)
     assert [rig.found(A * 4 + x * 3 + [0]) for x in (B, C)] == [3, 3]
-    assert rig.counts() == (0, 9, 3)
+    assert rig.counts == (0, 9, 3)
 
 
 def test_pages_that_rows_hold_are_not_given_up():
-    rig = Rig.make(pages=12)
+    rig = PrefixRig(pages=12)
     rig.serve(A * 4 + B * 3 + [0])
     holder, adopted = rig.begin(A * 4 + B + [0])
     assert adopted == 5
@@ -210,12 +135,12 @@ def test_pages_that_rows_hold_are_not_given_up():
     rig.fill(other, 7)
     assert rig.found(A * 4 + B * 3 + [0]) == 5 and rig.found(C * 4) == 0
     assert rig.row_slots(holder) == [1, 2, 3, 4, 5]
-    assert rig.counts() == (0, 12, 0)
+    assert rig.counts == (0, 12, 0)
 
 
 def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is():
     """Two rows made the same text; the cache took it from the first, and what follows from the second."""
-    rig = Rig.make(pages=12)
+    rig = PrefixRig(pages=12)
     text = list(range(8))
     first, second = rig.begin(text)[0], rig.begin(text)[0]
     rig.fill(first, 3)
@@ -223,17 +148,17 @@ def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is
     rig.keep(first, text)
     rig.keep(second, text)
     rig.close(first)
-    assert rig.counts() == (3, 6, 3)  # positions 0 .. 2 are the first one's, 3 .. 5 the second one's
+    assert rig.counts == (3, 6, 3)  # positions 0 .. 2 are the first one's, 3 .. 5 the second one's
     assert rig.allocator.available_pages == 6
     third, _ = rig.begin(A * 8)
     rig.fill(third, 6)
-    assert rig.counts() == (0, 12, 0)
+    assert rig.counts == (0, 12, 0)
     assert rig.found(text) == 0
 
 
 def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     """Two texts of 20 in SWA for 40: of each the last five are kept to the end, and the full pages anyway."""
-    rig = Rig.make(window=4, pages=80, window_pages=40)
+    rig = PrefixRig(windows=[4], pages=80, window_pages=40)
     one, two = list(range(21)), list(range(100, 121))
     rig.serve(one)
     rig.serve(two)
@@ -242,45 +167,34 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     row, _ = rig.begin([99] * 60)
     rig.fill(row, 30)
     assert (swa.held_pages, swa.evictable_pages) == (30, 10)
-    assert rig.counts() == (10, 30, 40)
+    assert rig.counts == (10, 30, 40)
     assert [rig.found(text) for text in (one, two)] == [20, 20]
     rig.fill(row, 35)
     assert [rig.found(text) for text in (one, two)] == [0, 20]  # the older one
-    assert rig.counts() == (5, 35, 40)
+    assert rig.counts == (5, 35, 40)
     rig.fill(row, 40)
     assert [rig.found(text) for text in (one, two)] == [0, 0]
     assert (swa.held_pages, swa.evictable_pages) == (40, 0)
-    rig.table.check()
 
 
 @pytest.mark.parametrize("wanted", range(1, 25))
 def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
     """The last 6 of 23 tokens have SWA peers: with one of them less no match is left, so no page is either."""
-    rig = Rig.make(window=4, pages=24)
+    rig = PrefixRig(windows=[4], pages=24)
     rig.serve(list(range(24)), evict=True)
-    assert rig.counts() == (1, 0, 23)
+    assert rig.counts == (1, 0, 23)
     rig.table.ensure_slots(rig.table.open_row(), wanted)
-    left = rig.counts()[2]
+    left = rig.counts[2]
     assert left == {1: 23, 2: 22}.get(wanted, 0)
     assert left == 0 or rig.found([*range(left), 0]) == left
     rig.table.check()
-
-
-def test_a_64th_of_a_pool_is_given_up_at_once():
-    rig = Rig.make(pages=640, max_len=700)
-    rig.serve(list(range(641)))
-    row = rig.table.open_row()
-    rig.table.ensure_slots(row, 1)
-    assert rig.counts() == (9, 1, 630)
-    rig.table.ensure_slots(row, 10)
-    assert rig.counts() == (0, 10, 630)
 
 
 # the tree
 
 
 def test_an_edge_is_as_long_as_it_can_be():
-    rig = Rig.make(pages=9000, max_len=8200)
+    rig = PrefixRig(pages=9000, max_len=8200)
     text = list(range(8001))
     row, _ = rig.begin(text)
     for end in range(500, 8001, 500):  # kept chunk by chunk
@@ -293,7 +207,7 @@ def test_an_edge_is_as_long_as_it_can_be():
 
 
 def test_keeping_what_is_kept_changes_nothing():
-    rig = Rig.make(4, window=6)
+    rig = PrefixRig(4, windows=[6])
     text = list(range(30))
     row, _ = rig.begin(text)
     rig.fill(row, 29)
@@ -304,20 +218,10 @@ def test_keeping_what_is_kept_changes_nothing():
     assert contents(rig.table, rig.allocator) == before
 
 
-def test_reset_forgets_rows_and_cache():
-    rig = Rig.make(window=4)
-    rig.serve(list(range(24)))
-    rig.begin(list(range(24)))
-    rig.table.reset()
-    rig.table.check()
-    assert rig.counts() == (64, 0, 0) and rig.allocator.primary.cached_pages == 0
-    assert rig.serve(list(range(24))) == 0
-
-
 # `check` finds every kind of corruption
 
 
-def lose_a_page(rig: Rig) -> None:
+def lose_a_page(rig: PrefixRig) -> None:
     [node] = rig.cache._by_age
     node.key, node.pages = node.key[:-1], node.pages[:-1]
 
@@ -326,10 +230,6 @@ CORRUPTED = {
     # what is done to a tree of one node, words of the assertion
     "lost node": (lambda rig: rig.cache._root.children.popitem(), "the nodes by age are not those of the tree"),
     "lost page": (lose_a_page, "num_peers|other pages are kept"),
-    "one claim too many": (
-        lambda rig: rig.allocator.primary.share(np.array([1])),
-        "more claims than rows|belongs to no row|the cache's alone",
-    ),
     "one swa claim too many": (
         lambda rig: rig.allocator.pools[SWA].share(np.array([1])),
         "more rows hold the peers of|claims on the peer|the cache's alone",
@@ -339,17 +239,12 @@ CORRUPTED = {
         lambda rig: next(iter(rig.cache._by_age)).key.__setitem__(0, 77),
         "a node is not where its key says",
     ),
-    "page of nobody": (lambda rig: rig.allocator.alloc(1), "a held page belongs to no row"),
-    "forgotten by the pool": (
-        lambda rig: rig.allocator.primary._cached.__setitem__(1, False),
-        "num_peers|held 0|the cache's alone|other pages are kept",
-    ),
 }
 
 
 @pytest.mark.parametrize(("corrupt", "message"), CORRUPTED.values(), ids=CORRUPTED)
-def test_check_finds(corrupt: Callable[[Rig], object], message: str):
-    rig = Rig.make(window=4)
+def test_check_finds(corrupt: Callable[[PrefixRig], object], message: str):
+    rig = PrefixRig(windows=[4])
     rig.serve(list(range(10)))
     rig.begin([*range(10), 0])
     rig.table.check()

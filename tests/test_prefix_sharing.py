@@ -321,14 +321,6 @@ def test_after_a_fault_the_cache_is_empty(build, greedy_oracle, random_prompt, m
 # settings
 
 
-def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
-    engine, prompt = build(DRAFTERS["mtp-chain"], prefix_cache=False), random_prompt(40)
-    for _ in range(2):
-        assert ends(engine, prompt) == (greedy_oracle(engine.target.model, prompt, NEW), 0)
-        assert engine.table.allocator.primary.evictable_pages == 0
-    engine.clear_prefix_cache()
-
-
 def test_a_closed_engine_keeps_nothing(build, random_prompt):
     engine = build(DRAFTERS["ngram"])
     ends(engine, random_prompt(30))

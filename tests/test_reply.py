@@ -1,18 +1,208 @@
-"""What one choice says, out of deltas of any number of tokens: events in order, a chat's message, scores, colours."""
+"""What one choice says, out of pieces of any size: reasoning, text and tool calls in order, a chat's message, scores,
+colours."""
 
 import itertools
 import random
 
 import pytest
 
-from specdec.errors import StoppingError
+from specdec.errors import ConfigError, StoppingError
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.openai.reply import MessageFold, Reply, whole_message
-from specdec.serving.tools.answer_events import CallEnd
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
+from specdec.serving.tools.answer_parser import REASONING, AnswerParser, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer, token_text
 from specdec.text.token_texts import TokenTexts
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+GEMMA_CALL = "<|tool_call>call:f{a:1}<tool_call|>"
+CALLED = ("call", "f", '{"a": 1}', True)
+
+
+def items(pieces):
+    """Texts as (kind, text), calls as ("call", name, arguments, whole)."""
+    found: list[list] = []
+    for piece in pieces:
+        match piece.event:
+            case Text(kind, text, begins):
+                if begins:
+                    found.append([kind, ""])
+                assert found[-1][0] == kind, "a text that goes on goes on with the last item"
+                found[-1][1] += text
+            case CallBegin(_, _, name):
+                found.append(["call", name, ""])
+            case CallArguments(_, text):
+                found[-1][2] += text
+            case CallEnd(_, whole):
+                found[-1].append(whole)
+    return [tuple(item) for item in found]
+
+
+def read(parser, text, sizes, *, cut=False, begun=""):
+    parser.prime(begun)
+    pieces, at = [], 0
+    for size in sizes:
+        pieces += parser.feed(text[at : at + size])
+        at += size
+    pieces += parser.feed(text[at:]) + parser.finish(cut=cut)
+    return items(pieces)
+
+
+def in_all_cuts(kind, thoughts, text, **options):
+    """The items of a text, which are the same however it is cut."""
+    form = REASONING.get(thoughts)
+    whole = read(kind(None, form), text, [], **options)
+    for seed in range(12):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 1 + seed) for _ in text]
+        assert read(kind(None, form), text, sizes, **options) == whole, seed
+    return whole
+
+
+CASES = {
+    # format, what the prompt has begun, text -> items
+    "qwen": ("qwen3", "", "<think>\nI count.\n\n</think>\n\nEight.", [("thought", "I count."), ("content", "Eight.")]),
+    "opened": (
+        *("qwen3", "<think>", "\nI count.\n</think>\n\nEight. <think>"),
+        [("thought", "I count."), ("content", "Eight. <think>")],
+    ),
+    "no thought": ("qwen3", "", "  Eight, < 9 <think>x</think>", [("content", "  Eight, < 9 <think>x</think>")]),
+    "empty": ("qwen3", "", "<think>\n\n</think>\n\nEight.", [("content", "Eight.")]),
+    "cut": ("qwen3", "", "<think>I count </thi", [("thought", "I count </thi")]),
+    "silent": ("deepseek_r1", "", "I count.</think>Eight.\n", [("thought", "I count."), ("content", "Eight.\n")]),
+    "said": ("deepseek_r1", "", "<think>\nI count.\n</think>\nOk.", [("thought", "I count."), ("content", "Ok.")]),
+    "quoted mark": ("qwen3", "", "<think> <think>a <think> b</think>c", [("thought", "a <think> b"), ("content", "c")]),
+    "gemma": ("gemma4", "", "<|channel>thought\nHm.\n<channel|>Eight.", [("thought", "Hm."), ("content", "Eight.")]),
+    "gemma twice": (
+        *("gemma4", "", "<|channel>thought\nA<channel|>B<|channel>thought\nC<channel|>D"),
+        [("thought", "A"), ("content", "B"), ("thought", "C"), ("content", "D")],
+    ),
+    "gemma in a row": (
+        *("gemma4", "", "<|channel>thought A <channel|> <|channel>thought B<channel|>"),
+        [("thought", "A"), ("thought", "B")],
+    ),
+    "gemma none": ("gemma4", "", " Eight, <b>.", [("content", " Eight, <b>.")]),
+    "space": ("qwen3", "", "   ", [("content", "   ")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_thought_and_answer_of_pieces_of_any_size(case):
+    thoughts, begun, text, expected = CASES[case]
+    assert in_all_cuts(AnswerParser, thoughts, text, begun=begun) == expected
+
+
+CALLS_AND_THOUGHTS = {
+    # parser, thoughts, text -> items
+    "order": (
+        *("hermes", "qwen3", f"<think>Which?</think>I look. {CALL}\nThen."),
+        [("thought", "Which?"), ("content", "I look. "), CALLED, ("content", "\nThen.")],
+    ),
+    "between thoughts": (
+        *("gemma4", "gemma4", f"A{GEMMA_CALL}<|channel>thought B<channel|>C{GEMMA_CALL}D"),
+        [("content", "A"), CALLED, ("thought", "B"), ("content", "C"), CALLED, ("content", "D")],
+    ),
+    # a call in a thought that is never closed is one; in one that is closed it is a quotation
+    "never closed": ("hermes", "qwen3", f"<think>I call. {CALL}", [("thought", "I call."), CALLED]),
+    "never closed, gemma": (
+        *("gemma4", "gemma4", f"<|channel>thought\nI call {GEMMA_CALL} now"),
+        [("thought", "I call"), CALLED, ("content", " now")],
+    ),
+    "marks before it": (
+        *("hermes", "qwen3", f"<think><tool_call> is <tool_call>no{CALL}{CALL}"),
+        [("thought", "<tool_call> is <tool_call>no"), CALLED, CALLED],
+    ),
+    "not whole": ("hermes", "qwen3", f"<think>I {CALL[:30]}", [("thought", f"I {CALL[:30]}")]),
+    "quoted": ("hermes", "qwen3", f"<think>No {CALL} x</think>B", [("thought", f"No {CALL} x"), ("content", "B")]),
+    "quoted, then called": (
+        *("hermes", "qwen3", f"<think>{CALL}</think>{CALL}"),
+        [("thought", CALL), CALLED],
+    ),
+    "silent": ("hermes", "deepseek_r1", f"I call.\n{CALL}", [("thought", "I call."), CALLED]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS_AND_THOUGHTS)
+def test_thoughts_calls_and_texts_stand_in_their_order(case):
+    kind, thoughts, text, expected = CALLS_AND_THOUGHTS[case]
+    assert in_all_cuts(PARSERS[kind], thoughts, text) == expected
+
+
+def test_a_call_in_a_thought_that_the_length_cut_off_is_thought():
+    """The thought may have gone on, and have been a quotation."""
+    assert in_all_cuts(PARSERS["hermes"], "qwen3", f"<think>{CALL}", cut=True) == [("thought", CALL)]
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": 1}<|call|>"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (HARMONY, [("thought", "I need it."), ("content", "I look."), CALLED]),
+        (' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>', [CALLED]),
+        (' to=f<|channel|>commentary<|message|>{"a": 1}<|call|>', [CALLED]),
+        (' to=g<|channel|>commentary<|message|>{"a": 1}<|call|>', [("content", '{"a": 1}')]),
+        ("<|channel|>analysis to=python<|message|>1 + 1<|end|>", [("thought", "1 + 1")]),
+        (
+            "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B<|end|>"
+            "<|start|>assistant<|channel|>final<|message|> Yes.\n<|return|>",
+            [("thought", "A"), ("thought", "B"), ("content", " Yes.\n")],
+        ),
+    ],
+)
+def test_messages_of_harmony(text, expected):
+    for seed in range(8):
+        rng = random.Random(seed)
+        parser = PARSERS["harmony"]({"f": {}})
+        begun = parser.begun_by("<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant")
+        assert begun == "<|start|>assistant"
+        sizes = [rng.randint(1, 1 + 2 * seed) for _ in text] if seed else []
+        assert read(parser, text, sizes, begun=begun) == expected
+
+
+def test_whether_the_prompt_has_opened_a_thought():
+    qwen = AnswerParser(None, REASONING["qwen3"])
+    assert qwen.begun_by("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert qwen.begun_by("<|im_start|>assistant\n<think>\n\n</think>\n\n") == ""
+    assert qwen.begun_by("<|im_start|>assistant\n") == ""
+    assert qwen.begun_by("what is <think>?<|im_end|>\n<|im_start|>assistant\n") == ""  # the user's word
+    assert qwen.begun_by("...", "<think>I count") == "<think>I count"
+    assert qwen.begun_by("...", "<think>I count</think>Ei") == "" == AnswerParser().begun_by("<think>")
+    assert reasoning_format("none") is None
+    with pytest.raises(ConfigError, match=r"^reasoning_parser='deep' is unknown; choose one of none, deepseek_r1"):
+        reasoning_format("deep")
+
+
+@pytest.mark.parametrize("name", ["hermes", "gemma4"])
+def test_a_thought_of_marks_that_begin_no_call_is_read_in_time_that_grows_with_it(name):
+    """Each mark could be a call up to the end of the text: what was read as one is not read again."""
+    begins = {"hermes": '<tool_call>{"name": "f", "arguments": {"a": "', "gemma4": '<|tool_call>call:f{a:<|"|>'}[name]
+    parser = PARSERS[name](None, REASONING["qwen3" if name == "hermes" else "gemma4"])
+    opens = parser._thoughts.opens
+    steps = 0
+    original = PARSERS[name].feed
+
+    class Counted(PARSERS[name]):
+        def feed(self, text):
+            nonlocal steps
+            steps += len(text)
+            return original(self, text)
+
+    text = opens + begins * 400
+    reader = Counted(None, parser._thoughts)
+    reader.feed(text)
+    assert items(reader.finish()) == [("thought", begins.rstrip() * 1 + begins * 399)]
+    assert steps < 4 * len(text)
+
+
+# replies, out of deltas of any number of tokens
+
 
 TEXT = 'I look. <tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call><tool_call>{"name": "g"}</tool_call>'
 

@@ -105,17 +105,6 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
         table.close_rows(row)
 
 
-@pytest.mark.parametrize("operation", ["close_rows", "ensure_slots"])
-@pytest.mark.parametrize("row", [1, -1, 3, 99], ids=["never-opened", "negative", "padding-row", "beyond"])
-def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
-    table = make(max_requests=3)
-    table.open_row()
-    before = kv_contents(table)
-    with pytest.raises(KVStateError, match=f"row {row} is not open"):
-        getattr(table, operation)(*((row,) if operation == "close_rows" else (row, 0)))
-    assert kv_contents(table) == before
-
-
 # commit
 
 
@@ -256,6 +245,16 @@ CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
     "page 0 in a row": (put_slots(0, slice(4), 0), "not whole pages"),
     "closed but owning": (lambda table: table._active.__setitem__(1, False), "slots past its capacity|closed but owns"),
     "leaked page": (lambda table: table.allocator.alloc(1), "a held page belongs to no row"),
+    "leaked peer": (lambda table: table.allocator.pools[SWA].alloc(1), "window 6: a page is held but not mapped"),
+    "page free without its peer": (
+        lambda table: table.allocator.primary.free(ints(7)),
+        "window 6: a free page is mapped",
+    ),
+    "peer of two pages": (
+        lambda table: table.allocator.maps.__setitem__((SWA, slice(24, 28)), table.allocator.maps.host[SWA, 20:24]),
+        "window 6: a page has two owners",
+    ),
+    "half a peer": (lambda table: table.allocator.maps.__setitem__((SWA, 25), 0), "the peer of a page is not one page"),
     "freed page": (lambda table: table.allocator.free(slots_of(table, 24, 28)), "unmapped|a row owns a free page"),
     "evicted too far": (
         lambda table: table.evicted_len.__setitem__((SWA, 0), 14),

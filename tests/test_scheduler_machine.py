@@ -79,18 +79,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             dtype=torch.float64,
         )
         self.table = self.rig.table
-        self.scheduler = self.make_scheduler()
+        prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
+        sizes = {"max_model_len": MAX_LEN, "prompt_budget": PromptBudget(GROUP, GROUP, CHUNK)}
+        self.scheduler = Scheduler(self.table, prefixes=prefixes, **sizes)
         self.common = [[draw.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(2)]
         self.live: list[Request] = []
         self.ended: list[Request] = []
         self.submitted = 0
         self.passes: dict[int, int] = {}  # of each that waits, and has not had a row
         self.met: dict[int, dict[int, int]] = {}  # by request: those of the ones that it found waiting
-
-    def make_scheduler(self) -> Scheduler:
-        prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
-        sizes = {"max_model_len": MAX_LEN, "prompt_budget": PromptBudget(GROUP, GROUP, CHUNK)}
-        return Scheduler(self.table, prefixes=prefixes, **sizes)
 
     # events
 

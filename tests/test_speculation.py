@@ -15,6 +15,7 @@ from specdec.runtime.rounds.result import NO_DRAFT
 
 from inside import capture_on_tape
 from marks import deep, deep_cases, slow
+from stand_ins import following
 from tiny_models import random_eagle3
 
 NEW = 14
@@ -74,12 +75,7 @@ def test_no_more_is_accepted_than_was_asked_for(depth, engine_for, scripted, mak
     """Every draft is right, and a neighbour takes three a round: this one takes its own number each time."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (5, 20)]
     whole = [[*p, *greedy_oracle(model, p, NEW + 8)] for p in prompts]
-
-    def script(known, steps):
-        truth = next((w for w in whole if w[: len(known)] == known), [0] * 200)
-        return truth[len(known) : len(known) + steps], None
-
-    engine = engine_for(scripted(script), spec=SpecConfig(3))
+    engine = engine_for(scripted(following(whole)), spec=SpecConfig(3))
     kinds = [asking(kind, max_new_tokens=13) for kind in (None, SpecConfig(depth))]
     deep, shallow = engine.generate(prompts, kinds)
     assert deep.token_ids == whole[0][5:18] and shallow.token_ids == whole[1][20:33]

@@ -24,8 +24,7 @@ from split_engines import (
 )
 
 import specdec.engine
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.lookup import NgramDrafter
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
@@ -38,7 +37,7 @@ from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
 from marks import deep_cases, examples, is_deep, usual_cases
-from tiny_models import VOCAB, build_target, random_eagle3
+from tiny_models import VOCAB, build_target
 
 CPUS = [torch.device("cpu")] * 2
 
@@ -103,15 +102,6 @@ def test_shares_of_fewer_than_16_rows_have_the_bits_of_one_device(intermediate, 
     assert answers(engine_of(target, count), asked) == alone
 
 
-@pytest.mark.deep  # test_split_loading.py has both on a loaded checkpoint
-@pytest.mark.parametrize("name", TARGETS)
-def test_drafts_of_a_lookup_and_of_a_head_change_no_bit(name: str, three_prompts: list[list[int]]):
-    target, asked = target_of(name), three_prompts[:2]
-    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
-    assert answers(engine_of(target, 2, NgramDrafter(), SpecConfig(3, adaptive=False)), asked) == alone
-    assert answers(engine_of(target, 2, random_eagle3(target.model), max_batch_size=1), asked) == alone
-
-
 @usual_cases("qwen3_5")
 @pytest.mark.parametrize("name", TARGETS)
 def test_preemption_and_cached_prefixes_change_no_bit(name: str, three_prompts: list[list[int]]):
@@ -156,49 +146,27 @@ def test_parts_of_ranks_are_those_of_the_whole_weight():
 # what is refused
 
 
-LINEAR_HEADS = "has 3 key heads and 6 value heads of linear attention; a number of devices must divide both"
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+LINEAR_HEADS = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+UNSHARED: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    # family, fields of its config, devices, words of the refusal
+    "experts": ("qwen3_moe", {"num_experts": 3}, 2, "has 3 experts, which 2 devices cannot"),
+    "experts of groups": ("deepseek_v3", {"n_routed_experts": 6}, 4, "has 6 experts, which 4 devices cannot"),
+    "K/V heads": (
+        "llama",
+        {**HEADS, "hidden_size": 96, "num_key_value_heads": 3},
+        2,
+        "6 query heads and 3 K/V heads; a",
+    ),
+    "heads of latents": ("deepseek_v3", HEADS, 4, "has 6 query heads and 6 K/V heads; a number of"),
+    "one head": ("llama", dict.fromkeys(HEADS, 1), 2, "must divide the query heads, and divide"),
+    "odd": ("llama", {"intermediate_size": 642}, 2, "has a down weight of 64 rows and 642 columns, and 2 devices"),
+    "linear heads": ("qwen3_5", LINEAR_HEADS, 2, "has 3 key heads and 6 value heads of linear attention; a number of"),
+    "unfused": ("lfm2", {}, 2, "Lfm2Model has no fused form"),
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "count", "said"),
-    [
-        pytest.param("qwen3_moe", {"num_experts": 3}, 2, "has 3 experts, which 2 devices cannot", id="experts"),
-        pytest.param(
-            "deepseek_v3", {"n_routed_experts": 6}, 4, "has 6 experts, which 4 devices cannot", id="of groups"
-        ),
-        pytest.param(
-            "llama",
-            {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
-            *(2, "layer 0 has 6 query heads and 3 K/V heads; a number"),
-            id="K/V heads",
-        ),
-        pytest.param(
-            "deepseek_v3",
-            {"num_attention_heads": 6, "num_key_value_heads": 6},
-            *(4, "has 6 query heads and 6 K/V heads; a number of"),
-            id="heads of latents",
-        ),
-        pytest.param(
-            "llama",
-            {"num_attention_heads": 1, "num_key_value_heads": 1},
-            *(2, "must divide the query heads, and divide"),
-            id="fewer heads than devices",
-        ),
-        pytest.param(
-            "llama",
-            {"intermediate_size": 642},
-            *(2, "has a down weight of 64 rows and 642 columns, and 2 devices"),
-            id="odd",
-        ),
-        pytest.param(
-            "qwen3_5",
-            {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
-            *(2, LINEAR_HEADS),
-            id="heads of recurrent layers",
-        ),
-        pytest.param("lfm2", {}, 2, "Lfm2Model has no fused form", id="unfused"),
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "count", "said"), UNSHARED.values(), ids=UNSHARED)
 def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], count: int, said: str):
     """A model, and a target that is whole."""
     sizes = {**WIDE, **LATENTS} if family == "deepseek_v3" else {} if family == "lfm2" else WIDE

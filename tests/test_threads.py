@@ -1,4 +1,8 @@
-"""Several threads: calls on one engine take turns, and engines over one model do not touch each other or the model."""
+"""Several threads and requests in hand: `submit`, `step` and `abort`, what handles give out and what reading it costs;
+calls on one engine take turns, and engines over one model do not touch each other or the model."""
+
+import asyncio
+import threading
 
 import pytest
 import torch
@@ -6,11 +10,253 @@ from side_by_side import in_threads
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.errors import CapacityError, ConfigError, SpecDecError
+from specdec.runtime.calls.handle import Handle
+from specdec.runtime.request import Request
+from specdec.serving.async_engine import AsyncEngine
+from specdec.text.detokenize import Detokenizer
 
 from inside import TargetModel, assert_idle
 from marks import deep, deep_cases, examples, slow
 
 NEW = 10
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+def read_all(handle) -> list[int]:
+    """The tokens of everything there is to read now."""
+    return [token for delta in iter(handle.read, None) for token in delta.token_ids]
+
+
+def test_steps_bring_what_handles_read(make_target, make_engine, greedy_oracle, random_prompt):
+    """One thread, by hand: nothing is read twice, and a read never steps."""
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (3, 21, 40)]
+    engine = make_engine(model, "ngram", max_batch_size=2)
+    assert engine.step() is False
+    handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    assert [handle.id for handle in handles] == [0, 1, 2]
+    got, more = [[] for _ in handles], True
+    assert [handle.read() for handle in handles] == [None] * 3
+    while more:
+        more = engine.step()
+        before = engine.table.committed_len.host.copy()
+        for tokens, handle in zip(got, handles, strict=True):
+            tokens += read_all(handle)
+            assert handle.read() is None
+        assert (before == engine.table.committed_len.host).all()
+    assert got == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    assert all(handle.finished for handle in handles) and list(handles[0]) == []
+    assert [handle.output().token_ids for handle in handles] == got
+    assert_idle(engine)
+
+
+def test_the_output_takes_nothing_from_the_deltas(make_target, make_engine, random_prompt, pair_tokenizer):
+    engine = make_engine(make_target("llama"), tokenizer=pair_tokenizer)
+    handle = engine.submit(random_prompt(5), PARAMS)
+    first = next(handle)
+    out = handle.output()
+    rest = list(handle)
+    assert first.token_ids + [t for delta in rest for t in delta.token_ids] == out.token_ids
+    assert first.text + "".join(delta.text for delta in rest) == out.text
+    assert rest[-1].output.finish_reason == "length"
+
+
+def test_bad_input_is_refused_when_it_is_submitted(make_target, make_engine):
+    engine = make_engine(make_target("llama"), max_model_len=32)
+    for prompt, params, error in (([], None, ConfigError), ([5], SamplingParams(max_new_tokens=99), CapacityError)):
+        with pytest.raises(error):
+            engine.submit(prompt, params)
+    with pytest.raises(ConfigError, match=r"^priority=1.5: an integer from"):
+        engine.submit([5], PARAMS, priority=1.5)
+    with pytest.raises(ConfigError):
+        engine.submit_many([[5], []], PARAMS)
+    assert_idle(engine)
+
+
+def test_letting_go_of_a_handle_aborts_nothing(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    engine.submit(random_prompt(5), PARAMS)  # the handle is gone
+    while engine.step():
+        pass
+    assert engine.stats().output_tokens == NEW
+
+
+def test_unknown_and_ended_ids_are_no_error(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"))
+    handle = engine.submit(random_prompt(5), PARAMS)
+    engine.abort(77)
+    handle.output()
+    handle.abort()
+    engine.abort(handle.id)
+    assert handle.output().finish_reason == "length"
+    assert_idle(engine)
+
+
+def test_a_closed_engine_ends_its_handles_and_streams(make_target, make_engine, random_prompt):
+    engine = make_engine(make_target("llama"), "ngram")
+    handle, unread = engine.submit(random_prompt(5), PARAMS), engine.submit(random_prompt(9), PARAMS)
+    stream = engine.stream(random_prompt(9), PARAMS)
+    next(stream)
+    engine.close()
+    engine.close()
+    assert handle.finished and handle.output().finish_reason == "abort"
+    assert [delta.finish_reason for delta in unread][-1] == "abort"
+    with pytest.raises(SpecDecError, match="closed before the request had ended"):
+        list(stream)
+    for ask in (engine.step, lambda: engine.submit([5]), lambda: engine.generate([5]), lambda: engine.stream([5])):
+        with pytest.raises(SpecDecError, match="closed"):
+            ask()
+    engine.abort(handle.id)
+    assert engine.stats().rounds == 0
+
+
+def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):
+    """A thread that steps without pause once kept the others out for as long as it liked."""
+    engine = make_engine(make_target("llama"))
+    inside, waiting, order = threading.Event(), threading.Event(), []
+
+    def first_turn():
+        inside.set()
+        waiting.wait()
+        while len(engine._turns._threads) < 2:  # the other stands in the queue
+            pass
+
+    def busy():
+        engine._in_turn(first_turn)
+        for _ in range(50):
+            engine._in_turn(lambda: order.append("busy"))
+
+    def patient():
+        inside.wait()
+        waiting.set()
+        engine._in_turn(lambda: order.append("patient"))
+
+    in_threads([busy, patient])
+    assert order[0] == "patient" and len(order) == 51
+
+
+# costs, counted: of reading results, which grow with new tokens and not with all; of a step for the serving thread
+
+
+LENGTH = 1500
+
+
+class Counted(list):
+    """A list that counts what slices copy out of it."""
+
+    copied = 0
+
+    def __getitem__(self, at):
+        got = super().__getitem__(at)
+        if isinstance(at, slice):
+            Counted.copied += len(got)
+        return got
+
+
+class CountingTokenizer:
+    """Two characters a token; token 1 is special. Counts the tokens that are decoded."""
+
+    all_special_ids = (1,)
+
+    def __init__(self):
+        self.decoded = 0
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.decoded += len(ids)
+        return "".join(f"{token % 90 + 10}" for token in ids if token != 1 or not skip_special_tokens)
+
+
+def one_at_a_time(tokens, params):
+    """A request that gains one token after the other, and what a handle reads of it: (texts, output, tokenizer)."""
+    tokenizer = CountingTokenizer()
+    request = Request([3, 4, 5], params, 0, Detokenizer(tokenizer), frozenset())
+    handle = Handle(request, lambda request: None, lambda id: None)
+    request._tokens, request._drafted = Counted(request._tokens), Counted()
+    Counted.copied, texts = 0, []
+    for token in tokens:
+        request.settle([token])
+        delta = handle.read()
+        texts.append(delta.text)
+        assert delta.token_ids == [token]
+    return texts, delta.output, tokenizer
+
+
+@pytest.mark.parametrize("stop", [(), ("nowhere",)], ids=["free", "stop string"])
+@pytest.mark.parametrize("kind", ["text", "special tokens"])
+def test_a_long_output_is_read_in_linear_time(kind, stop):
+    tokens = [1 if kind == "special tokens" else 2 + n % 80 for n in range(LENGTH)]
+    params = SamplingParams(max_new_tokens=LENGTH, stop=stop, ignore_eos=True)
+    texts, output, tokenizer = one_at_a_time(tokens, params)
+    assert "".join(texts) == output.text and output.token_ids == tokens
+    assert Counted.copied < 40 * LENGTH
+    assert tokenizer.decoded < 60 * LENGTH
+
+
+def test_a_reader_of_stop_strings_keeps_no_text():
+    """It was copied for every token."""
+    params = SamplingParams(max_new_tokens=LENGTH, stop=["nowhere"])
+    request = Request([3], params, 0, Detokenizer(CountingTokenizer()), frozenset())
+    for n in range(100):
+        request.settle([2 + n % 80])
+    assert len(request.settled.reader._pending) <= 20
+
+
+def test_a_read_that_is_interrupted_has_read_nothing(monkeypatch):
+    request = Request([3], SamplingParams(max_new_tokens=9), 0, Detokenizer(CountingTokenizer()), frozenset())
+    handle = Handle(request, lambda request: None, lambda id: None)
+    request.settle([7, 8])
+    first = handle.read()
+    request.settle([9, 10, 11])
+    stream = Detokenizer.stream
+
+    def interrupted(self, *arguments, **options):
+        stream(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Detokenizer, "stream", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            handle.read()
+    second = handle.read()
+    request.end("abort")
+    last = handle.read()
+    assert first.token_ids + second.token_ids + last.token_ids == [7, 8, 9, 10, 11]
+    assert first.text + second.text + last.text == last.output.text
+
+
+def test_a_step_looks_only_at_requests_that_it_brought_something(make_target, make_engine, random_prompt, monkeypatch):
+    """Many requests wait while two run: a step looks at those two, and not at the others."""
+    engine = make_engine(make_target("llama"), max_batch_size=2)
+    asked, steps, count = [], [], examples(80, 200)
+    finished, step = Handle.finished.fget, engine.step
+
+    def asking(handle):
+        asked.append(handle.id)
+        return finished(handle)
+
+    def stepping():
+        steps.append(None)
+        return step()
+
+    monkeypatch.setattr(Handle, "finished", property(asking))
+    engine.step = stepping
+
+    async def run():
+        async with AsyncEngine(engine) as served:
+            params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+            async with await served.submit([random_prompt(3)] * count, params) as streams:
+                while served.samples:
+                    await asyncio.sleep(0.01)
+                done = len(asked)
+                outputs = await streams.outputs()
+            return done, outputs
+
+    done, outputs = asyncio.run(run())
+    assert len(outputs) == count and len(steps) >= count // 2
+    assert done < 20 * len(steps)
+
+
+# several threads
 
 
 def modes_and_configs(model: torch.nn.Module) -> list[object]:

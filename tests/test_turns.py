@@ -1,4 +1,5 @@
-"""Turns cannot be left taken: interrupts, kept exceptions, finalizers, calls within calls; and who waits for whom."""
+"""Turns cannot be left taken: interrupts, kept exceptions, finalizers, calls within calls; who waits for whom; and the
+modes of a thread, which are as they were."""
 
 import gc
 import random
@@ -14,17 +15,24 @@ from side_by_side import in_threads
 from specdec import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.modules.weight_watch import StorageWatch
-from specdec.runtime.calls.turns import Turns
+from specdec.runtime.calls.turns import Turns, with_modes_restored
 from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 from marks import deep_cases, examples
 
 NEW = 6
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
 class Interrupt(BaseException):
     """An exception like KeyboardInterrupt."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_these_tests_leave_is_collected():
+    """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
+    gc.freeze()
 
 
 def within(seconds, job):
@@ -196,7 +204,6 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
 ):
     """Another engine over the same weights: releasing its request looks at them, under the lock that is held."""
     model = make_target("llama")
-    gc.freeze()  # what other tests hold is not looked through below
     engine, other = (make_engine(model) for _ in range(2))
     other.state.weights = engine.state.weights  # as of two engines over one TargetModel
     streams = [other.stream(random_prompt(5), PARAMS)]
@@ -264,3 +271,85 @@ def test_turns_come_in_the_order_of_arrival_past_those_who_give_up(interrupts):
     go.set()
     in_threads([thread.join for thread in (*threads, thread)])
     assert order == ["a", "b", "c"]
+
+
+# modes: an exception at any instruction of a turn leaves inference and grad mode as they were, kept or not
+
+
+def modes():
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+
+@pytest.fixture(params=["__enter__ begun", "__enter__ done", "__exit__ begun", "__exit__ done"])
+def interrupted(request, monkeypatch):
+    """interrupted(n): the n-th inference mode from now on is struck within `__enter__` or `__exit__`, at either end."""
+    name, when = request.param.split()
+    real, remaining = getattr(torch.inference_mode, name), [0]
+
+    def struck(self, *details):
+        remaining[0] -= 1
+        if remaining[0] == 0 and when == "begun":
+            raise Interrupt
+        real(self, *details)
+        if remaining[0] == 0:
+            raise Interrupt
+
+    struck.__code__ = struck.__code__.replace(co_name=name)
+    monkeypatch.setattr(torch.inference_mode, name, struck)
+    return lambda number: remaining.__setitem__(0, number)
+
+
+@deep_cases("__enter__ begun-False", "__enter__ done-True", "__exit__ begun-True", "__exit__ done-False")
+@pytest.mark.parametrize("grad", [True, False])
+def test_modes_are_restored_wherever_an_interrupt_strikes(make_target, make_engine, interrupted, grad):
+    engine = make_engine(make_target("llama"), None)
+    with torch.set_grad_enabled(grad):
+        truth = engine.generate([5, 6, 7], FEW)[0].token_ids
+        kept, number, ended = [], 0, False
+        while not ended:
+            number += 1
+            interrupted(number)
+            try:
+                engine.generate([5, 6, 7], FEW)
+                ended = True
+            except Interrupt as error:
+                kept.append(error)
+            interrupted(0)
+            assert modes() == (False, grad), f"struck at the {number}. inference mode"
+            assert engine.generate([5, 6, 7], FEW)[0].token_ids == truth
+            assert modes() == (False, grad)
+        assert number > 5
+        kept.clear()
+        gc.collect()
+        assert modes() == (False, grad)
+
+
+def test_a_guard_that_dies_late_changes_nothing(interrupted):
+    """The exception is dropped in another inference mode, which ends as it began."""
+
+    def work():
+        with torch.inference_mode(), torch.inference_mode(False):
+            pass
+
+    kept = []
+    for number in range(1, 5):
+        interrupted(number)
+        try:
+            with_modes_restored(work)
+        except Interrupt as error:
+            kept.append(error)
+        interrupted(0)
+    with torch.inference_mode():
+        kept.clear()
+        gc.collect()
+        assert modes() == (True, False)
+    assert modes() == (False, True)
+
+
+def test_modes_of_the_caller_stay_within_a_turn():
+    with torch.inference_mode():
+        assert with_modes_restored(modes) == (True, False)
+        assert modes() == (True, False)
+    with torch.no_grad():
+        assert with_modes_restored(modes) == (False, False)
+    assert with_modes_restored(modes) == (False, True)

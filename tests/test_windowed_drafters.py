@@ -60,11 +60,7 @@ def kept_in_full(layout: KVLayout) -> KVLayout:
         ("block", CHAIN, 4),
         deep("language model", TREE, 4),
         deep("mtp", CHAIN, 1),
-        deep("eagle3", CHAIN, 4),
-        deep("block", TREE, 1),
         deep("anchored", CHAIN, 1),
-        deep("language model", CHAIN, 1),
-        deep("mtp", TREE, 4),
     ],
 )
 def test_drafts_are_those_of_a_drafter_that_keeps_every_key(

@@ -2,7 +2,7 @@
 
     python pytest_forks.py < requests > answers         in the root of the tree; a line of JSON each
 
-    request   {"arguments": ["-x", "tests/test_tree.py"], "seconds": 60}
+    request   {"arguments": ["-x", "tests/test_trees.py"], "seconds": 60}
     answer    {"status": 1, "output": "..."}             status null: no end in time; below 0: killed by a signal
 
 Most of a short run of these tests goes into importing torch and transformers. Here that happens once. The code of the

@@ -24,7 +24,6 @@ from specdec.draft_models.checkpoints.drafter_formats import (
 )
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 
-GEMMA4_V = "layers.0.self_attn.v_proj.weight"
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
 OUTPUT_IDS, ENTERED_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 
@@ -178,7 +177,7 @@ def _gemma4_layers(files: HeadFiles) -> dict[str, Any]:
         )
     return {
         "is_gemma4": True,
-        "keys_are_values": GEMMA4_V not in state,
+        "keys_are_values": "layers.0.self_attn.v_proj.weight" not in state,
         "rope": rope,
         "windows": (None,) * files.num_layers,
     }

@@ -18,7 +18,6 @@ from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, FusedBlock, PlainBlock, TapContext
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
-from specdec.layers.accepted_path import path_rows
 
 
 class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
@@ -42,17 +41,11 @@ class BlockWorker(StoreWorker):
     drafter: BlockDrafter
 
     @torch.inference_mode()
-    def observe(self, seen: Observation) -> None:
-        drafter, plan = self.drafter, self.plan_of(seen)
-        assert seen.aux_states is not None, "a block drafter reads states of the target"
-        states, _ = drafter.ops(path_rows)(seen.aux_states, seen.tokens, seen.path, seen.length, seen.next_token)
-        drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
+    def observe(self, seen: Observation | PromptObservation) -> None:
+        (states, _), plan = self.rows_of(seen), self.plan_of(seen)
+        self.drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
 
-    @torch.inference_mode()
-    def observe_prompts(self, seen: PromptObservation) -> None:
-        assert seen.aux_states is not None, "a block drafter reads states of the target"
-        plan = self.plan_of(seen)
-        self.drafter.form.observe(seen.aux_states[None], plan.positions, TapContext(plan, self.own_view))
+    observe_prompts = observe
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -105,21 +98,15 @@ class BlockWorker(StoreWorker):
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     """Read the head in `folder` and fit it to `target`."""
     head = read_block(folder, TargetShape.of_target(target)).place(target.device, target.dtype).eval()
-    _share_vocabulary(head, target)
+    for name, theirs in (("embed_tokens", target.embed), ("lm_head", target.head)):
+        if _equal(getattr(head, name), theirs):
+            setattr(head, name, None)  # DSpark's files hold copies of the target's
     return BlockDrafter(head, target)
 
 
-def _share_vocabulary(head: BlockHead, target: TargetInfo) -> None:
-    """Drop the head's embedding table and lm_head if they equal the target's: DSpark's files hold copies."""
-    if head.embed_tokens is not None and _equal(head.embed_tokens, target.embed):
-        head.embed_tokens = None
-    if head.lm_head is not None and _equal(head.lm_head, target.head):
-        head.lm_head = None
-
-
-def _equal(own: nn.Module, theirs: nn.Module) -> bool:
+def _equal(own: nn.Module | None, theirs: nn.Module) -> bool:
     """Are both plain modules of one class with equal weights? Scaled embeddings and packed heads never are."""
-    if type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
+    if own is None or type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
         return False
     a, b = own.weight, theirs.weight
     assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)

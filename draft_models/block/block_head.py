@@ -27,15 +27,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextRotaryEmbedding,
+    Gemma4TextScaledWordEmbedding,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.attention.draft_attention import BlocksAttention, DraftAttend
 from specdec.attention.kernels.draft_block import NodeOrder
 from specdec.attention.plan import KVPlan
-from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
+from specdec.draft_models.block.block_layers import FULL, Gemma4BlockLayer, SuccessorHead, gemma4_config
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
+    CosSin,
     HeadContext,
     HeadForm,
     HeadLayer,
@@ -48,7 +53,7 @@ from specdec.gpu.operations import Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
@@ -63,10 +68,9 @@ class BlockSpec(HeadSpec):
 
     aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, including that of the newest
     token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
-    from the block's first row. owns_embed: it has its own embedding table. skips_embed_norm: it reads the target's
-    table without the norm that the target applies. draft_vocab_size: rows of its own lm_head; None: it uses the
-    target's lm_head. successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers,
-    norms and embedding are Gemma 4's; keys_are_values and softcap (of logits) then apply.
+    from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
+    successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
+    are Gemma 4's; keys_are_values and softcap (of logits) then apply.
     """
 
     block_size: int
@@ -78,9 +82,7 @@ class BlockSpec(HeadSpec):
     max_position_embeddings: int = 40960
     qk_norm: bool = True
     attention_bias: bool = False
-    owns_embed: bool = False
     skips_embed_norm: bool = False
-    draft_vocab_size: int | None = None
     successor: str | None = None
     successor_rank: int = 0
     is_gemma4: bool = False
@@ -131,16 +133,12 @@ class BlockHead(HeadModule):
         super().__init__(spec)
         hidden = spec.hidden_size
         self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
-        norm: Any
-        layer: Any
-        config: Any
+        kinds: Any = llama_config, LlamaRMSNorm, HeadLayer, LlamaRotaryEmbedding
         if spec.is_gemma4:
-            norm, layer, config = Gemma4RMSNorm, Gemma4BlockLayer, gemma4_config(spec)
-            self.rotary_emb: nn.Module = Gemma4Rotary(config)
-        else:
-            norm, layer, config = LlamaRMSNorm, HeadLayer, llama_config(spec)
-            self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.config = config
+            kinds = gemma4_config, Gemma4RMSNorm, Gemma4BlockLayer, Gemma4TextRotaryEmbedding
+        make_config, norm, layer, rotary = kinds
+        self.config = config = make_config(spec)
+        self.rotary_emb = rotary(config)
         self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
         self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
         self.embed_tokens: nn.Embedding | None = None
@@ -155,6 +153,11 @@ class BlockHead(HeadModule):
             sizes = spec.vocab_size, rows or spec.vocab_size, hidden, spec.successor_rank
             self.markov_head = SuccessorHead(spec.successor, *sizes)
 
+    def rotary(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
+        """cos and sin [B, N, D] of positions [B, N], in the dtype of x."""
+        cos, sin = self.rotary_emb(x, positions, *([FULL] if self.spec.is_gemma4 else []))
+        return cos, sin
+
     def taps(self, states: torch.Tensor) -> torch.Tensor:
         """Concatenated target states [..., A * H] -> c [..., H], from which keys and values are computed."""
         normed: torch.Tensor = self.hidden_norm(self.fc(states))
@@ -162,7 +165,7 @@ class BlockHead(HeadModule):
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: DraftAttend) -> torch.Tensor:
         """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
-        rotary = self.rotary_emb(embeds, positions)
+        rotary = self.rotary(embeds, positions)
         hidden = embeds
         for layer in self.layers:
             hidden = layer(hidden, rotary, attend)
@@ -182,7 +185,7 @@ def block_states(
     """Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K,
     H]."""
     spec, taps = head.spec, head.taps(states)
-    rotary = head.rotary_emb(taps, pos)
+    rotary = head.rotary(taps, pos)
     steps = torch.arange(spec.block_size, device=places.device)
     tokens = torch.where(steps == 0, ids.gather(1, places)[:, :, None], spec.mask_token)  # [B, A, K]
     block_pos = pos.gather(1, places)[:, :, None] + steps
@@ -266,7 +269,7 @@ class PlainBlock(HeadForm):
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
         taps = self.head.taps(states)
-        rotary = self.head.rotary_emb(taps, positions)
+        rotary = self.head.rotary(taps, positions)
         for layer in self.head.layers:
             attention: Any = layer.self_attn
             context.store(attention.layer, *attention.keys_values(taps, rotary))
@@ -305,15 +308,13 @@ class FusedBlock(PlainBlock):
     a block                `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
     """
 
-    def __init__(
-        self, head: BlockHead, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
-    ) -> None:
-        super().__init__(head, table, lm_head)
-        if head.spec.is_gemma4:
+    def __init__(self, plain: PlainBlock, weights: Weights, ops: Operations) -> None:
+        super().__init__(plain.head, plain.table, plain.lm_head)
+        if self.head.spec.is_gemma4:
             raise Unfusable("its layers are of Gemma 4's kind")
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
-        self.layers = FusedLayers(head, LLAMA.gain_of(head.norm), weights, ops)
+        self.layers = FusedLayers(self.head, LLAMA.gain_of(self.head.norm), weights, ops)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         self.layers.keep_in_step()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Gemma4TextConfig
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP
 
 from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.heads.head_modules import CosSin, HeadAttention
@@ -35,18 +35,6 @@ def gemma4_config(spec: Any) -> Gemma4TextConfig:
         hidden_size_per_layer_input=0,
         rope_parameters={FULL: dict(spec.rope)},
     )
-
-
-class Gemma4Rotary(nn.Module):
-    """Computes cos and sin [B, N, D] of full-attention layers."""
-
-    def __init__(self, config: Gemma4TextConfig) -> None:
-        super().__init__()
-        self.rotary = Gemma4TextRotaryEmbedding(config)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
-        cos, sin = self.rotary(x, positions, FULL)
-        return cos, sin
 
 
 class Gemma4BlockLayer(nn.Module):

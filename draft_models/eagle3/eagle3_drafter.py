@@ -19,7 +19,7 @@ from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.head import Eagle3Head, FusedHead, HeadOutput, PlainHead
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
-from specdec.layers.accepted_path import keep_last, path_rows
+from specdec.layers.accepted_path import keep_last
 
 
 class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
@@ -36,10 +36,6 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
     def bind(self, binding: Binding) -> "Eagle3Worker":
         return Eagle3Worker(self, binding)
 
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary; -inf for tokens that the head does not draft."""
-        return self.over_vocabulary(self.form.logits(normed))
-
 
 class Eagle3Worker(StoreWorker):
     """A head in one engine. It keeps its K/V and, for each row, the state of the last committed position, from which a
@@ -55,21 +51,18 @@ class Eagle3Worker(StoreWorker):
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
-        states, next_tokens = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
-        plan = self.plan_of(seen)
-        context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
-        state = drafter.form.extend(next_tokens, states, plan.positions, context).state  # [B, D, H]
-        drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
+        self.drafter.ops(keep_last)(self._hidden, seen.rows.index, self._extend(seen), seen.length)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
-        drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
-        assert source is not None, "a head without taps reads every final state"
-        plan = self.plan_of(seen)
+        self._hidden[seen.pack.rows] = self._extend(seen)[0, seen.pack.last]
+
+    def _extend(self, seen: Observation | PromptObservation) -> torch.Tensor:
+        """Store K/V of the observed positions. Returns their states, [B, N, H]."""
+        drafter, plan = self.drafter, self.plan_of(seen)
+        states, next_tokens = self.rows_of(seen)
         context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
-        state = drafter.form.extend(seen.following[None], source[None], plan.positions, context).state  # [1, T, H]
-        self._hidden[seen.pack.rows] = state[0, seen.pack.last]
+        return drafter.form.extend(next_tokens, states, plan.positions, context).state
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -84,7 +77,7 @@ class Eagle3Worker(StoreWorker):
         out = HeadOutput(state, drafter.form.norm(state))
         builder = DraftTreeBuilder(batch, backend)
         for level in range(levels):
-            logits = drafter.logits(out.normed)
+            logits = drafter.over_vocabulary(drafter.form.logits(out.normed))  # [B, M, V]
             beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break

@@ -48,16 +48,13 @@ from specdec.modules.weight_watch import Weights
 class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head as data: every choice in its computation.
 
-    aux_layers: if empty, it reads the final state after the norm. draft_vocab_size: None: it uses the target's head and
-    vocabulary. has_fc: if False, features pass unchanged. biases: names of the linear layers with a bias. owns_embed:
-    it has its own embedding table.
+    aux_layers: if empty, it reads the final state after the norm. has_fc: if False, features pass unchanged. biases:
+    names of the linear layers with a bias.
     """
 
     target_hidden_size: int
-    draft_vocab_size: int | None = None
     biases: frozenset[str] = frozenset()
     has_fc: bool = True
-    owns_embed: bool = False
     final_norm: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -135,13 +132,6 @@ class Eagle3Head(HeadModule):
             hidden = layer(hidden, rotary, attend)
         return hidden
 
-    def logits(self, a: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
-        """a [..., H] -> logits [..., draft V], by `target_head` if the head has no lm_head."""
-        head = self.lm_head if self.lm_head is not None else target_head
-        assert head is not None, "a head without lm_head needs the target's"
-        logits: torch.Tensor = head(self.norm(a))
-        return logits
-
     def feedback(self, a: torch.Tensor) -> torch.Tensor:
         """a -> hidden state of the next draft step."""
         return self.norm(a) if self.spec.norm_output else a
@@ -209,10 +199,9 @@ class FusedHead(PlainHead):
     a, norm(a)                       one launch of the last layer
     """
 
-    def __init__(
-        self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module, weights: Weights, ops: Operations
-    ) -> None:
-        super().__init__(head, table, lm_head)
+    def __init__(self, plain: PlainHead, weights: Weights, ops: Operations) -> None:
+        head = plain.head
+        super().__init__(head, plain.table, plain.lm_head)
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
         first: Any = head.layers[0]

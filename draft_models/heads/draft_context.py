@@ -25,10 +25,11 @@ from specdec.draft_models.base import (
 )
 from specdec.draft_models.heads.fused_layers import Form, proved_form
 from specdec.draft_models.heads.head_modules import HeadModule
-from specdec.gpu.operations import REFERENCE
+from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.accepted_path import path_rows
 from specdec.modules.weight_watch import Weights
 
 Head = TypeVar("Head", bound=HeadModule)
@@ -37,7 +38,7 @@ Head = TypeVar("Head", bound=HeadModule)
 class HeadDrafter(Drafter, Generic[Head, Form]):
     """A head fitted to a target. Its layers are fused if the target's are.
 
-    plain, fused: classes of its two forms.
+    plain, fused: classes of its two forms; the fused one is made from the plain one.
     """
 
     may_lag = True
@@ -52,11 +53,10 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.fit = Fit.of(target)
         self.dtype = target.dtype
         self.weights = Weights(self.name, head)
-        parts = head, target.embed, target.head
-        self.form = self.plain = own = plain(*parts)
+        self.form = self.plain = own = plain(head, target.embed, target.head)
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
-            self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
+            self.form, self.unfused = proved_form(self.name, own, lambda: fused(own, self.weights, self.ops))
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Spread logits [B, M, draft V] to [B, M, V]; -inf for tokens outside the draft vocabulary."""
@@ -81,6 +81,15 @@ class StoreWorker:
         if isinstance(seen, PromptObservation):
             return plan_packed(backend, table, seen.pack)
         return plan_chunk(backend, table, seen.rows, seen.start, seen.length, seen.path.shape[1])
+
+    def rows_of(self, seen: Observation | PromptObservation) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [B, N, ..] of the target at the observed tokens, and the token after each, [B, N]."""
+        source = seen.hidden if seen.aux_states is None else seen.aux_states
+        assert source is not None, "a drafter without taps reads every final state"
+        if isinstance(seen, PromptObservation):
+            return source[None], seen.following[None]
+        ops: Operations = self.drafter.ops
+        return ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
 
 
 class DraftContext:

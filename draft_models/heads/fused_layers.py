@@ -16,8 +16,8 @@ from specdec.attention.bridge import AttentionCall
 from specdec.draft_models.heads.head_modules import HeadContext, HeadForm
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, SharedInputs
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES
-from specdec.layers.description.fusable import Unfusable
 from specdec.layers.description.merge import WeightGroups, held_storages, merge, merging
 from specdec.layers.norm import Norm
 from specdec.layers.rope_store import Rotary, rotary

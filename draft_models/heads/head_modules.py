@@ -32,7 +32,8 @@ class HeadSpec:
     """A head of any kind as data: every choice in its computation.
 
     aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
-    layer; None: full attention.
+    layer; None: full attention. owns_embed: it has its own embedding table. draft_vocab_size: rows of its own lm_head;
+    None: it uses the target's.
     """
 
     hidden_size: int
@@ -48,6 +49,8 @@ class HeadSpec:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     qk_norm: bool = False
+    owns_embed: bool = False
+    draft_vocab_size: int | None = None
 
     @property
     def num_layers(self) -> int:

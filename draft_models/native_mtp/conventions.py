@@ -18,9 +18,9 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
+from torch import nn
 
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import CheckpointError
 
@@ -48,13 +48,14 @@ def all_conventions(drafter: NativeMtpDrafter) -> list[NativeMtpDrafter]:
     """The modules under all possible conventions: the drafter's own first, then the nearest. Without a norm of the
     module's own both carries are equal; blocks are like the last target layer of each kind that their tensors fit."""
     own, kinds = drafter.family, [spec.layer_type for spec in drafter.layout.layers]
+    has_norm = not isinstance(drafter.modules[0].norm, nn.Identity)
     layers: dict[str, dict[str, Any]] = {
         kind: {"like": layer} for layer, kind in enumerate(kinds) if kind != kinds[own.like]
     }
     carries: list[dict[str, Any]] = [
         {"form": form, "normed_carry": normed}
         for form, normed in CARRIES
-        if (form, normed) != carry_of(own) and (normed or drafter.has_norm)
+        if (form, normed) != carry_of(own) and (normed or has_norm)
     ]
     state: dict[str, Any] = {"normed_state": not own.normed_state}
     found = [drafter]

@@ -79,7 +79,11 @@ def native_mtp_drafter(
                         f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
                         "read next to it says how; give drafter=DIR of the unquantised checkpoint"
                     )
-            _require_parts(number, state)
+            lacking = [part for part in REQUIRED if not any(place.startswith(f"{part}.") for place in state)]
+            if lacking:
+                raise CheckpointError(
+                    f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}"
+                )
             for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's weight
@@ -102,7 +106,9 @@ def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
     `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
         return stated_family(folder / CONVENTIONS, len(target.layout.layers))
-    return by_config(_published(folder, target), target)
+    file = folder / "config.json"
+    is_speculator = file.is_file() and is_mtp_speculator(read_config_json(file))
+    return by_config(SPECULATORS if is_speculator else family_of(target), target)
 
 
 def family_of(target: DescribedTarget) -> MtpFamily:
@@ -114,12 +120,6 @@ def family_of(target: DescribedTarget) -> MtpFamily:
         f"{target.name} is a {target.model_types[0]}, whose MTP conventions are not known; known are "
         f"{', '.join(sorted(FAMILIES))}"
     )
-
-
-def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
-    file = folder / "config.json"
-    is_speculator = file.is_file() and is_mtp_speculator(read_config_json(file))
-    return SPECULATORS if is_speculator else family_of(target)
 
 
 def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
@@ -173,12 +173,6 @@ def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel
     state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}
     write_folder(folder, {**model.config.to_dict(), "architectures": [type(model).__name__]}, state)
     write_conventions(folder, replace(drafter.family, renamed={}))
-
-
-def _require_parts(number: int, state: Mapping[str, torch.Tensor]) -> None:
-    lacking = [part for part in REQUIRED if not any(place.startswith(f"{part}.") for place in state)]
-    if lacking:
-        raise CheckpointError(f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}")
 
 
 def _renamed(place: str, family: MtpFamily) -> str:

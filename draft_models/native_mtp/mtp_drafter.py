@@ -11,17 +11,20 @@ So K/V of slot q depend only on tokens up to q + 1, as the prefix cache requires
 modules run the same rows. The first new row of module k reads the last old row of module k - 1, so that row is kept for
 each request. Depth 0 is the committed row S - 1, whose token is the root. The draft at depth l + 1 is
 drawn from module l (form R: the only module) at the nodes of depth l.
+
+For training and measurement, `chained_rows` drafts from every place of texts in a few dense forwards without pages.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from specdec.attention.bridge import ForwardContext
+from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.draft_attention import ChainAttention
 from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
@@ -31,7 +34,6 @@ from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.accepted_path import path_rows
 from specdec.modules.weight_watch import Weights
 
 
@@ -114,11 +116,6 @@ class NativeMtpDrafter(Drafter):
         changed._apply_family(family)
         return changed
 
-    @property
-    def has_norm(self) -> bool:
-        """Do the modules have their own norms before the head?"""
-        return not isinstance(self.modules[0].norm, nn.Identity)
-
     def bind(self, binding: Binding) -> "NativeMtpWorker":
         return NativeMtpWorker(self, binding)
 
@@ -158,38 +155,32 @@ class NativeMtpWorker(StoreWorker):
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        source = seen.hidden if seen.aux_states is None else seen.aux_states
-        state, tokens = self.drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
         rows = seen.rows.index
         last = torch.arange(len(rows), device=rows.device), (seen.length - 1).clamp(min=0)
-        first = torch.arange(tokens.shape[1], device=rows.device) == 0
-        before = rows[:, None].expand_as(tokens)
-        self._commit(seen, tokens, state, first.expand_as(tokens), before, rows, last)
+        first = torch.arange(seen.path.shape[1], device=rows.device) == 0
+        self._commit(seen, first.expand_as(seen.path), rows[:, None].expand_as(seen.path), rows, last)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
-        source, pack = seen.hidden if seen.aux_states is None else seen.aux_states, seen.pack
-        assert source is not None, "modules read every state of the target"
-        before = pack.rows[pack.run_of][None]
+        pack = seen.pack
         first = (pack.positions == pack.start[pack.run_of])[None]
-        self._commit(seen, seen.following[None], source[None], first, before, pack.rows, (0, pack.last))
+        self._commit(seen, first, pack.rows[pack.run_of][None], pack.rows, (0, pack.last))
 
     def _commit(
         self,
         seen: Observation | PromptObservation,
-        tokens: torch.Tensor,
-        state: torch.Tensor,
         first: torch.Tensor,
         before: torch.Tensor,
         rows: torch.Tensor,
         last: tuple[torch.Tensor | int, torch.Tensor],
     ) -> None:
-        """Run every module over tokens [B, N] with the target's states [B, N, H].
+        """Run every module over the observed tokens [B, N].
 
         first: mask of each request's first token, [B, N]. before: request-table row of each token. last: index of the
         last token of each of `rows` [R].
         """
         drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
+        state, tokens = self.rows_of(seen)
         for k in range(len(drafter.modules)):
             if k:
                 above = drafter.carried_state(made[-1]).roll(1, dims=1)
@@ -229,3 +220,68 @@ class NativeMtpWorker(StoreWorker):
                 new[k] = drafter.run(k, beam, state, node_pos[level], context)
             outs = new
         return builder.select()
+
+
+class ChainContext:
+    """A forward context for modules over positions [B, T], whose layers run packed rows."""
+
+    def __init__(self, windows: Sequence[int | None], pos: torch.Tensor) -> None:
+        self.batch = len(pos)
+        self.chains = ChainAttention(windows, 1.0, pos)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.answer(self, *call.rows())
+
+    def destination(self, layer: int) -> None:
+        """None: nothing is stored."""
+
+    def attend_tokens(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [B * T, Hq, D], k and v [B * T, Hkv, D] -> [B * T, Hq, D]."""
+        assert k is not None and v is not None, "a module has K/V of its own"
+        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
+        return self.chains(layer, q * scaling, k, v, softcap, sinks).flatten(0, 1).contiguous()
+
+
+def chained_rows(
+    drafter: NativeMtpDrafter,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    pos: torch.Tensor,
+    num_steps: int,
+    places: torch.Tensor | None = None,
+) -> Iterator[ModuleRows]:
+    """States [B, T, H] from which draft 1, 2, ... is drawn, at each place of tokens and pos [B, T]:
+
+    place p, draft j + 1     token t_{p+1+j}, the text's own; predicts t_{p+2+j}
+    state                    j = 0: the target's at row p           j > 0: the state that row (p, j - 1) passes on
+
+    One module (form R) runs again for each draft; a place's rows see keys of true states up to p and their own keys, as
+    in the draft block. Several modules run over the whole text one after another, since their rows depend only on the
+    tokens. Several texts may be packed into a row; position 0 begins a text. states: of the target, [B, T, H], as the
+    drafter's conventions require. places [P]: only these places are used.
+    """
+    recurrent = drafter.form == "R"
+    context = ChainContext(drafter.windows, pos)
+    at: slice | torch.Tensor = slice(None) if places is None else places
+    here: slice | torch.Tensor = slice(None) if recurrent else at
+    for step in range(num_steps):
+        context.chains.step = step if recurrent else 0
+        row_tokens, row_pos = tokens.roll(-1 - step, 1), pos + step
+        if recurrent and step:
+            row_tokens, row_pos = row_tokens[:, at], row_pos[:, at]
+        out = drafter.run(0 if recurrent else step, row_tokens, states, row_pos, context)
+        if recurrent and not step:
+            context.chains.rows = places
+            out = ModuleRows(*(part[:, at] for part in out))
+        yield ModuleRows(*(part[:, here] for part in out))
+        states = drafter.carried_state(out)

@@ -106,13 +106,11 @@ def taps_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change
 def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     """Norms before the residual, before the next step and before lm_head, on or off."""
     spec = drafter.spec
-    flags = {
-        "norm_before_residual": "write norm_before_residual: {value} into the head's config.json",
-        "norm_output": "write norm_output: {value} into the eagle_config of the head's config.json",
-    }
-    for flag, do in flags.items():
+    for flag, place in (("norm_before_residual", ""), ("norm_output", "the eagle_config of ")):
         value = not getattr(spec, flag)
-        yield _changed(pair, f"{flag} -> {str(value).lower()}", do.format(value=str(value).lower()), **{flag: value})
+        written = str(value).lower()
+        do = f"write {flag}: {written} into {place}the head's config.json"
+        yield _changed(pair, f"{flag} -> {written}", do, **{flag: value})
     if not spec.final_norm:
         do = "remove use_last_layernorm, and norm_output at the top level, from the head's config.json"
         yield _changed(pair, "a norm before lm_head", do, final_norm=True)
@@ -249,23 +247,19 @@ def _list(ids: Sequence[int]) -> str:
     return ", ".join(map(str, ids))
 
 
-FindSymptom = Callable[[Any, CheckedPair], Symptom | None]
-Changes = Callable[[Any, ExaminedPair], Iterator[Change]]
-"""Each is called with a drafter of a kind that its cause applies to."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """One reason for low acceptance, and how it is found.
 
-    name: its name in reports. kinds: drafters that it applies to. least: share of the accepted length that a change
-    must gain. by_token: changes are compared token by token (`conventions.py`).
+    name: its name in reports. kinds: drafters that it applies to; seen and changes are called with these only. least:
+    share of the accepted length that a change must gain. by_token: changes are compared token by token
+    (`conventions.py`).
     """
 
     name: str
     kinds: tuple[type, ...]
-    seen: FindSymptom | None = None
-    changes: Changes | None = None
+    seen: Callable[[Any, CheckedPair], Symptom | None] | None = None
+    changes: Callable[[Any, ExaminedPair], Iterator[Change]] | None = None
     least: float = MIN_GAIN
     by_token: bool = False
 

@@ -14,13 +14,11 @@ states. An engine's worker is compared with this by the first logits that it dra
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 
-from specdec.attention.bridge import AttentionCall
-from specdec.attention.dense import bias_of, dense_attention
+from specdec.attention.dense import bias_of
 from specdec.attention.draft_attention import ChainAttention, in_float32
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
@@ -28,10 +26,9 @@ from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import embed_raw
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.kvcache.layer_context import Recurrence, ScoreOptions
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
+from specdec.kvcache.layer_context import Recurrence
 from specdec.models.probe import ProbeContext
 from specdec.models.recurrent_probe import convolved_text, recurred_text
 from specdec.models.target import TargetModel
@@ -133,46 +130,22 @@ def dense_drafts(drafter: Drafter, text: RecordedText, num_steps: int) -> Drafts
     return Drafts(roots, logits[0][0].float(), torch.stack(right, 1), torch.stack(log_p, 1))
 
 
-@dataclass(slots=True)
-class FrozenText:
-    """Attention of a Gemma 4 assistant over the target's K/V: root r sees the newest of [0, r) through its window."""
-
-    text: RecordedText
-    drafter: Gemma4MTPDrafter
-    roots: torch.Tensor
-    plan: SimpleNamespace  # `positions` [1, R] of the queries
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.answer(self, *call.rows())
-
-    def destination(self, layer: int) -> None:
-        """Nothing is stored."""
-
-    def attend_tokens(
-        self, layer: int, q: torch.Tensor, k: object, v: object, **options: Unpack[ScoreOptions]
-    ) -> torch.Tensor:
-        """q [R, Hq, D] -> [R, Hq, D]."""
-        keys, values = (x.transpose(0, 1)[None] for x in self.text.kv(self.drafter.layer_map[layer]))
-        positions = self.text.positions
-        seen = positions < self.roots[:, None]
-        window = self.drafter.windows[layer]
-        if window is not None:
-            distance = self.plan.positions[0][:, None] - positions
-            seen = seen & (distance < window + self.drafter.window_shift)
-        out = dense_attention(q.transpose(0, 1)[None], keys, values, bias_of(seen[None]), **options)
-        return out[0].to(q.dtype)
-
-
 def frozen_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
-    """`Dense` of Gemma 4 assistants."""
+    """`Dense` of Gemma 4 assistants: root r sees the target's K/V of [0, r), on sliding layers through its window."""
     assert isinstance(drafter, Gemma4MTPDrafter)
-    plan = SimpleNamespace(positions=(roots + drafter.query_offset)[None])
-    context = FrozenText(text, drafter, roots, plan)
-    hidden, logits = text.hidden[roots - 1][None], []
-    for depth in range(num_steps):
-        out, hidden = drafter.step(text.tokens[roots + depth][None], hidden, context)  # type: ignore[arg-type]
-        logits.append(drafter.logits(out)[0])
-    return logits
+    positions, keys = roots + drafter.query_offset, text.positions
+    kv, masks = {}, {}
+    kinds = drafter.assistant.config.get_text_config().layer_types
+    for kind, layer, window in zip(kinds, drafter.layer_map, drafter.windows, strict=True):
+        seen = keys < roots[:, None]
+        if window is not None:
+            seen = seen & (positions[:, None] - keys < window + drafter.window_shift)
+        k, v = (x.transpose(0, 1)[None] for x in text.kv(layer))
+        kv[kind], masks[kind] = (k, v), bias_of(seen[None]).to(k.dtype)
+    embedded = (drafter.embed(text.tokens[roots + depth][None]) for depth in range(num_steps))
+    hidden = text.hidden[roots - 1][None]
+    states = parallel_states(drafter.assistant, embedded, hidden, positions[None], masks, kv)
+    return [drafter.logits(out)[0] for out in states]
 
 
 def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
@@ -251,20 +224,16 @@ class Watched:
         propose, seen = worker.propose, self.seen
 
         def watched(batch: DraftBatch) -> DraftTree:
-            def first(logits: torch.Tensor) -> None:
-                roots = (batch.history_len - 1).tolist()
-                if len(roots) == 1:
-                    seen.setdefault(roots[0], logits[0, 0].float().clone())
+            def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+                def noted(logits: torch.Tensor, *given: Any) -> Any:
+                    roots = (batch.history_len - 1).tolist()
+                    if len(roots) == 1:
+                        seen.setdefault(roots[0], logits[0, 0].float().clone())
+                    return draw(logits, *given)
 
-            def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-                first(logits)
-                return batch.sample(logits, positions)
+                return noted
 
-            def best(logits: torch.Tensor, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-                first(logits)
-                return batch.best(logits, positions, count)
-
-            return propose(replace(batch, sample=sample, best=best, params=None))
+            return propose(replace(batch, sample=noting(batch.sample), best=noting(batch.best), params=None))
 
         worker.propose = watched  # type: ignore[method-assign]
         return worker

@@ -207,20 +207,17 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
         ways = {name: partial(engine.generate, params=seeded, progress=False) for name, engine in engines.items()}
         prompts = {name: [ask.prompt(index, known[index]) for index in asked] for name, known in answers.items()}
         for place, (index, runs) in enumerate(zip(asked, run_interleaved(ways, prompts), strict=True)):
-            parting = None
+            parting: Record | None = None
             if len(engines) == 2:
                 first, second = (own[place] for own in prompts.values())
                 outputs = (run["token_ids"] for run in runs.values())
-                equal = first == second  # earlier answers were
-                parting = find_parting(engines["plain"].target, first, *outputs) if equal else AFTER_UNEQUAL
+                parting = {"position": None, "logit_margin": None}  # earlier answers differ
+                if first == second:
+                    parting = find_parting(engines["plain"].target, first, *outputs)
             records.append({"index": index, "turn": turn, "parting": parting, "runs": runs})
             for name, run in runs.items():
                 answers[name][index].append(run["text"])
     return records
-
-
-AFTER_UNEQUAL: Record = {"position": None, "logit_margin": None}
-"""The parting of two answers in a dialogue whose earlier answers differ."""
 
 
 @torch.inference_mode()

@@ -14,24 +14,21 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, SpecDecError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.data_sets import batches_of
-from specdec.evaluation.gsm8k_report import (
-    UNNAMED,
-    final_number,
-    grouped_figures,
-    is_correct,
-    run_figures,
-    stats_of,
-    table_lines,
-)
+from specdec.evaluation.gsm8k_report import final_number, is_correct
 from specdec.evaluation.timed_comparison import (
+    UNNAMED,
     Record,
     Way,
     acceptance_figures,
     first_difference,
+    grouped_figures,
+    run_figures,
     run_interleaved,
+    stats_of,
+    table_lines,
     time_figures,
 )
-from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
+from specdec.evaluation.transformers_peer import assisted_peer, generate_whole
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.runtime.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
@@ -115,7 +112,8 @@ def run_bench(
         ways[f"specdec, {drafter}"] = partial(engine.generate, params=params, progress=False)
     engines = list(ways)
     if peer:
-        ways |= plain_peer(engine, params) | assisted_peer(engine, params, spec.num_steps)
+        ways["transformers, plain"] = partial(generate_whole, engine, params)
+        ways |= assisted_peer(engine, params, spec.num_steps)
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
         for generate in ways.values():

@@ -11,14 +11,14 @@ is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25. Figures that depend on 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
 from specdec.errors import ConfigError
-from specdec.evaluation.timed_comparison import Record
+from specdec.evaluation.timed_comparison import UNNAMED, Record, grouped_figures, run_figures, table_lines
 from specdec.runtime.draft_reports import depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 
@@ -76,10 +76,6 @@ Report = dict[str, Any]
 a dialogue, where the data has more than one), comparison (of two runs, else None), timing."""
 
 SCORE_HEADS = {"strict": "strict accuracy (Wilson 95 %)", "last_number": "last number"}
-WORDS = ("run", "category", "by position")
-"""Headings of columns whose cells are not single figures."""
-UNNAMED = "other"
-"""Category of problems without one, if others have one."""
 
 
 def make_report(
@@ -133,52 +129,6 @@ def markdown(report: Report) -> str:
 def speeds_may_be_shown(report: Report) -> bool:
     """False if two ungraded runs have different outputs."""
     return report["comparison"] is None or "speed_up" in report["timing"]
-
-
-def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Rows, by heading, as lines of a Markdown table; figures are right-aligned."""
-    rule = ["---" if head in WORDS else "---:" for head in rows[0]]
-    return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]
-
-
-def stats_of(records: Sequence[Record], name: str) -> list[RequestStats]:
-    """Statistics of one run's requests."""
-    return [RequestStats(**record["runs"][name]["stats"]) for record in records]
-
-
-def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
-    """Tokens, acceptance and speed of each run over some records."""
-    runs: dict[str, Any] = {}
-    timing: dict[str, Any] = {}
-    for name in records[0]["runs"]:
-        made = [record["runs"][name] for record in records]
-        stats = RequestStats.total(stats_of(records, name))
-        seconds = sum(one["seconds"] for one in made)
-        timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
-        runs[name] = {
-            "output_tokens": stats.output_tokens,
-            "cut_off": sum(one["finish_reason"] == "length" for one in made),
-            "acceptance_length": stats.acceptance_length,
-            "accepted_per_position": stats.accepted_per_position,
-            "drafted_counts": stats.drafted_counts,
-            "rounds": stats.rounds,
-            "round_tokens": stats.round_tokens,
-            "drafted_rounds": stats.drafted_rounds,
-        }
-    if comparable:
-        first, second = (each["tokens_per_second"] for each in timing.values())
-        timing["speed_up"] = first / second
-    return {"problems": len({record["index"] for record in records}), "runs": runs, "timing": timing}
-
-
-def grouped_figures(
-    records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
-) -> dict[str, Any]:
-    """Figures by group; empty if the data has no groups."""
-    groups: dict[str, list[Record]] = {}
-    for record in records if grouped else ():
-        groups.setdefault(group_of(record), []).append(record)
-    return {name: run_figures(members, comparable) for name, members in groups.items()}
 
 
 def _grade(records: Sequence[Record], name: str, answers: Sequence[str]) -> dict[str, list[bool]]:

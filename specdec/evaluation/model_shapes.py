@@ -163,7 +163,7 @@ def _gemma4_assistant(
         "global_head_dim": full.head_dim,
         "sliding_window": target.sliding_window,
         "max_position_embeddings": target.max_position_embeddings,
-        **({} if unified else NO_PLE),
+        **({} if unified else {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}),
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -232,8 +232,6 @@ DRAFTS = {
 SMALL_VISION = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 ON_REQUEST = {"chain7": SpecConfig(7), "tree60": SpecConfig(6, 10, 60)}
 """Drafts for any drafter, measured only if named: a chain that verifies 8 nodes, and a tree of EAGLE's width."""
-NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-"""Fields of a Gemma 4 without per-layer embeddings."""
 _published = json.loads((BUNDLED_DIR / "model_shapes.json").read_text("utf-8"))
 SHAPES = {
     name: ModelShape(name, shape["published"], _published[shape.get("target_of", name)]["target"], shape["drafter"])

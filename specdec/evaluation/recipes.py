@@ -68,14 +68,10 @@ class Recipe:
 def recipes() -> dict[str, Recipe]:
     """All recipes by the short name of their pair, in the order of `RECIPES`."""
     figures = json.loads((BUNDLED_DIR / "recipes.json").read_text("utf-8"))
-    return {name: _from_json(pair, **figures[name]) for name, pair in RECIPES.items()}
-
-
-def _from_json(
-    pair: PublishedPair, *, cards: list[dict[str, Any]], steps: list[dict[str, Any]], **figures: Any
-) -> Recipe:
-    sizes, times = [CardMemory(**card) for card in cards], [StepTime(**step) for step in steps]
-    return Recipe(pair=pair, cards=sizes, steps=times, **figures)
+    for found in figures.values():
+        found["cards"] = [CardMemory(**card) for card in found["cards"]]
+        found["steps"] = [StepTime(**step) for step in found["steps"]]
+    return {name: Recipe(pair=pair, **figures[name]) for name, pair in RECIPES.items()}
 
 
 def find_recipe(model: str) -> PublishedPair:

@@ -1,7 +1,8 @@
-"""Times ways of generating against each other on the same prompts: what `specdec bench` and `specdec eval` share.
+"""Times ways of generating against each other on the same prompts, with their figures: what `specdec bench` and
+`specdec eval` share.
 
 The ways take turns batch by batch, so that a slow moment of a shared machine affects all of them; processor time shows
-how much of the machine others took. It does not know what is compared, or how figures are reported.
+how much of the machine others took. It does not know what is compared, or what is reported.
 
 TTFT is the time from a request's submission to its first token. TPOT is the time per token after the first; its mean is
 over requests, like `vllm bench serve` (TPOT) and AIPerf (ITL).
@@ -31,6 +32,12 @@ share of the batch's seconds and processor_seconds, those of all threads of this
 Record = dict[str, Any]
 """One turn of one problem: index, turn, batch (hash of its problems), parting (position and logit_margin, or None), and
 its runs (`Runs`)."""
+
+
+UNNAMED = "other"
+"""Category of problems without one, if others have one."""
+WORDS = ("run", "category", "by position")
+"""Headings of columns whose cells are not single figures."""
 
 
 def run_interleaved(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]) -> list[Runs]:
@@ -65,6 +72,46 @@ def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | Non
         return None
     shorter = min(len(ours), len(reference))
     return next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
+
+
+def stats_of(records: Sequence[Record], name: str) -> list[RequestStats]:
+    """Statistics of one run's requests."""
+    return [RequestStats(**record["runs"][name]["stats"]) for record in records]
+
+
+def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
+    """Tokens, acceptance and speed of each run over some records."""
+    runs: dict[str, Any] = {}
+    timing: dict[str, Any] = {}
+    for name in records[0]["runs"]:
+        made = [record["runs"][name] for record in records]
+        stats = RequestStats.total(stats_of(records, name))
+        seconds = sum(one["seconds"] for one in made)
+        timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
+        runs[name] = {
+            "output_tokens": stats.output_tokens,
+            "cut_off": sum(one["finish_reason"] == "length" for one in made),
+            "acceptance_length": stats.acceptance_length,
+            "accepted_per_position": stats.accepted_per_position,
+            "drafted_counts": stats.drafted_counts,
+            "rounds": stats.rounds,
+            "round_tokens": stats.round_tokens,
+            "drafted_rounds": stats.drafted_rounds,
+        }
+    if comparable:
+        first, second = (each["tokens_per_second"] for each in timing.values())
+        timing["speed_up"] = first / second
+    return {"problems": len({record["index"] for record in records}), "runs": runs, "timing": timing}
+
+
+def grouped_figures(
+    records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
+) -> dict[str, Any]:
+    """Figures by group; empty if the data has no groups."""
+    groups: dict[str, list[Record]] = {}
+    for record in records if grouped else ():
+        groups.setdefault(group_of(record), []).append(record)
+    return {name: run_figures(members, comparable) for name, members in groups.items()}
 
 
 def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
@@ -105,3 +152,9 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     p50, p99 = np.percentile(seconds, (50, 99))
     return {"mean": 1e3 * float(np.mean(seconds)), "p50": 1e3 * float(p50), "p99": 1e3 * float(p99)}
+
+
+def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Rows, by heading, as lines of a Markdown table; figures are right-aligned."""
+    rule = ["---" if head in WORDS else "---:" for head in rows[0]]
+    return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]

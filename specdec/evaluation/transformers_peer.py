@@ -26,11 +26,6 @@ from specdec.evaluation.timed_comparison import TokenPrompts, Way
 from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 
-def plain_peer(engine: Engine, params: SamplingParams) -> dict[str, Way]:
-    """The target alone, by its name in reports."""
-    return {"transformers, plain": partial(_generate, engine, params)}
-
-
 def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> dict[str, Way]:
     """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, or MTP modules of the target's
     own checkpoint, of which it reads all at each call to draft one token each. The target must not have been left in
@@ -39,11 +34,11 @@ def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> dic
     if engine.target.home != engine.target.device:
         return {}
     if isinstance(drafter, NativeMtpDrafter) and drafter.source == model.config.name_or_path and _uses_mtp(model):
-        return {"transformers, use_mtp": partial(_generate, engine, params, use_mtp=True)}
+        return {"transformers, use_mtp": partial(generate_whole, engine, params, use_mtp=True)}
     if not isinstance(drafter, Gemma4MTPDrafter):
         return {}
     assistant = assistant_of(drafter, num_steps)
-    return {"transformers, assisted": partial(_generate, engine, params, assistant_model=assistant)}
+    return {"transformers, assisted": partial(generate_whole, engine, params, assistant_model=assistant)}
 
 
 def _uses_mtp(model: Any) -> bool:
@@ -62,7 +57,7 @@ def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
     return assistant
 
 
-def _generate(
+def generate_whole(
     engine: Engine, params: SamplingParams, prompts: TokenPrompts, **assistance: Any
 ) -> list[GenerationOutput]:
     """Outputs of one prompt after another, without their text; their statistics are the numbers of tokens only."""
@@ -89,16 +84,14 @@ def _generate(
 
 WARM_UP_STEPS = 4
 
-TimedGenerate = Callable[[Sequence[Sequence[int]], int], list[float]]
-"""(prompts, steps) -> seconds of each step."""
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way of generating with transformers. rows: rows per request that one step verifies."""
+    """One way of generating with transformers. run: (prompts, steps) -> seconds of each step. rows: rows per request
+    that one step verifies."""
 
     name: str
-    run: TimedGenerate
+    run: Callable[[Sequence[Sequence[int]], int], list[float]]
     rows: int = 1
 
 

@@ -273,6 +273,11 @@ class FusedLayer(nn.Module):
         return dense, chosen
 
 
+def described_layers(parts: DecoderParts, ops: Operations) -> list[FusedLayer]:
+    layers = zip(parts.layers, parts.next_norms, strict=True)
+    return [FusedLayer(i, layer, next_norm, ops) for i, (layer, next_norm) in enumerate(layers)]
+
+
 class FusedDecoder(DescribedModule):
     """Replaces a Hugging Face text model. It takes the same keywords, but ignores masks and caches.
 
@@ -289,17 +294,12 @@ class FusedDecoder(DescribedModule):
         self.config: Any = source.config
         self.embedding, self.ops, self._describe = embedding, ops, describe
         self.parts = parts = describe(source)
-        layers = zip(parts.layers, parts.next_norms, strict=True)
-        self.layers = nn.ModuleList(FusedLayer(i, layer, norm, ops) for i, (layer, norm) in enumerate(layers))
+        self.layers = nn.ModuleList(described_layers(parts, ops))
 
     def describe_again(self) -> None:
         self.parts = parts = self._describe(self.source)
         for layer, described, next_norm in zip(self.layers, parts.layers, parts.next_norms, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]
-
-    def get_input_embeddings(self) -> nn.Module:
-        embedding: nn.Module = self.source.get_input_embeddings()
-        return embedding
 
     def forward(
         self,

@@ -73,13 +73,8 @@ class DeltaHeads(NamedTuple):
         return [self.num_v, self.num_v] if self.groups == 1 else [2 * self.num_v]
 
 
-class DeltaInputs(NamedTuple):
-    """inputs [T, C] and z [T, V] in the model's dtype, g [T, HV] float32, beta [T, HV] in the model's dtype."""
-
-    inputs: torch.Tensor
-    z: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+DeltaInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""inputs [T, C] and z [T, V] in the model's dtype, g [T, HV] float32, beta [T, HV] in the model's dtype."""
 
 
 class DeltaMixer(NamedTuple):
@@ -155,7 +150,7 @@ def reference_delta_inputs(
     q, k, v, z = (part.flatten(1) for part in columns.split(widths, dim=2))
     b, a = reference_finish(gates)[:, -2 * heads.num_v :].unflatten(1, (heads.groups, 2, -1)).unbind(2)
     g = -decay.float().exp() * F.softplus(a.flatten(1).float() + step_bias.float())
-    return DeltaInputs(torch.cat([q, k, v], dim=1), z, g, b.flatten(1).sigmoid())
+    return torch.cat([q, k, v], dim=1), z, g, b.flatten(1).sigmoid()
 
 
 def reference_delta_heads(
@@ -345,7 +340,7 @@ def delta_inputs(
             num_warps=4,
             **pdl_options(parts.device),
         )
-    return DeltaInputs(inputs, z, g, beta)
+    return inputs, z, g, beta
 
 
 @op(reference=reference_delta_heads)

@@ -11,6 +11,7 @@ import torch
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.product import Product, reference_finish, sum_parts
+from specdec.layers.norm import row_options
 
 
 def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
@@ -102,11 +103,7 @@ def gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
         _gate_channels_kernel[(num_rows, num_heads)](
             *(x, product.parts, product.bias, out, num_rows, num_heads, columns, x.stride(0), x.stride(1)),
             D=width,
-            DTYPE=TL_DTYPES[x.dtype],
-            SPLITS=len(product.parts),
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=1,
-            **pdl_options(x.device),
+            **row_options(product, width),
         )
     return out
 

@@ -68,8 +68,11 @@ FP8_TILES = {128: Tiles(64, 64, 128, 4, 3, 64), MAX_MEDIUM_ROWS: Tiles(64, 128, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingParts:
-    """The part of Gemma 4's per-layer embeddings that is computed once per forward (`reference_layer_inputs`). columns:
-    columns of the context product that this rank's table has, if ranks share it."""
+    """The part of Gemma 4's per-layer embeddings that is computed once per forward.
+
+    context: W_model [L P, H]. table: T [V, L P], rows of any stride. norm: over P. columns: columns of the context
+    product that this rank's table has, if ranks share it.
+    """
 
     context: Weight
     table: torch.Tensor
@@ -78,13 +81,17 @@ class EmbeddingParts:
     table_scale: float
     columns: slice | None = None
 
+    @property
+    def width(self) -> int:
+        """P"""
+        assert self.norm.weight is not None and self.norm.is_plain, f"{self.norm}"
+        return len(self.norm.weight)
 
-def reference_layer_inputs(
-    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Norm, *, context_scale: float, table_scale: float
-) -> torch.Tensor:
-    width = _width(gain)
-    normed = reference_rms_norm((reference_finish(context) * context_scale).unflatten(-1, (-1, width)), gain)
-    return (normed + F.embedding(tokens, table).view_as(normed) * table_scale) * math.sqrt(0.5)
+
+def reference_layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) -> torch.Tensor:
+    by_layer = (reference_finish(context) * parts.context_scale).unflatten(-1, (-1, parts.width))
+    normed = reference_rms_norm(by_layer, parts.norm)
+    return (normed + F.embedding(tokens, parts.table).view_as(normed) * parts.table_scale) * math.sqrt(0.5)
 
 
 def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
@@ -212,13 +219,10 @@ def _gate_inputs_kernel(
 
 
 @op(reference=reference_layer_inputs)
-def layer_inputs(
-    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Norm, *, context_scale: float, table_scale: float
-) -> torch.Tensor:
-    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P], rows of any
-    stride; the gain is over P."""
+def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) -> torch.Tensor:
+    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]."""
     splits, num_rows, total = context.parts.shape
-    width = _width(gain)
+    table, gain, width = parts.table, parts.norm, parts.width
     assert context.bias is None and context.parts.is_contiguous(), f"{context.parts.stride()=}"
     assert table.shape[1] == total and total % width == 0 and table.stride(1) == 1, f"{table.shape=} {total=}"
     assert tokens.shape == (num_rows,), f"{tokens.shape=} {num_rows=}"
@@ -227,7 +231,8 @@ def layer_inputs(
         return out
     _layer_inputs_kernel[(num_rows, total // width)](
         *(context.parts, tokens, table, gain.weight, out),
-        *(num_rows * total, width, tokens.stride(0), table.stride(0), gain.eps, context_scale, table_scale),
+        *(num_rows * total, width, tokens.stride(0), table.stride(0), gain.eps),
+        *(parts.context_scale, parts.table_scale),
         ROUND_FIRST=gain.round_first,
         SPLITS=splits,
         BLOCK=triton.next_power_of_2(width),
@@ -294,11 +299,6 @@ def gated_projection(
     return Product.from_value(out)
 
 
-def _width(gain: Norm) -> int:
-    assert gain.weight is not None and gain.is_plain, f"{gain}"
-    return len(gain.weight)
-
-
 def per_layer_inputs(
     parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
 ) -> torch.Tensor | None:
@@ -306,8 +306,7 @@ def per_layer_inputs(
     if parts is None:
         return None
     assert input_ids is not None, "per-layer embeddings are looked up by token"
-    scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
     context = ops(linear)(hidden, parts.context)
     if parts.columns is not None:
         context = context._replace(parts=context.parts[..., parts.columns].contiguous())
-    return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)
+    return ops(layer_inputs)(context, input_ids.reshape(-1), parts)

@@ -93,7 +93,7 @@ def reference_rope_store(
         x if gain is None else reference_rms_norm(x, gain)
         for x, gain in ((q, heads.q_norm), (k, heads.k_norm), (v, heads.v_norm))
     )
-    q, k = (reference_rotate(x, rotary, interleaved=heads.interleaved, last=heads.last) for x in (q, k))
+    q, k = (reference_rotate(x, rotary, heads) for x in (q, k))
     if not heads.num_kv:
         return RotatedQKV(q, None, None)
     v = v if heads.v_scale == 1.0 else v * heads.v_scale
@@ -102,18 +102,16 @@ def reference_rope_store(
     return RotatedQKV(q, k, v)
 
 
-def reference_rotate(x: torch.Tensor, rotary: Rotary, *, interleaved: bool = False, last: bool = False) -> torch.Tensor:
+def reference_rotate(x: torch.Tensor, rotary: Rotary, heads: Heads) -> torch.Tensor:
     """x [T, heads, D]."""
-    if last:
-        num_rotated = 2 * rotary.cos.shape[-1]
-        rolled = reference_rotate(x.roll(num_rotated, -1), rotary, interleaved=interleaved)
-        return rolled.roll(-num_rotated, -1)
     cos, sin = (table.float()[:, None] for table in rotary)  # [T, 1, R / 2]
     half = cos.shape[-1]
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1 if interleaved else -2).flatten(-2)
-    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+    before = heads.head_dim - 2 * half if heads.last else 0  # channels before those that rotate
+    kept, turned, rest = x.split([before, 2 * half, heads.head_dim - 2 * half - before], dim=-1)
+    turned = turned.float()
+    a, b = (turned[..., ::2], turned[..., 1::2]) if heads.interleaved else turned.chunk(2, dim=-1)
+    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1 if heads.interleaved else -2).flatten(-2)
+    return torch.cat([kept, rotated.to(x.dtype), rest], dim=-1)
 
 
 @triton.jit(do_not_specialize=["factor"])

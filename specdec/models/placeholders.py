@@ -95,18 +95,17 @@ def find_placeholders(
     except UnsupportedModelError:
         return Placeholders()
     for token, name in names.items():
-        why = f"{name} of {type(model).__name__}, which it reads as no token of the vocabulary"
         try:
             found = read(token)
             other = token if found.ids is None else int(found.ids[0, -1])
             as_other = found if other == token else read(other)
+            if not as_other.is_plain(text(other)) or not as_other.equals(found):
+                reader = type(model).__name__
+                raise UnsupportedModelError(f"{name} of {reader}, which it reads as no token of the vocabulary")
+            if other != token:
+                replaced[token] = other
         except UnsupportedModelError as error:
             unread[token] = str(error)
-            continue
-        if not as_other.is_plain(text(other)) or not as_other.equals(found):
-            unread[token] = why
-        elif other != token:
-            replaced[token] = other
     if not replaced:
         return Placeholders(unread=unread)
     rows = getattr(inner.get_input_embeddings(), "num_embeddings", 0)

@@ -78,23 +78,17 @@ ACCEPTED = {
     for drafter, figure in _TABLES["accepted"].items()
 }
 """Published acceptance by `PublishedPair.published_name`, which is unique."""
-_GROUPS = {
-    name: (group["title"], tuple(PublishedPair(**pair) for pair in group["pairs"]))
-    for name, group in _TABLES["groups"].items()
+PAIR_GROUPS = {
+    name: tuple(PublishedPair(**pair) for pair in group["pairs"]) for name, group in _TABLES["groups"].items()
 }
-PAIRS_BY_TITLE = dict(_GROUPS.values())
+"""Pairs by the name of their group. gemma4 QAT: targets trained for int4, each with its own assistant: drafts of the
+plain target's assistant are accepted less often. block: steps are the drafts of a block, or fewer if its size was not
+found in a public file; more are refused."""
+PAIRS_BY_TITLE = {_TABLES["groups"][name]["title"]: pairs for name, pairs in PAIR_GROUPS.items()}
 _ALL = tuple(pair for pairs in PAIRS_BY_TITLE.values() for pair in pairs)
 PAIRS = tuple(pair for pair in _ALL if pair.drafter not in ("mtp", "suffix"))
 """Pairs whose drafter is a checkpoint."""
 RECIPES = {pair.name: pair for pair in _ALL if pair.shape}
-BUNDLED_MTP, BUNDLED_EAGLE3, _ = _GROUPS["bundled"][1]
-GEMMA4_PAIRS, EAGLE3_PAIRS = _GROUPS["gemma4"][1], _GROUPS["EAGLE-3"][1]
-QAT_PAIRS = _GROUPS["gemma4 QAT"][1]
-"""Targets trained for int4, each with its own assistant: drafts of the plain target's assistant are accepted less
-often."""
-BLOCK_PAIRS = _GROUPS["block"][1]
-"""Pairs with block drafters. Steps are the drafts of a block, or fewer if its size was not found in a public file; more
-are refused."""
 
 
 def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptance | None:

@@ -8,7 +8,6 @@ the rank's share of the heads and of earlier records; `unite` merges their recor
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from specdec.errors import ConfigError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import FusedLinear, describe_decoder, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
@@ -32,54 +31,44 @@ def share_among(
     """Divide a text model and its head among ranks. The given modules may be on any device and are not changed.
 
     Raises ConfigError or UnsupportedModelError if it cannot be divided."""
-    if ops is None:
-        raise unfused_error(name, "it was made without operations for fused layers", len(ranks))
     try:
+        if ops is None:
+            raise Unfusable("it was made without operations for fused layers")
         parts = describe_decoder(decoder, unmerged=True)
-    except Unfusable as error:
-        raise unfused_error(name, str(error), len(ranks)) from error
+    except Unfusable as reason:
+        raise ConfigError(
+            f"tensor_parallel={len(ranks)} splits fused layers, and {name} runs unfused: {reason}; use a family that "
+            "has them (on a CPU with fused=True), or tensor_parallel=1"
+        ) from reason
     require_shares(name, parts, len(ranks))
     needed = MAX_ROWS * most_exchanged(parts, len(ranks))
     if ranks.room < needed:  # captures hold addresses of earlier reservations
         ranks.reserve(needed)
-    put = PlacedOnce(partial(ranks.put, 0))
-    source = place_module(decoder.get_input_embeddings(), put)  # type: ignore[operator]
+    placed: dict[int, torch.Tensor] = {}
+    source = place_module(decoder.get_input_embeddings(), ranks, placed)  # type: ignore[operator]
     split = SplitDecoder(decoder.config, parts, fuse_embedding(source, ops), ops, ranks)
-    return split, share_head(head, ops, ranks, put)
+    return split, share_head(head, ops, ranks, placed)
 
 
-def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce") -> nn.Module:
+def share_head(head: nn.Module, ops: Operations, ranks: Ranks, placed: dict[int, torch.Tensor]) -> nn.Module:
     """The head divided by rows; on rank 0 if it is more than a product or its rows do not divide."""
     if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
-        return fuse_linear(place_module(head, put), ops)
+        return fuse_linear(place_module(head, ranks, placed), ops)
     weight = weight_of(head)
-    placed = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # may be tied
-    return SplitHead([placed, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
-
-
-def unfused_error(name: str, reason: str, count: int) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel={count} splits fused layers, and {name} runs unfused: {reason}; use a family that has them "
-        "(on a CPU with fused=True), or tensor_parallel=1"
-    )
-
-
-class PlacedOnce:
-    """Places each tensor once, so that shared tensors stay shared."""
-
-    def __init__(self, put: Callable[..., torch.Tensor]) -> None:
-        self._put = put
-        self.done: dict[int, torch.Tensor] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self.done:
-            self.done[id(tensor)] = self._put([tensor.detach()])
-        return self.done[id(tensor)]
+    first = placed.get(id(weight), weight)  # it may be tied to the embedding
+    return SplitHead([first, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
 
 
 @torch.inference_mode(False)
-def place_module(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A private copy with `put` applied to its weights."""
+def place_module(module: nn.Module, ranks: Ranks, placed: dict[int, torch.Tensor]) -> nn.Module:
+    """A private copy with its weights on rank 0. placed: those that are there, by the id of the original, so that
+    shared weights stay shared."""
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in placed:
+            placed[id(tensor)] = ranks.put(0, [tensor.detach()])
+        return placed[id(tensor)]
+
     twin = private_copy(module)
     for part in twin.modules():
         part._parameters = {

@@ -22,7 +22,7 @@ from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.merge import held_storages
 from specdec.layers.fuse import fuse, fuse_linear
 from specdec.models.batch_invariance import (

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.layers.packed.packed_modules import packed_of
 from specdec.layers.packed.packed_weight import PackedWeight
+from specdec.models.quantised.formats import dtype_name
 
 EXAMINED_ROWS = 64
 """Rows of a matrix that are examined, from the first on."""
@@ -38,7 +39,7 @@ class StoredWeights(NamedTuple):
 
     def words(self, dtype: torch.dtype) -> str:
         """Describe the storage in words. dtype: of weights that are not packed."""
-        return f"{self.form}, the rest {_name(dtype)}" if self.form else _name(dtype)
+        return f"{self.form}, the rest {dtype_name(dtype)}" if self.form else dtype_name(dtype)
 
 
 def stored_weights(*models: nn.Module) -> StoredWeights:
@@ -62,14 +63,10 @@ def weights_in_words(model: PreTrainedModel) -> str:
     """Storage and size of a model's weights, as the log says it."""
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its tensors may not tell their bytes
         method = quantizer.quantization_config.quant_method
-        return f"{getattr(method, 'value', method)} as transformers runs it, the rest {_name(model.dtype)}"
+        return f"{getattr(method, 'value', method)} as transformers runs it, the rest {dtype_name(model.dtype)}"
     stored = stored_weights(model)
     size = f"{stored.bytes / 1e9:.1f} GB" if stored.bytes >= 1e9 else f"{stored.bytes / 1e6:.0f} MB"
     return f"{stored.words(model.dtype).replace('-g', ' in groups of ')} ({size})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _form(weight: PackedWeight) -> str:

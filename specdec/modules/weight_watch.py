@@ -37,11 +37,12 @@ _HELD = _Held()
 
 
 @contextmanager
-def holds_weights_lock() -> Iterator[None]:
-    """Context manager or decorator for code that takes a weights lock."""
+def holding(lock: threading.Lock) -> Iterator[None]:
+    """Take a weights lock."""
     _HELD.depth += 1
     try:
-        yield
+        with lock:
+            yield
     finally:
         _HELD.depth -= 1
 
@@ -80,7 +81,7 @@ class StorageWatch:
         return sum(map(_VERSION, self._counted))
 
     def counts_updates(self) -> bool:
-        """Does each tensor have a version counter? Inference tensors have none."""
+        """Does each tensor have a version counter? Those made under `torch.inference_mode()` have none."""
         return len(self._counted) == len(self._tensors)
 
     def _note(self) -> None:
@@ -134,25 +135,23 @@ class Weights:
         self._generation = 0
         self._lock = threading.Lock()
         self._modules = modules
-        self._watch = StorageWatch(*modules)
+        self.watch = StorageWatch(*modules)
         self._placement, self._sizes = self._where(), self._shapes()
         self._split_at = self.updates() if split else None
 
-    @holds_weights_lock()
     def generation(self) -> int:
         """A number that is incremented if weights have moved or modules were copied again. Raises UnsupportedModelError
         while the weights have another dtype or device, for which K/V would not fit, or if the modules cannot be served.
         """
-        with self._lock:
+        with holding(self._lock):
             if self._original is not None and self._original.changed():
                 self._stale = True
             return self._sync()
 
-    @holds_weights_lock()
     def find_hidden_changes(self) -> None:
         """Find changes that `generation` has no time to look for: see `ModuleWatch.differs`. Modules that may have
         changed without a trace are copied again. Raises like `generation`."""
-        with self._lock:
+        with holding(self._lock):
             if self._original is not None and (self._original.untraceable or self._original.differs()):
                 self._stale = True
             self._sync()
@@ -160,18 +159,14 @@ class Weights:
     def updates(self) -> object:
         """A value that changes whenever the weights that `generation` last found are changed in place: see
         `StorageWatch.versions`. If they have no version counters, each call returns another value."""
-        return self._watch.versions() if self._watch.counts_updates() else object()
-
-    def counts_updates(self) -> bool:
-        """Are in-place updates visible? Not for tensors made under `torch.inference_mode()`."""
-        return self._watch.counts_updates()
+        return self.watch.versions() if self.watch.counts_updates() else object()
 
     def _sync(self) -> int:
-        if self._watch.moved():
+        if self.watch.moved():
             self._in_sync = False
             self._stale |= self._sizes != self._shapes()
         if self._split_at is not None:
-            updated = self.counts_updates() and self.updates() != self._split_at
+            updated = self.watch.counts_updates() and self.updates() != self._split_at
             if updated or self._stale or not self._in_sync:
                 raise UnsupportedModelError(
                     f"the weights of {self.name} changed after they were split over several devices, which have "
@@ -180,7 +175,7 @@ class Weights:
         if self._stale and self._copy_again is not None:
             new = self._copy_again()
             self._original, self._modules = new._original, new._modules
-            self._watch, self._placement, self._sizes = new._watch, new._placement, new._sizes
+            self.watch, self._placement, self._sizes = new.watch, new._placement, new._sizes
             self._stale = False
         elif not self._in_sync:
             self._describe_again()
@@ -206,7 +201,7 @@ class Weights:
                 f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
                 "make a new engine"
             ) from reason
-        self._watch.moved()  # the merge has just moved them
+        self.watch.moved()  # the merge has just moved them
 
     def _shapes(self) -> list[torch.Size]:
         return [param.shape for module in self._modules for param in module.parameters()]
@@ -227,7 +222,7 @@ def watched_weights(target: Any, drafter: Any) -> list[Weights]:
 
 def updates_are_counted(target: Any, drafter: Any) -> bool:
     """Does every update of these weights change `Weights.updates`? Logs a warning if not."""
-    blind = [weights.name for weights in watched_weights(target, drafter) if not weights.counts_updates()]
+    blind = [weights.name for weights in watched_weights(target, drafter) if not weights.watch.counts_updates()]
     if blind:
         logger.warning(
             "%s: weights that were made under torch.inference_mode() do not count their updates, so no K/V are "

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
+from specdec.attention.dense import bias_of
 from specdec.attention.draft_attention import same_document
-from specdec.draft_models.gemma4_mtp import constructible_assistants
+from specdec.draft_models.gemma4_mtp import constructible_assistants, parallel_states
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import FULL_ATTENTION as FULL
 from specdec.kvcache.layout import SLIDING_ATTENTION as SLIDING
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
 from specdec.training.head_training import query_heads, require_groups
-from specdec.training.packed_rows import PackedRows, additive
+from specdec.training.packed_rows import PackedRows
 from specdec.training.train_settings import TrainSettings
 
 
@@ -100,7 +101,8 @@ def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[st
     """Row S sees keys [0, S), in a sliding layer the newest window + 1; S = 0 sees itself to stay finite, unused."""
     same, distance = same_document(pos)
     lone, earlier = (pos == 0)[:, :, None] & (distance == 0), same & (distance >= 1)
-    return {FULL: additive(earlier | lone, dtype), SLIDING: additive(earlier & (distance <= window + 1) | lone, dtype)}
+    near = earlier & (distance <= window + 1)
+    return {kind: bias_of(seen | lone).to(dtype) for kind, seen in ((FULL, earlier), (SLIDING, near))}
 
 
 class TrainableAssistant(TrainableDrafter):
@@ -120,24 +122,11 @@ class TrainableAssistant(TrainableDrafter):
         return known
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
-        model, config = self.module, self.module.config.get_text_config()
-        mask = drafter_masks(batch.pos, config.sliding_window, known["hidden"].dtype)
+        config = self.module.config.get_text_config()
+        masks = drafter_masks(batch.pos, config.sliding_window, known["hidden"].dtype)
         kv = {kind: (known[f"k {kind}"], known[f"v {kind}"]) for kind in set(config.layer_types)}
-        hidden = known["hidden"].roll(1, 1)
-        # an assistant has none, but some releases of transformers (such as 5.23) index them anyway
-        no_inputs = hidden.new_empty((*batch.ids.shape, config.num_hidden_layers, config.hidden_size_per_layer_input))
-        for step in range(steps):
-            embeds = self.target.embed(batch.ids.roll(-step, 1)).to(hidden.dtype)
-            y = model.model(
-                inputs_embeds=model.pre_projection(torch.cat([embeds, hidden], -1)),
-                position_ids=batch.pos,
-                attention_mask=mask,
-                shared_kv_states=kv,
-                per_layer_inputs=no_inputs,
-                use_cache=False,
-            ).last_hidden_state
-            yield y
-            hidden = model.post_projection(y)
+        embedded = (self.target.embed(batch.ids.roll(-step, 1)) for step in range(steps))
+        return parallel_states(self.module, embedded, known["hidden"].roll(1, 1), batch.pos, masks, kv)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.module.lm_head(states)

@@ -70,7 +70,9 @@ class TrainableEagle3(TrainableDrafter):
             hidden = head.feedback(a)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        return self.module.logits(states, self.target.head)
+        lm_head = self.module.lm_head or self.target.head
+        scores: torch.Tensor = lm_head(self.module.norm(states))
+        return scores
 
     def save(self, folder: Path) -> None:
         write_head(folder, self.module, TargetShape.of_target(self.target))

@@ -2,7 +2,7 @@
 
 A new module begins as a layer of the target, between its final norm and a projection that adds token and state. Tables
 and heads are the target's, unless a published module has its own. Invariant: the parallel forward is the engine's own
-drafts (`mtp_chains.py`, tests/test_parallel_drafts.py).
+drafts (`mtp_drafter.py`, tests/test_parallel_drafts.py).
 """
 
 import copy
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.draft_models.native_mtp.mtp_chains import chained_rows
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     by_config,
     module_count,
@@ -21,7 +20,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     stated_family,
     write_module,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter, chained_rows
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
 from specdec.errors import ConfigError, UnsupportedModelError
@@ -36,16 +35,13 @@ class TrainableNativeMtp(TrainableDrafter):
     """A module and its target. Row i reads token i + 1 and predicts token i + 2, so `ahead` is 2."""
 
     module: MtpModule
-    drafter: NativeMtpDrafter
     ahead = 2
 
-    @classmethod
-    def of(cls, drafter: NativeMtpDrafter, target: TargetModel) -> "TrainableNativeMtp":
-        made = cls(drafter.modules[0], target)
-        made.drafter = drafter
-        for part in made.trained.values():
+    def __init__(self, drafter: NativeMtpDrafter, target: TargetModel) -> None:
+        super().__init__(drafter.modules[0], target)
+        self.drafter = drafter
+        for part in self.trained.values():
             part.requires_grad_(True)
-        return made
 
     @property
     def trained(self) -> dict[str, nn.Module]:
@@ -80,11 +76,11 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
             raise ConfigError(
                 f"{start} holds {len(drafter.modules)} MTP modules; one module, applied again, is trained"
             )
-        return TrainableNativeMtp.of(drafter, target)
+        return TrainableNativeMtp(drafter, target)
     known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
     family = stated or by_config(next(known, MtpFamily()), target)
     module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
-    return TrainableNativeMtp.of(NativeMtpDrafter([module], family, target), target)
+    return TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
 
 
 def trainable_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from specdec.attention.dense import bias_of
 from specdec.attention.draft_attention import same_document
 
 # kind of each token; 0 is padding
@@ -78,10 +79,4 @@ def causal_mask(pos: torch.Tensor, window: int | None, dtype: torch.dtype) -> to
     keys."""
     same, distance = same_document(pos)
     seen = same & (distance >= 0)
-    return additive(seen if window is None else seen & (distance < window), dtype)
-
-
-def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, T] bool -> [B, 1, T, T] of 0 and -inf."""
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return zeros.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
+    return bias_of(seen if window is None else seen & (distance < window)).to(dtype)

@@ -21,6 +21,7 @@ from specdec.errors import ConfigError
 from specdec.loading import load_model, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
+from specdec.settings.declared_fields import require_fields
 from specdec.training.assistant_training import trainable_assistant
 from specdec.training.draft_loss import TrainableDrafter
 from specdec.training.head_training import TrainableEagle3, trainable_block, trainable_eagle3
@@ -89,7 +90,7 @@ def new_drafter(target: TargetModel, settings: TrainSettings) -> TrainableDrafte
 
 def train_drafter(settings: TrainSettings) -> None:
     """Run all stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C finished work is kept."""
-    settings.require_numbers()
+    require_fields(settings, name_of=lambda name: f"--{name.replace('_', '-')}")
     state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
     require_free_folder(settings)

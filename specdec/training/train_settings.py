@@ -10,7 +10,6 @@ from specdec.settings.declared_fields import (
     FROM_ZERO,
     optimiser_option,
     option,
-    require_fields,
     shape_option,
 )
 
@@ -64,7 +63,3 @@ class TrainSettings:
     optimizer: Literal["muon", "adamw"] = optimiser_option("muon")
     lr: float = optimiser_option(1e-3, "Peak rate of AdamW.", number=ABOVE_ZERO)
     muon_lr: float = optimiser_option(1e-2, "Peak rate of Muon.", number=ABOVE_ZERO)
-
-    def require_numbers(self) -> None:
-        """Raises ConfigError for impossible numbers."""
-        require_fields(self, name_of=lambda name: f"--{name.replace('_', '-')}")

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.evaluation.gsm8k_report import png_of, table_lines
+from specdec.evaluation.gsm8k_report import png_of
 from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
+from specdec.evaluation.timed_comparison import table_lines
 
 STAGES = ("draft", "verify", "other", "host")
 NO_KERNEL = "no kernel"

@@ -148,7 +148,7 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: 
     experts = experts_of(child)
     if experts is not None:
         weights: Any = {name: make(getattr(experts, name).shape) for name in ("gate_up", "down")}
-        return PackedExperts(experts._replace(**weights), getattr(child, "act_fn", None))
+        return PackedExperts(experts._replace(**weights))
     if form.experts_only or not isinstance(child, nn.Linear) or type(parent).__name__.endswith("Router"):
         return None
     return PackedLinear(make(child.weight.shape), child.bias)

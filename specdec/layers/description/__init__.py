@@ -1,1 +1,1 @@
-"""Transformers' modules described for fused layers: families, what may be fused, merged weights, and the parts."""
+"""Transformers' modules described for fused layers: families, merged weights, and the parts that these make."""

@@ -1,6 +1,7 @@
 """Parts of a decoder of fused layers: descriptions made from Hugging Face modules, with references to their weights.
 
-`decoder.py` runs them, `families.py` makes them, `split/layer_shares.py` gives each rank its share.
+`decoder.py` runs them, `families.py` makes them or raises `Unfusable`, `split/layer_shares.py` gives each rank its
+share.
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.errors import UnsupportedModelError
 from specdec.layers.gated_delta import DeltaMixer
 from specdec.layers.gemm.linear import Mlp
 from specdec.layers.gemm.product import SplitK
@@ -21,6 +23,10 @@ from specdec.layers.rope_store import Heads
 
 NO_HEADS = Heads(0, 0, 0)
 """Heads of a layer without attention."""
+
+
+class Unfusable(UnsupportedModelError):
+    """This model does something that its fused form would not do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
-from specdec.layers.description.fusable import Unfusable, check_tree
+from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, Unfusable, WideNorms
 from specdec.layers.description.merge import WeightGroups, are_alike
-from specdec.layers.description.moe_families import experts_of, router_of
+from specdec.layers.description.moe_families import experts_of, first_attribute, router_of
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
 from specdec.layers.gemm.linear import Mlp
 from specdec.layers.gemm.product import reference_activate
@@ -98,7 +97,6 @@ class LlamaLike:
 
     def __call__(self, model: Any, *, unmerged: bool = False) -> DecoderParts:
         """Describe a text model. unmerged: see `WeightGroups`. Raises Unfusable."""
-        check_tree(model)
         merged = WeightGroups(unmerged=unmerged)
         layers = tuple(self.layer(layer, model, merged, index) for index, layer in enumerate(model.layers))
         if not merged.are_merged():
@@ -114,7 +112,7 @@ class LlamaLike:
 
     def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int = 0) -> LayerParts:
         """Describe layer `index` of a model, or of a head with layers like a model's."""
-        attention = _first(layer, "self_attn")
+        attention = getattr(layer, "self_attn", None)
         if attention is None:
             mixing = described_mixer(layer.linear_attn, merged)
         else:
@@ -124,7 +122,8 @@ class LlamaLike:
             for place, name in self.norms._asdict().items()
         }
         activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
-        mlp = _first(layer.mlp, "shared_experts", "shared_expert") if hasattr(layer.mlp, "experts") else layer.mlp
+        has_experts = hasattr(layer.mlp, "experts")
+        mlp = first_attribute([layer.mlp], "shared_experts", "shared_expert") if has_experts else layer.mlp
         return LayerParts(
             **mixing,
             **norms,
@@ -139,21 +138,22 @@ class LlamaLike:
     def _attention(self, attention: Any, model: Any, merged: WeightGroups, index: int) -> dict[str, Any]:
         """The fields of `LayerParts` for attention."""
         products = _attention_products(attention, merged)
-        latent = self._latent(attention)
-        heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
-        kind = _layer_type(attention, model.config, index) if isinstance(model.rotary_emb.rope_type, dict) else ""
+        is_latent = hasattr(attention, "kv_a_proj_with_mqa")
+        kind = ""
+        if not self.rotates(attention):
+            kind = UNROTATED
+        elif isinstance(model.rotary_emb.rope_type, dict):
+            kind = getattr(attention, "layer_type", None) or model.config.layer_types[index]
         return {
-            "kind": kind if self.rotates(attention) else UNROTATED,
-            "heads": heads,
-            "wide_norms": wide_norms,
+            "kind": kind,
             "scaling": attention.scaling,
             "sinks": getattr(attention, "sinks", None),
             "softcap": attention.attn_logit_softcapping if self.softcaps else None,
-            "latent": latent,
             **products,
+            **(self._latent(attention) if is_latent else self._heads(attention, len(products["qkv"]))),
         }
 
-    def _heads(self, attention: Any, width: int) -> tuple[Heads, WideNorms | None]:
+    def _heads(self, attention: Any, width: int) -> dict[str, Any]:
         """How the `width` columns of the QKV product divide, and norms over all heads of queries and keys."""
         head_dim = attention.head_dim
         v_dim: int = getattr(attention, "v_head_dim", head_dim)
@@ -162,22 +162,21 @@ class LlamaLike:
         gated = len(weight_of(attention.q_proj)) == 2 * num_q * head_dim if hasattr(attention, "q_proj") else False
         num_kv = (width - (1 + gated) * num_q * head_dim) // (head_dim if values_are_keys else head_dim + v_dim)
         heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
-        heads = heads._replace(gated=gated)
-        heads = heads._replace(narrow_v_dim=v_dim, v_scale=float(getattr(attention, "v_scale", 1.0)))
+        heads = heads._replace(gated=gated, narrow_v_dim=v_dim, v_scale=float(getattr(attention, "v_scale", 1.0)))
         found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
         q_norm, k_norm, v_norm = (None if norm is None else self.gain_of(norm) for norm in found)
         shapes = [gain.weight.shape for gain in (q_norm, k_norm) if gain is not None and gain.weight is not None]
         if set(shapes) <= {(head_dim,)}:
-            return heads._replace(q_norm=q_norm, k_norm=k_norm, v_norm=v_norm), None
+            return {"heads": heads._replace(q_norm=q_norm, k_norm=k_norm, v_norm=v_norm)}
         if q_norm is not None and k_norm is not None and shapes == [(num_q * head_dim,), (num_kv * head_dim,)]:
-            return heads, WideNorms(q_norm, k_norm)
+            return {"heads": heads, "wide_norms": WideNorms(q_norm, k_norm)}
         raise Unfusable(f"its norms of queries and keys have weights {[list(shape) for shape in shapes]}")
 
-    def _latent(self, attention: Any) -> LatentParts | None:
-        if not hasattr(attention, "kv_a_proj_with_mqa"):
-            return None
-        has_q = attention.q_lora_rank is not None
-        return LatentParts(
+    def _latent(self, attention: Any) -> dict[str, Any]:
+        """`_heads` of latent attention, and its weights."""
+        num_heads, has_q = attention.num_heads, attention.q_lora_rank is not None
+        heads = Heads(num_heads, num_heads, attention.qk_head_dim, last=True, narrow_v_dim=attention.v_head_dim)
+        latent = LatentParts(
             q=weight_of(attention.q_b_proj) if has_q else None,
             q_norm=self.gain_of(attention.q_a_layernorm) if has_q else None,
             kv=weight_of(attention.kv_b_proj),
@@ -185,6 +184,7 @@ class LlamaLike:
             rotated=attention.qk_rope_head_dim,
             interleaved=attention.config.rope_interleave,
         )
+        return {"heads": heads, "latent": latent}
 
     def _moe(self, layer: Any) -> MoeParts | None:
         """Experts instead of the MLP or next to it."""
@@ -236,7 +236,7 @@ def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
     if hasattr(attention, "qkv_proj"):
         projections = [attention.qkv_proj]
     elif hasattr(attention, "kv_a_proj_with_mqa"):
-        projections = [_first(attention, "q_a_proj", "q_proj"), attention.kv_a_proj_with_mqa]
+        projections = [first_attribute([attention], "q_a_proj", "q_proj"), attention.kv_a_proj_with_mqa]
     else:
         names = ["q_proj"] if getattr(attention, "is_kv_shared_layer", False) else ["q_proj", "k_proj", "v_proj"]
         projections = [p for name in names if (p := getattr(attention, name)) is not None]
@@ -279,20 +279,6 @@ def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
             gates=merged.linears(gates) if apart else None,
         ),
     }
-
-
-def _latent_heads(attention: Any) -> tuple[Heads, None]:
-    heads = Heads(attention.num_heads, attention.num_heads, attention.qk_head_dim, last=True)
-    return heads._replace(narrow_v_dim=attention.v_head_dim), None
-
-
-def _first(module: Any, *names: str) -> Any:
-    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
-
-
-def _layer_type(attention: Any, config: Any, index: int) -> str:
-    named: str = getattr(attention, "layer_type", None) or config.layer_types[index]
-    return named
 
 
 def _mlp(mlp: Any, activation: str, merged: WeightGroups) -> Mlp:

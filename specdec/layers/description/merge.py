@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from specdec.layers.description.fusable import Unfusable
+from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import StackedWeights
-from specdec.modules.weight_watch import holds_weights_lock
+from specdec.modules.weight_watch import holding
 
 _LOCK = threading.Lock()
 """Held while weights are merged: models are shared by the engines of a process."""
@@ -30,7 +30,7 @@ _LOCK = threading.Lock()
 def merging() -> Iterator[None]:
     """Within the block, which one thread at a time enters, weights may be merged."""
     # in inference mode a parameter's data cannot be replaced
-    with holds_weights_lock(), _LOCK, torch.inference_mode(False), torch.no_grad():
+    with holding(_LOCK), torch.inference_mode(False), torch.no_grad():
         yield
 
 

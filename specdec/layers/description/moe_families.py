@@ -72,7 +72,7 @@ def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | Non
         options = {"gain": gain, "factor": m.scalar_root_size, "expert_scale": m.per_expert_scale}
         return Router(m.proj.weight, m.config.top_k_experts, **options)
     holders = [module, getattr(m, "moe_statics", None), block]
-    correction: torch.Tensor | None = _first(holders, ["e_score_correction_bias"], None)
+    correction: torch.Tensor | None = first_attribute(holders, "e_score_correction_bias")
     return Router(
         m.weight,
         m.top_k,
@@ -84,11 +84,11 @@ def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | Non
         groups=getattr(m, "num_group", 1),
         kept_groups=getattr(m, "topk_group", 1),
         min_sum=getattr(m, "norm_min", MIN_SUM if mixture.sigmoid else 0.0),
-        scaling=_first(holders, ["routed_scaling_factor", "router_scaling_factor"], 1.0),
+        scaling=first_attribute(holders, "routed_scaling_factor", "router_scaling_factor", default=1.0),
     )
 
 
-def _first(holders: list[Any], names: list[str], default: Any) -> Any:
+def first_attribute(holders: list[Any], *names: str, default: Any = None) -> Any:
     found = (getattr(holder, name, None) for holder in holders for name in names)
     return next((value for value in found if value is not None), default)
 

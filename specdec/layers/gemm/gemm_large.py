@@ -9,12 +9,11 @@ and up). Neither changes a bit: the instruction adds 16 columns at a time, in or
 tiles of x, so that both operands stay in the L2 cache.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.product import SplitK, activate
+from specdec.layers.gemm.gemm_medium import descriptor, require_described
+from specdec.layers.gemm.product import SplitK, Tiles, activate
 
 GROUP = 8
 """Row tiles that consecutive programs take for the same weight tile."""
@@ -25,18 +24,6 @@ BLOCK_K = 64
 MIN_WAVES = 4
 """A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are
 idle."""
-
-
-class LargeTiles(NamedTuple):
-    """Tile sizes of a product of many rows.
-
-    block_n: rows of the weight per program; a gate row and its up row count as two.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -95,15 +82,15 @@ def gemm_large_kernel(
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> LargeTiles:
+def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.device, *, gated: bool) -> Tiles:
     """The fastest tiles that were timed on an H100, for 2-byte numbers."""
     multiprocessors, shared = device_limits(device)
     if gated or split_k.splits == 1:
-        tiles = LargeTiles(128, 256, 8, 3)
+        tiles = Tiles(256, 128, BLOCK_K, 8, 3, 256)
     elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
-        tiles = LargeTiles(128, 256, 16, 4)  # each range has an accumulator, which takes registers
+        tiles = Tiles(256, 128, BLOCK_K, 16, 4, 256)  # each range has an accumulator, which takes registers
     else:
-        tiles = LargeTiles(128, 128, 8, 4)
+        tiles = Tiles(128, 128, BLOCK_K, 8, 4, 128)
     stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
 
@@ -112,20 +99,15 @@ def gemm_large(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
 ) -> torch.Tensor:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
-
+    require_described(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
-    assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
-    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert split_k.splits == 1 or split_k.split_len % BLOCK_K == 0, f"{split_k=}"  # each tile is within one range
     width = n // 2 if gated else n
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     tiles = choose_large_tiles(num_rows, n, split_k, x.device, gated=gated)
     columns = tiles.block_n // 2 if gated else tiles.block_n
     gemm_large_kernel[(triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(width, columns),)](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, BLOCK_K]),
-        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [columns, BLOCK_K]),
+        *(descriptor(x, tiles.block_m, BLOCK_K), descriptor(weight, columns, BLOCK_K)),
         *(bias, out, num_rows, n, k, split_k.split_len),
         WHOLE=split_k.splits == 1,
         ACTIVATION=activation,

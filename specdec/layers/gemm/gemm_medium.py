@@ -12,7 +12,7 @@ The cut depends on the device and on the number of rows, so `deterministic=True`
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -144,6 +144,20 @@ def is_described(matrix: torch.Tensor) -> bool:
     return supported and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 
+def require_described(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Assert that x [M, K] and weight [N, K] fit each other and descriptors, and bias [N] both."""
+    assert weight.shape[1] == x.shape[1] and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {weight.dtype=}"
+    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
+    assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()), f"{bias.shape=} {weight.shape=}"
+
+
+def descriptor(tensor: torch.Tensor, *tile: int) -> Any:
+    """The descriptor with which a kernel loads tiles of a tensor."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
+
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(tile))
+
+
 def choose_medium_tiles(
     num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool = False
 ) -> MediumTiles | None:
@@ -203,12 +217,8 @@ def gemm_medium(
     tiles: MediumTiles,
 ) -> Product:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
-
+    require_described(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
-    assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
-    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     split_len = triton.cdiv(triton.cdiv(k, tiles.ranges), tiles.block_k) * tiles.block_k
     ranges = triton.cdiv(k, split_len)
     assert (ranges == 1) if gated else (tiles.tail_n == 0), f"{tiles=}"
@@ -216,16 +226,15 @@ def gemm_medium(
     shape = (ranges, num_rows, n // 2 if gated else n)
     out = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
 
-    def described(rows: int) -> TensorDescriptor:
-        stride = weight.stride(0)
+    def described(rows: int) -> Any:
         if gated:
-            return TensorDescriptor(weight, [2, n // 2, k], [n // 2 * stride, stride, 1], [2, rows // 2, tiles.block_k])
-        return TensorDescriptor(weight, [n, k], [stride, 1], [rows, tiles.block_k])
+            return descriptor(weight.unflatten(0, (2, -1)), 2, rows // 2, tiles.block_k)
+        return descriptor(weight, rows, tiles.block_k)
 
     grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(n, tiles.block_n + tiles.tail_n), ranges)
     gemm_medium_kernel[grid](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, tiles.block_k]),
-        *(described(tiles.block_n), described(tiles.tail_n) if tiles.tail_n else None),
+        *(descriptor(x, tiles.block_m, tiles.block_k), described(tiles.block_n)),
+        described(tiles.tail_n) if tiles.tail_n else None,
         *(None if split else bias, out, num_rows, n, k, split_len),
         ACTIVATION=activation,
         BLOCK_M=tiles.block_m,

@@ -173,11 +173,11 @@ def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     return dequantise(weight, dtype) if isinstance(weight, PackedWeight) else weight
 
 
-def tiles_of(num_rows: int, weight: Weight, split_k: SplitK, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+def tiles_of(x: torch.Tensor, weight: Weight, split_k: SplitK, *, gated: bool = False) -> Tiles:
     """Tiles of `gemm_small`."""
     if isinstance(weight, PackedWeight):
-        return choose_packed_tiles(num_rows, weight, split_k, x.dtype)
-    return choose_small_tiles(num_rows, len(weight), split_k, x, gated=gated)
+        return choose_packed_tiles(len(x), weight, split_k, x.dtype)
+    return choose_small_tiles(len(x), len(weight), split_k, x, gated=gated)
 
 
 @op(reference=reference_linear, vendor=vendor_linear)
@@ -201,7 +201,7 @@ def linear(
         product = _by_descriptors(x, weight, bias, None, split_k, in_order=True)
         if product is not None:
             return product
-    tiles = tiles or tiles_of(len(x), weight, split_k, x)
+    tiles = tiles or tiles_of(x, weight, split_k)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < ENOUGH_PROGRAMS and len(x) <= HELD_ROWS
     if isinstance(weight, PackedWeight):  # its ranges exist to have more programs
@@ -220,7 +220,7 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Prod
     assert split_k.splits * split_k.split_len >= weight.shape[1] > (split_k.splits - 1) * split_k.split_len, (
         f"{split_k=} {weight.shape=}"
     )
-    tiles = tiles_of(len(x), weight, split_k, x)
+    tiles = tiles_of(x, weight, split_k)
     parts = torch.empty((split_k.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
     gemm_small(x, weight, None, parts, None, split_k, tiles, split=split_k.splits > 1)
     return Product(parts, None, x.dtype)
@@ -241,6 +241,6 @@ def gated_linear(
         if product is not None:
             return product.parts[0]
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    tiles = tiles or tiles_of(len(x), weight, split_k, x, gated=True)
+    tiles = tiles or tiles_of(x, weight, split_k, gated=True)
     gemm_small(x, weight, None, out, activation, split_k, tiles, split=False)
     return out

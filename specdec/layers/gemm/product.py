@@ -195,18 +195,13 @@ def split_k_of(weight: Weight, shape: Sequence[int] | None = None) -> SplitK:
     n, k = shape or weight.shape
     if not isinstance(weight, PackedWeight):
         return choose_split_k(n, k)
-    return choose_packed_cut(n, k, LOW_RANGE if weight.has_row_scales else PACKED_RANGE)
-
-
-def choose_packed_cut(n: int, k: int, low_range: int) -> SplitK:
-    """The ranges of K for a packed weight [n, k]; of a low one they have `low_range` columns."""
     steps, tiles = triton.cdiv(k, PACKED_RANGE), triton.cdiv(n, 64)
     splits = PACKED_WAVE // tiles
     if 10 * splits * tiles < 9 * PACKED_WAVE:
         splits = PACKED_PROGRAMS // tiles
     splits = max(1, min(splits, MAX_PACKED_SPLITS, steps // 2))  # at least two tiles each
     if n <= LOW_HEIGHT:  # each range is one tile, which a program can hold
-        splits = triton.cdiv(k, low_range)
+        splits = triton.cdiv(k, LOW_RANGE if weight.has_row_scales else PACKED_RANGE)
     split_steps = triton.cdiv(steps, splits)
     return SplitK(triton.cdiv(steps, split_steps), split_steps * PACKED_RANGE)
 

@@ -23,7 +23,7 @@ For still more rows `dequantise` writes the weight to memory, and the vendor's l
 import torch
 
 from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.gemm_medium import store_columns
+from specdec.layers.gemm.gemm_medium import descriptor, store_columns
 from specdec.layers.gemm.gemm_small import sum_range
 from specdec.layers.gemm.product import Product
 from specdec.layers.packed.packed_launch import PackedLaunch
@@ -187,8 +187,6 @@ def packed_gemm(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str | None, launch: PackedLaunch
 ) -> Product:
     """x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
-
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     tiles, split_k, fine = launch.tiles, launch.split_k, launch.fine
     assert weight.shape[1] == k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
@@ -201,13 +199,10 @@ def packed_gemm(
     out = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
 
-    def described(rows: int, columns: int) -> TensorDescriptor:
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-
     other = (fine.block_m, fine.block_k) if fine else (tiles.tail_m, tiles.block_k)
     row_tiles, high = launch.row_tiles(num_rows), launch.high if fine else triton.cdiv(n, tiles.block_n)
     packed_gemm_kernel[(launch.programs(num_rows, n), launch.parts)](
-        *(described(tiles.block_m, tiles.block_k), described(*other) if other[0] else None),
+        *(descriptor(x, tiles.block_m, tiles.block_k), descriptor(x, *other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),
         *(num_rows, row_tiles, high, n, k, split_k.split_len if split_k.splits > 1 else k, s_w, s_scales),
         **weight_constants(weight, x.dtype),

@@ -147,13 +147,8 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
     if BITS[weight.code] == 8:
         block_k = fixed or (256 if high and split_k.splits == 1 else 128)
         return Tiles(64, block_m, block_k, 4, stages, 64, registers=REGISTERS)
-    if (
-        high
-        and split_k.splits > 1
-        and split_k.split_len <= SHORT_RANGE
-        and weight.code == "int4"
-        and weight.group <= 32
-    ):
+    small_groups = weight.code == "int4" and weight.group <= 32
+    if high and small_groups and split_k.splits > 1 and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
     return Tiles(64, block_m, fixed or 256, 4, stages, 64)
 

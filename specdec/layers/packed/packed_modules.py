@@ -7,36 +7,86 @@ layers read `packed` or `experts` and never call them.
 import torch
 from torch import nn
 
-from specdec.layers.moe.experts import Experts
+from specdec.layers.moe.experts import Experts, reference_gate
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 
 
-class PackedLinear(nn.Module):
-    """x [.., K] -> [.., N]. Its tensors are buffers: nothing trains them, and `.to(dtype)` would round the scales."""
+class PackedTensors(nn.Module):
+    """A packed weight. Its tensors are buffers: nothing trains them, and `.to(dtype)` would round the scales."""
 
     words: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
 
-    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Weight) -> None:
         super().__init__()
+        assert isinstance(weight, PackedWeight)
         weight = weight.with_repeated_scales()
         self.code, self.group = weight.code, weight.group
-        self.out_features, self.in_features = weight.shape
         self.register_buffer("words", weight.words)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("zeros", weight.zeros)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def packed(self) -> PackedWeight:
         return PackedWeight(self.code, self.words, self.scales, self.zeros, self.group)
 
+    def extra_repr(self) -> str:
+        return f"{list(self.packed.shape)}, {self.code}, group={self.group}"
+
+
+class PackedLinear(PackedTensors):
+    """x [.., K] -> [.., N]."""
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return multiply(x, self.packed, self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.code}, group={self.group}"
+
+class PackedExperts(nn.Module):
+    """x [T, H], the experts of each row [T, k] and their weights [T, k] -> [T, H], like transformers' experts."""
+
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.num_experts = len(experts.gate_up)
+        self.gate_up, self.down = PackedTensors(experts.gate_up), PackedTensors(experts.down)
+        for name, bias in (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias)):
+            parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            self.register_parameter(name, parameter)
+        nothing = torch.empty(0)
+        self._described = experts._replace(gate_up=nothing, down=nothing, gate_up_bias=None, down_bias=None)
+
+    @property
+    def experts(self) -> Experts:
+        """The description, with `PackedWeight`s."""
+        described = self._described._replace(gate_up=self.gate_up.packed, down=self.down.packed)
+        return described._replace(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias)
+
+    def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate_up, down, biases = self.gate_up.packed, self.down.packed, (self.gate_up_bias, self.down_bias)
+        out = torch.zeros_like(hidden_states)
+        for expert in indices.unique().tolist():
+            rank, row = torch.where((indices == expert).T)  # transformers' order, for the same bits
+            up_bias, down_bias = (None if b is None else b[expert] for b in biases)
+            hidden = self._gate(multiply(hidden_states[row], gate_up[expert], up_bias))
+            hidden = multiply(hidden, down[expert], down_bias) * weights[row, rank, None]
+            out.index_add_(0, row, hidden.to(out.dtype))
+        return out
+
+    def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        how = self._described
+        gate, up = (hidden[..., ::2], hidden[..., 1::2]) if how.interleaved else hidden.chunk(2, dim=-1)
+        if how.activation != "swiglu_clamped":
+            return reference_gate(gate, up, how)
+        gate, up = gate.clamp(max=how.limit), up.clamp(min=-how.limit, max=how.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))  # transformers' order, for the same bits
 
 
 def weight_of(linear: nn.Module) -> Weight:
@@ -45,78 +95,8 @@ def weight_of(linear: nn.Module) -> Weight:
     return weight
 
 
-class PackedExperts(nn.Module):
-    """x [T, H], the experts of each row [T, k] and their weights [T, k] -> [T, H]. Weights are buffers, as in
-    `PackedLinear`.
-
-    experts: the description, with `PackedWeight`s. act_fn: the family's activation; None for `swiglu_clamped`.
-    """
-
-    def __init__(self, experts: Experts, act_fn: nn.Module | None = None) -> None:
-        super().__init__()
-        self.act_fn = act_fn
-        gate_up, down = (weight.with_repeated_scales() for weight in _packed(experts))
-        self.num_experts = len(gate_up)
-        self.codes = {"gate_up": (gate_up.code, gate_up.group), "down": (down.code, down.group)}
-        nothing = torch.empty(0)
-        self.described = experts._replace(gate_up=nothing, down=nothing, gate_up_bias=None, down_bias=None)
-        for name, weight in (("gate_up", gate_up), ("down", down)):
-            self.register_buffer(f"{name}_words", weight.words)
-            self.register_buffer(f"{name}_scales", weight.scales)
-            self.register_buffer(f"{name}_zeros", weight.zeros)
-        for name, bias in (("gate_up", experts.gate_up_bias), ("down", experts.down_bias)):
-            parameter = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-            self.register_parameter(f"{name}_proj_bias", parameter)
-
-    def packed(self, name: str) -> PackedWeight:
-        """`gate_up` [E, 2 I, H] or `down` [E, H, I]."""
-        words, scales, zeros = (self._buffers[f"{name}_{part}"] for part in ("words", "scales", "zeros"))
-        assert words is not None and scales is not None, f"{name=}"
-        code, group = self.codes[name]
-        return PackedWeight(code, words, scales, zeros, group)
-
-    @property
-    def experts(self) -> Experts:
-        biases = self._parameters["gate_up_proj_bias"], self._parameters["down_proj_bias"]
-        return self.described._replace(
-            gate_up=self.packed("gate_up"), down=self.packed("down"), gate_up_bias=biases[0], down_bias=biases[1]
-        )
-
-    def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        gate_up, down = self.packed("gate_up"), self.packed("down")
-        biases = self._parameters["gate_up_proj_bias"], self._parameters["down_proj_bias"]
-        out = torch.zeros_like(hidden_states)
-        for expert in indices.unique().tolist():
-            rank, row = torch.where((indices == expert).T)  # transformers' order, for the same bits
-            up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
-            hidden = self._gate(multiply(hidden_states[row], gate_up[expert], up_bias))
-            hidden = multiply(hidden, down[expert], down_bias) * weights[row, rank, None]
-            out.index_add_(0, row, hidden.to(out.dtype))
-        return out
-
-    def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        how = self.described
-        gate, up = (hidden[..., ::2], hidden[..., 1::2]) if how.interleaved else hidden.chunk(2, dim=-1)
-        if how.activation == "silu_clamped":
-            assert self.act_fn is not None
-            return self.act_fn(gate).clamp(max=how.limit) * up.clamp(-how.limit, how.limit)  # type: ignore[no-any-return]
-        if self.act_fn is not None:
-            return self.act_fn(gate) * up  # type: ignore[no-any-return]
-        gate, up = gate.clamp(max=how.limit), up.clamp(min=-how.limit, max=how.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
-
-    def extra_repr(self) -> str:
-        parts = (f"{name}={list(self.packed(name).shape)} {code} group={g}" for name, (code, g) in self.codes.items())
-        return ", ".join(parts)
-
-
-def _packed(experts: Experts) -> tuple[PackedWeight, PackedWeight]:
-    assert isinstance(experts.gate_up, PackedWeight) and isinstance(experts.down, PackedWeight)
-    return experts.gate_up, experts.down
-
-
 def packed_of(module: nn.Module) -> list[PackedWeight]:
-    """The packed weights of a module itself, without those of its children."""
+    """The packed weights of a linear or of experts; none of another module."""
     if isinstance(module, PackedLinear):
         return [module.packed]
-    return [module.packed("gate_up"), module.packed("down")] if isinstance(module, PackedExperts) else []
+    return [module.gate_up.packed, module.down.packed] if isinstance(module, PackedExperts) else []

@@ -29,10 +29,6 @@ class StackedWeights:
         return sum(map(len, self.parts))
 
 
-def is_packed(weight: Weight | StackedWeights) -> bool:
-    return isinstance(weight.parts[0] if isinstance(weight, StackedWeights) else weight, PackedWeight)
-
-
 def rank_rows(
     weight: Weight | StackedWeights, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
 ) -> StackedWeights:

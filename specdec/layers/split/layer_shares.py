@@ -28,12 +28,11 @@ import torch
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
-from specdec.layers.gemm.linear import Mlp
-from specdec.layers.gemm.product import SplitK, split_k_of
+from specdec.layers.gemm.product import split_k_of
 from specdec.layers.latent import LatentParts
 from specdec.layers.moe.experts import Experts
-from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
+from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.weight_slices import Put, StackedWeights, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
 
 PAIR = 2
@@ -55,20 +54,26 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     mlp, moe = parts.mlp, parts.moe
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces = _attention_share(parts, rank, count) if parts.mixer is None else _mixer_share(parts, rank, count)
+    if parts.mixer is None:
+        pieces = _attention_share(parts, rank, count)
+    else:
+        mixer = parts.mixer.share(rank, count)
+        pieces = {"qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count), "mixer": mixer}
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
-        pieces["mlp"] = mlp._replace(
-            gate_up=_gate_up(mlp, down, rank, count), down=_share_of_sum(mlp.down, down, rank, count)
-        )
+        own, half = _own_columns(mlp.down, down, rank, count), len(mlp.gate_up) // 2
+        rows = own, slice(half + own.start, half + own.stop)  # of the gate, and of up
+        gate_up: Any = StackedWeights([piece for some in rows for piece in range_of(mlp.gate_up, some)])
+        pieces["mlp"] = mlp._replace(gate_up=gate_up, down=_share_of_sum(mlp.down, down, rank, count))
     if moe is not None:
         num_own = len(moe.experts.gate_up) // count
         router = moe.router._replace(owned=(rank * num_own, num_own))
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
-    return replace(parts, split_ks=SplitKs(whole_split_k(parts.qkv), out, down), **pieces)
+    first = parts.qkv.parts[0] if isinstance(parts.qkv, StackedWeights) else parts.qkv
+    return replace(parts, split_ks=SplitKs(split_k_of(first, parts.qkv.shape), out, down), **pieces)
 
 
 def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
@@ -91,15 +96,6 @@ def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]
     return pieces
 
 
-def _mixer_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
-    """`_attention_share` of a recurrent layer."""
-    assert parts.mixer is not None
-    return {
-        "qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count),
-        "mixer": parts.mixer.share(rank, count),
-    }
-
-
 def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
     """Sections of rows of a layer's first weight, and how many parts each is divided into. Latents are not divided."""
     heads = parts.heads
@@ -113,18 +109,17 @@ def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     """The weights that make the queries, keys and values of one rank's heads."""
     own: dict[str, Any] = {
         "kv": rank_rows(latent.kv, [len(latent.kv)], rank, count),
-        "kv_split_k": whole_split_k(latent.kv),
+        "kv_split_k": split_k_of(latent.kv),
     }
     if latent.q is not None:
-        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": whole_split_k(latent.q)}
+        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": split_k_of(latent.q)}
     return replace(latent, **own)
 
 
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
     """The per-layer embeddings of one rank's layers, and the number of columns of each rank. Ranks have equally many
     layers, or one more."""
-    assert parts.norm.weight is not None
-    width = len(parts.norm.weight)
+    width = parts.width
     layers = parts.table.shape[1] // width
     columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
     own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
@@ -172,22 +167,18 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
             most = max(most, (heads.num_q + 2 * max(heads.num_kv, count)) * heads.head_dim)
         for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
             share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
-            most = max(most, rows, columns) if share.by_rows else max(most, whole_split_k(weight).splits * rows)
+            most = max(most, rows, columns) if share.by_rows else max(most, split_k_of(weight).splits * rows)
     return most
 
 
 def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
     """How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many
     columns."""
-    split_k, columns = whole_split_k(weight), weight.shape[1]
+    split_k, columns = split_k_of(weight), weight.shape[1]
     uneven = columns != split_k.splits * split_k.split_len and even
-    if is_packed(weight) or split_k.splits % count or uneven:
+    if isinstance(weight, PackedWeight) or split_k.splits % count or uneven:
         return SumShare(split_k, by_rows=True)
     return SumShare(split_k.share(count), by_rows=False)
-
-
-def whole_split_k(weight: Weight | StackedWeights) -> SplitK:
-    return split_k_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
@@ -202,12 +193,3 @@ def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slic
     columns = weight.shape[1]
     width = columns // count if share.by_rows else share.split_k.splits * share.split_k.split_len
     return slice(rank * width, min((rank + 1) * width, columns))
-
-
-def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
-    """Rows of gate and up for the rank's columns of the down weight."""
-    own = _own_columns(mlp.down, down, rank, count)
-    half = len(mlp.gate_up) // 2
-    return StackedWeights(
-        [*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))]
-    )

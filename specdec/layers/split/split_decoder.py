@@ -22,16 +22,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, embed_inputs
+from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, described_layers, embed_inputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.gemm.linear import linear
-from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish
+from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish, split_k_of
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
-from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_split_k
+from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
 """State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
@@ -137,13 +137,7 @@ class SplitDecoder(nn.Module):
                 for rank, put in enumerate(puts)
                 if parts.embeddings is not None
             ]
-        by_rank = [
-            [
-                FusedLayer(i, layer, gain, ops)
-                for i, (layer, gain) in enumerate(zip(parts.layers, parts.next_norms, strict=True))
-            ]
-            for parts in self.parts
-        ]
+        by_rank = [described_layers(parts, ops) for parts in self.parts]
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
@@ -187,7 +181,7 @@ class SplitDecoder(nn.Module):
                 if min(columns) < max(columns):  # remove the padding of narrower shares
                     by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
                     every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
-                whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
+                whole.append(every.unflatten(1, (-1, parts.width)))
         return whole
 
 
@@ -208,7 +202,7 @@ class SplitHead(nn.Module):
 
     def __init__(self, weights: Sequence[Weight], bias: torch.Tensor | None, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
-        self.ops, self.ranks, self.split_k = ops, ranks, whole_split_k(weights[0])
+        self.ops, self.ranks, self.split_k = ops, ranks, split_k_of(weights[0])
         count = len(ranks)
         self.shares: list[tuple[Weight, torch.Tensor | None]] = []
         with torch.inference_mode(False), torch.no_grad():

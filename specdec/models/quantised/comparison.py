@@ -90,9 +90,10 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
 def _by_stem(stored: Mapping[str, StoredTensor], promised: Quantization) -> dict[str, dict[str, StoredTensor]]:
     """Tensors by their module's name in the checkpoint (the stem), then by the rest of their key."""
     by_stem: dict[str, dict[str, StoredTensor]] = {}
+    has_joined = any(format.joint == "_" for _, format in promised.rules)
     for key, tensor in stored.items():
         stem, _, name = key.rpartition(".")
-        if "_" in promised.joints and (joined := OF_ALL_EXPERTS.fullmatch(key)):
+        if has_joined and (joined := OF_ALL_EXPERTS.fullmatch(key)):
             stem, name = joined["stem"], joined["name"]
         by_stem.setdefault(stem, {})[name] = tensor
     return by_stem

@@ -84,14 +84,14 @@ class PackedQuantizer(HfQuantizer):
         if not places.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
         _require_plain_groups(places)
-        self.experts: dict[str, tuple[Experts, nn.Module | None]] = {}  # by path: description, activation
+        self.experts: dict[str, Experts] = {}  # descriptions by path
         for path in places.experts:
             module: Any = places.modules[path]
             with about(path):
                 experts = experts_of(module)
                 if experts is None:
                     raise UnsupportedModelError(f"{type(module).__name__} of another activation")
-            self.experts[path] = experts, getattr(module, "act_fn", None)
+            self.experts[path] = experts
         for path in (*places.linears, *places.experts):
             _put(self.model, path, OnlyBiases(places.modules[path]))
         loaded: Any = self.model
@@ -104,15 +104,18 @@ class PackedQuantizer(HfQuantizer):
         device, loaded = model.device, cast(Any, model)
         loaded._keys_to_ignore_on_load_unexpected = self._ignored
         for path, linear in self.places.linears.items():
-            emptied: Any = model.get_submodule(path)
             [weight] = packed_weights(linear, self.dtype, device)
-            _put(model, path, PackedLinear(weight, emptied.kept("bias")))
+            _put(model, path, PackedLinear(weight, model.get_submodule(path)._parameters.get("bias")))
         for path, weights in self.places.experts.items():
-            emptied, (described, act_fn) = model.get_submodule(path), self.experts[path]
-            described = described._replace(
-                gate_up_bias=emptied.kept("gate_up_proj_bias"), down_bias=emptied.kept("down_proj_bias")
+            biases = model.get_submodule(path)._parameters
+            names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
+            experts = self.experts[path]._replace(
+                gate_up=_stacked([weights[name] for name in names], self.dtype, device),
+                down=_stacked([weights["down_proj"]], self.dtype, device),
+                gate_up_bias=biases.get("gate_up_proj_bias"),
+                down_bias=biases.get("down_proj_bias"),
             )
-            _put(model, path, PackedExperts(packed_experts(weights, described, self.dtype, device), act_fn))
+            _put(model, path, PackedExperts(experts))
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         self.stored = {}
         del self.places
@@ -151,10 +154,6 @@ class OnlyBiases(nn.Module):
             if name.endswith("bias"):
                 self.register_parameter(name, parameter)
 
-    def kept(self, name: str) -> torch.Tensor | None:
-        bias = self._parameters.get(name)
-        return None if bias is None else bias.detach()
-
 
 def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
     """Yield the packed weight, or one per expert if its tensors hold several, for products in `dtype`. Scales keep the
@@ -175,15 +174,6 @@ def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.devic
             zeros = None if weight.zeros is None else weight.zeros.float()
             weight = replace(weight, scales=weight.scales.float(), zeros=zeros)
         yield weight
-
-
-def packed_experts(
-    weights: Mapping[str, Sequence[StoredWeight]], experts: Experts, dtype: torch.dtype, device: torch.device
-) -> Experts:
-    """The description with packed weights. weights: by projection, one for all experts or one per expert."""
-    names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
-    gate_up = _stacked([weights[name] for name in names], dtype, device)
-    return experts._replace(gate_up=gate_up, down=_stacked([weights["down_proj"]], dtype, device))
 
 
 def _stacked(projections: Sequence[Sequence[StoredWeight]], dtype: torch.dtype, device: torch.device) -> PackedWeight:

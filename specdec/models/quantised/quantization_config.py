@@ -50,10 +50,6 @@ class Quantization:
     rules: tuple[tuple[str, WeightFormat], ...]
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def joints(self) -> set[str]:
-        return {format.joint for _, format in self.rules}
-
     def format_of(self, *names: str) -> WeightFormat:
         """The format of a quantised module, found by its names in the checkpoint and in the model.
 

@@ -1,4 +1,5 @@
-"""Growing draft trees and describing them: literal trees, and properties against a naive best-first search."""
+"""Draft trees: the walk that accepts a path of one, growing and describing them; literal trees, and properties against
+a naive best-first search."""
 
 import heapq
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.trees.tree import DraftTree, reference_accept, tree_fields
+from specdec.attention.trees.tree import reference_accept as accept
 from specdec.attention.trees.tree_builder import (
     Candidates,
     TreeBackend,
@@ -25,6 +27,103 @@ INF, NAN = float("inf"), float("nan")
 BACKENDS = [TorchBackend(), TritonBackend()]
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
+
+
+def matrix(*rows: str) -> torch.Tensor:
+    """ "TF FT" style rows of ancestors."""
+    return torch.tensor([[letter == "T" for letter in row] for row in rows])[None]
+
+
+def ids(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def worked() -> DraftTree:
+    """The tree in the docstring of attention/trees/tree.py."""
+    return DraftTree.from_parents(ids([[10, 11, 12, 13, 14]]), ids([[-1, 0, 0, 1, 3]]))
+
+
+def test_worked_tree():
+    tree = worked()
+    assert tree.depth.tolist() == [[0, 1, 1, 2, 3]]
+    assert torch.equal(tree.ancestors, matrix("TFFFF", "TTFFF", "TFTFF", "TTFTF", "TTFTT"))
+    assert tree.num_nodes == 5
+    tree.check()
+
+
+def test_chain():
+    tree = DraftTree.chain(ids([[5, 6, 7], [5, 5, 5]]))
+    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
+    assert tree.depth.tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(tree.ancestors, matrix("TFF", "TTF", "TTT").expand(2, 3, 3))
+    tree.check()
+
+
+def test_chains_of_one_length_share_what_their_tokens_do_not_say():
+    first, second = DraftTree.chain(ids([[5, 6, 7]])), DraftTree.chain(ids([[1, 2, 3], [4, 5, 6]]))
+    for name in ("parents", "depth", "ancestors"):
+        assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr(), name
+
+
+def changed(**fields: torch.Tensor) -> DraftTree:
+    tree = worked()
+    names = ("tokens", "parents", "depth", "ancestors")
+    return DraftTree(**{name: fields.get(name, getattr(tree, name)) for name in names})
+
+
+def flipped(i: int, j: int) -> torch.Tensor:
+    ancestors = worked().ancestors.clone()
+    ancestors[0, i, j] ^= True
+    return ancestors
+
+
+FAULTS = {
+    "root-with-parent": (changed(parents=ids([[0, 0, 0, 1, 3]])), "node 0 is not the root"),
+    "root-with-depth": (changed(depth=ids([[1, 1, 1, 2, 3]])), "node 0 is not the root"),
+    "parent-after": (changed(parents=ids([[-1, 0, 3, 1, 3]])), "a parent after its child"),
+    "own-parent": (changed(parents=ids([[-1, 0, 2, 1, 3]])), "a parent after its child"),
+    "two-roots": (changed(parents=ids([[-1, 0, -1, 1, 3]])), "a parent after its child"),
+    "shape": (changed(parents=ids([[-1, 0, 0, 1]])), "shape"),
+    "depth": (changed(depth=ids([[0, 1, 1, 2, 2]])), "depth disagrees with parents"),
+    "missing-ancestor": (changed(ancestors=flipped(4, 1)), "ancestors disagree with parents"),
+    "false-ancestor": (changed(ancestors=flipped(4, 2)), "ancestors disagree with parents"),
+    "not-its-own-ancestor": (changed(ancestors=flipped(2, 2)), "ancestors disagree with parents"),
+    "equal-siblings": (changed(tokens=ids([[10, 11, 11, 13, 14]])), "equal siblings"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds(fault: str):
+    tree, message = FAULTS[fault]
+    with pytest.raises(AssertionError, match=message):
+        tree.check()
+
+
+# accept
+
+
+@pytest.mark.parametrize(
+    ("drawn", "path", "emitted"),
+    [
+        ([99, 99, 99, 99, 99], [0], [99]),
+        ([11, 99, 99, 99, 99], [0, 1], [11, 99]),
+        ([12, 13, 99, 99, 99], [0, 2], [12, 99]),  # node 2 is a leaf: what node 1 draws is of no account
+        ([11, 13, 99, 99, 14], [0, 1, 3], [11, 13, 99]),
+        ([11, 13, 99, 14, 77], [0, 1, 3, 4], [11, 13, 14, 77]),
+        ([99, 13, 99, 14, 77], [0], [99]),  # a matching tail after a rejected node
+        ([11, 99, 99, 14, 77], [0, 1], [11, 99]),
+        ([10, 10, 10, 10, 10], [0], [10]),  # the root's own token is no draft
+    ],
+)
+def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: list[int]):
+    accepted = accept(worked(), ids([drawn]))
+    length = len(path)
+    assert accepted.length.tolist() == [length]
+    assert accepted.path.tolist() == [path + [0] * (5 - length)]
+    assert accepted.tokens[0, :length].tolist() == emitted
+
+
+# growing and describing
 
 
 def long(values: object) -> torch.Tensor:
@@ -152,22 +251,6 @@ def test_growth_keeps_the_best_paths(backend: TreeBackend, topk: int, levels: in
         assert int(grown.depth.max()) <= levels
 
 
-def level_by_level(root: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Candidates of a tree as torch sorts them, a level at a time; tokens and log_probs [B, L, K]."""
-    lowest = torch.finfo(torch.float32).min
-    score, candidate, parts, count = torch.zeros((len(root), 1)), torch.full((len(root), 1), -1), [], 0
-    for row_tokens, row in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
-        row = torch.where(row.isnan() | (row == -INF), lowest, row.clamp(max=0))
-        scores = (score[:, :, None] + row[:, None]).clamp(min=lowest).flatten(1)
-        width, topk = score.shape[1], row.shape[1]
-        parents = candidate[:, :, None].expand(-1, -1, topk).flatten(1)
-        parts.append((row_tokens[:, None].expand(-1, width, -1).flatten(1), scores, parents))
-        best = scores.sort(dim=1, descending=True, stable=True)
-        score, candidate = best.values[:, :topk], best.indices[:, :topk] + count
-        count += width * topk
-    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-
-
 @deep_cases("1-4-False-torch", "4-15-False-triton", "4-15-True-torch", "8-7-False-torch")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize(
@@ -183,20 +266,20 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
         marginals[0, 1, -1], marginals[1, 1, 0], marginals[2, 0, -1] = NAN, -INF, 0.5
     found = TreeBuilder(root, backend, levels)
     found.add_all_levels(tokens.to(DEVICE), marginals.to(DEVICE))
-    one_by_one = TreeBuilder(root, backend, levels)
-    for level in range(levels):
-        width = 1 if level == 0 else topk
-        parts = (x[:, level, None].expand(-1, width, -1).to(DEVICE) for x in (tokens, marginals))
-        one_by_one.add_level(*parts)
-    expected = level_by_level(root.cpu(), tokens, marginals)
+    one_by_one, reference = TreeBuilder(root, backend, levels), TreeBuilder(root, TorchBackend(), levels)
+    for builder in (one_by_one, reference):
+        for level in range(levels):
+            width = 1 if level == 0 else topk
+            parts = (x[:, level, None].expand(-1, width, -1).to(DEVICE) for x in (tokens, marginals))
+            builder.add_level(*parts)
+    expected = reference.candidates
+    assert expected is not None
     for builder in (found, one_by_one):
         assert builder.candidates is not None
         for ours, theirs in zip(builder.candidates, expected, strict=True):
-            assert torch.equal(ours.cpu(), theirs)
-    num_nodes = min(32, 1 + expected[0].shape[1])
-    want = reference_select_tree(
-        root, Candidates(*(x.to(DEVICE) for x in expected)), num_nodes=num_nodes, num_levels=levels
-    )
+            assert torch.equal(ours, theirs)
+    num_nodes = min(32, 1 + expected.tokens.shape[1])
+    want = reference_select_tree(root, expected, num_nodes=num_nodes, num_levels=levels)
     tree = found.select(num_nodes)
     assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
 

@@ -1,29 +1,87 @@
-"""Suffix decoding proposes what its definition says, and the output is the target's."""
+"""Prompt lookup and suffix decoding propose what their definitions say, and the output is the target's."""
 
 import math
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend
 from specdec.attention.trees.tree_builder import LOWEST
 from specdec.draft_models import lookup
-from specdec.draft_models.finished_texts import BEFORE, MATCH
+from specdec.draft_models.finished_texts import MATCH
 from specdec.draft_models.lookup import (
     MATCHES,
     Matches,
+    NgramDrafter,
     SuffixWorker,
     children,
     find_matches,
-    matched_lengths,
     newest_tokens,
 )
 
+from marks import usual_cases
 from stand_ins import Made, history_batch
+
+
+def looked_up(*histories, steps=4, max_ngram=3):
+    """The drafts of each history."""
+    tree = NgramDrafter(max_ngram).propose(history_batch(histories, steps))
+    tree.check()
+    assert tree.tokens[:, 0].tolist() == [h[-1] for h in histories]
+    return tree.tokens[:, 1:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("history", "drafts"),
+    [
+        ([1, 2, 3, 9, 8, 7, 6, 1, 2, 3], [9, 8, 7, 6]),
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # runs into the end: goes on with period 3
+        ([5, 7, 7], [7, 7, 7, 7]),  # period 1
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
+        ([1, 2, 3, 4, 5, 6], [6, 6, 6, 6]),  # no match: the newest token again
+        ([4], [4, 4, 4, 4]),
+        ([4, 4], [4, 4, 4, 4]),
+        ([4, 5], [5, 5, 5, 5]),
+        ([4, 5, 4], [5, 4, 5, 4]),
+        ([1, 2, 3, 1], [2, 3, 1, 2]),
+        ([1, 1, 1, 1], [1, 1, 1, 1]),
+        ([3, 8, 3, 9, 0, 3], [9, 0, 3, 9]),  # the latest occurrence of 3
+        ([1, 2, 5, 0, 9, 2, 6, 0, 1, 2], [5, 0, 9, 2]),  # the longer match before the later one
+        ([7, 1, 2, 3, 5, 8, 1, 2, 3, 6, 7, 1, 2, 3], [6, 7, 1, 2]),  # three tokens are enough: the later of the two
+    ],
+    ids=str,
+)
+def test_lookup(history, drafts):
+    assert looked_up(history) == [drafts]
+
+
+@usual_cases("2", "5")
+@pytest.mark.parametrize("max_ngram", [1, 2, 3, 5, 8])
+def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
+    """Also against a slow implementation of the definition, for every length from 1."""
+
+    def slow(tokens, steps=4):
+        for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if tokens[start : start + size] == tokens[-size:]:
+                    copy = list(tokens)
+                    for _ in range(steps):
+                        copy.append(copy[start + size + len(copy) - len(tokens)])
+                    return copy[len(tokens) :]
+        return [tokens[-1]] * steps
+
+    rng = np.random.default_rng(0)
+    histories = [rng.integers(0, 3, length).tolist() for length in (1, 2, 3, 4, 5, 6, 7, 9, 14, 30) for _ in range(4)]
+    together = looked_up(*histories, max_ngram=max_ngram)
+    assert together == [slow(h) for h in histories]
+    assert together == [looked_up(h, max_ngram=max_ngram)[0] for h in histories]
+
+
+# suffix decoding
 
 
 def proposed(*histories, steps=3, topk=1, num_nodes=None):
@@ -101,7 +159,9 @@ def slow_children(text, path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_shares_are_those_of_the_definition(seed):
+def test_shares_are_those_of_the_definition(seed, monkeypatch):
+    """Also where matches are found in blocks, of a few tokens or of one."""
+    monkeypatch.setattr(lookup, "COMPARED", (1, 100, 3000, 1 << 23)[seed % 4])
     rng = random.Random(seed)
     texts = [[rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.choice((1, 2, 30, 90)))] for _ in range(3)]
     topk, length = rng.choice((1, 2, 4)), max(map(len, texts))
@@ -123,29 +183,6 @@ def test_shares_are_those_of_the_definition(seed):
         followed = followed * (next_token == tokens[:, 0, :1])[:, None]
 
 
-def matched_at_once(history, newest):
-    """The definition, with all windows of all rows side by side."""
-    windows = F.pad(history, (MATCH, 0), value=BEFORE)[:, 1:].unfold(1, MATCH, 1)
-    equal = (windows == newest.flip(-1)[:, None]).flip(-1).to(torch.int32)
-    return equal.cumprod(-1).sum(-1)
-
-
-@pytest.mark.parametrize("compared", [1, 100, 3000, 1 << 23])
-def test_matches_found_in_blocks_are_those_found_at_once(compared, monkeypatch):
-    monkeypatch.setattr(lookup, "COMPARED", compared)
-    rng = random.Random(compared)
-    for batch, width in ((1, 1), (3, 7), (2, MATCH), (5, 60)):
-        rows = [[rng.randrange(rng.choice((2, 3))) for _ in range(width)] for _ in range(batch)]
-        history, length = torch.tensor(rows), torch.tensor([rng.randint(1, width) for _ in rows])
-        newest = newest_tokens(history, length)
-        assert matched_lengths(history, newest).equal(matched_at_once(history, newest))
-        found = find_matches(history, length, newest)
-        with monkeypatch.context() as at_once:
-            at_once.setattr(lookup, "matched_lengths", matched_at_once)
-            for tensor, want in zip(found, find_matches(history, length, newest), strict=True):
-                assert tensor.equal(want)
-
-
 def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
     """[B, L, 16] numbers of 12 bytes were made: 3.2 GB for 64 rows, one of them past 32,768 tokens."""
     monkeypatch.setattr(lookup, "COMPARED", 1 << 14)
@@ -155,16 +192,6 @@ def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
         find_matches(history, length, newest_tokens(history, length))
     largest = max(tensor.untyped_storage().nbytes() for tensor in made.seen.values())
     assert 0 < largest <= (history.shape[1] + MATCH) * len(history) * 8  # numbers of its own shape
-
-
-def test_alone_and_in_a_batch():
-    rng = random.Random(0)
-    texts = [[rng.randrange(3) for _ in range(size)] for size in (1, 5, 40, 77)]
-    together = proposed(*texts, topk=3, steps=3, num_nodes=9)
-    for i, text in enumerate(texts):
-        alone = proposed(text, topk=3, steps=3, num_nodes=9)
-        assert together.tokens[i].tolist() == alone.tokens[0].tolist()
-        assert together.parents[i].tolist() == alone.parents[0].tolist()
 
 
 SHAPES = [SpecConfig(num_steps=4), SpecConfig(num_steps=3, topk=3, num_draft_tokens=12)]
