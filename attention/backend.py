@@ -26,19 +26,13 @@ from specdec.attention.kernels.page_table import (
     locate_prefixes,
     reference_build_page_tables,
 )
-from specdec.attention.kernels.ragged_attention import RaggedAttention
+from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
-from specdec.attention.plan import Attend, KVPlan, PlanBackend
+from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
-from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import (
-    MAX_CANDIDATES,
-    MAX_KERNEL_TOPK,
-    Candidates,
-    Scored,
     TreeBackend,
     expand,
     reference_expand,
@@ -48,7 +42,7 @@ from specdec.attention.trees.tree_builder import (
 from specdec.errors import ConfigError
 from specdec.gpu.triton_shim import triton_obstacle
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import GroupId, GroupLoc
+from specdec.kvcache.layout import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -77,20 +71,15 @@ class TorchBackend:
         return locate_prefixes(reference_build_page_tables, table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        if plan.pack is not None:
-            assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
+        if isinstance(plan.prefix, PackTables):
+            runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
             if self.captured and not self.deterministic:
-                return MaskedRuns(plan.pack, plan.prefix.group_table(group), window, plan.first_key)
-            make = exact_run if self.deterministic else dense_run
-            return RunsAttention.from_pack(make, plan.pack, plan.prefix.group_table(group), window, plan.first_key)
-        assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
+                return MaskedRuns(*runs)
+            return RunsAttention.from_pack(exact_run if self.deterministic else dense_run, *runs)
         if self.deterministic:
             table = plan.prefix.group_table(group)
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
         return VisibleKeys.from_plan(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
-
-    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
-        return CopiedDraftBlock(store, draft)
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)
@@ -98,12 +87,9 @@ class TorchBackend:
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
 
-    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        fold_committed(table, store, row, length)
-
-    def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentForward:
-        return RecurrentForward(plan, view)
-
+    draft_block = CopiedDraftBlock
+    recurrence = RecurrentForward
+    fold = staticmethod(fold_committed)
     expand = staticmethod(reference_expand)
     select_tree = staticmethod(reference_select_tree)
 
@@ -123,16 +109,11 @@ class TritonBackend:
         return locate_prefixes(build_page_tables, table, rows, committed_len, num_queries)
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
-        if plan.pack is not None:
-            assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            lines = plan.prefix.group_table(group)
-            return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
-        assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
-        attend = partial(tree_attention, shares=shares)
-        return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
-
-    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
-        return PagedDraftBlock(store, draft)
+        if isinstance(plan.prefix, PackTables):
+            attend = partial(ragged_attention, pack=plan.prefix.pack, lines=plan.prefix.lines[group])
+            return partial(attend, window=window, first_key=plan.first_key, exact=self.deterministic, shares=shares)
+        by_tree = partial(tree_attention, shares=shares)
+        return PathAttention.from_plan(by_tree, own_keys, plan, plan.prefix.group_table(group), group, window)
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)
@@ -142,21 +123,13 @@ class TritonBackend:
         if addresses is not None:
             move_kv(addresses, source, destination)
 
-    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        fold_row(table, store, row, length)
-
     def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentKernels:
         return RecurrentKernels(plan, view, deterministic=self.deterministic)
 
-    def expand(
-        self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-    ) -> Scored:
-        grow = expand if tokens.shape[-1] <= MAX_KERNEL_TOPK else reference_expand
-        return grow(above, tokens, log_probs, out, first_candidate)
-
-    def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
-        choose = select_tree if found.tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
-        return choose(root, found, num_nodes=num_nodes, num_levels=num_levels)
+    draft_block = PagedDraftBlock
+    fold = staticmethod(fold_row)
+    expand = staticmethod(expand)
+    select_tree = staticmethod(select_tree)
 
 
 def choose_backend(

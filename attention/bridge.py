@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from specdec.attention.plan import Attend, KVPlan
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.layer_context import Destination, LayerContext, Recurrence, RecurrentContext, ScoreOptions
+from specdec.kvcache.layout import GroupId
 from specdec.modules.private_copy import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(
@@ -121,8 +121,6 @@ class ForwardContext:
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
         context = cls._of_rank(plan, view, windows, aux_layers)
-        if view.ranks is None:
-            return context
         view.ranks.begin()
         other_ranks = []
         for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.other_ranks, strict=True), start=1):
@@ -194,7 +192,7 @@ class ForwardContext:
         attends with the queries of its heads, and rank 0 collects [T, Hq, D]. Ranks that hold copies of one K/V head
         get the same queries if there are too few to divide."""
         ranks = self.view.ranks
-        assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
+        assert options.get("sinks") is None, f"{options.keys()=}"
         count, attended = len(ranks), []
         parts = gcd(q.shape[1], count)
         for rank, (context, sent) in enumerate(zip((self, *self.other_ranks), ranks.send(q), strict=True)):

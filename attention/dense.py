@@ -23,12 +23,11 @@ import torch.nn.functional as F
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
-from specdec.attention.pack import Pack, RunSlots
 from specdec.attention.path_attention import PathAttention, part_of
-from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.plan import Attend, KVPlan, Pack, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId
 
 
 def visible(
@@ -241,13 +240,10 @@ class MaskedRuns:
             oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
             inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
             mine = pack.exists & (pack.run_of == number)
-            back = torch.where(mine, pack.positions, end - 1)[:, None] - keys  # [T, L]
-            seen = (back >= 0) & (keys == inside)
-            if self.window is not None:
-                seen = seen & (back < self.window)
-            if self.first_key:
-                seen = seen & (keys >= pack.positions.clamp(max=self.first_key)[:, None])
-            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen[None])).attend
+            positions = torch.where(mine, pack.positions, end - 1)[None]
+            known = (positions[:, :, None] >= keys) & (keys == inside)  # [1, T, L]
+            seen = visible(positions, keys[None], known, self.window, self.first_key)
+            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen)).attend
             answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
         return out

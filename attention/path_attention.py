@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.own_keys import OwnKeys
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.index_spaces import GroupId, GroupLoc
+from specdec.kvcache.layout import GroupId, GroupLoc
 
 
 def part_of(whole: Any, requests: slice, columns: slice) -> Any:

@@ -9,42 +9,131 @@ five builders makes it on the device from the request table:
     plan_verify   B trees of N nodes after their committed prefixes
     plan_frozen   queries of a frozen-KV drafter, which see only the committed prefix
 
-A plan holds tables of the backend that made it, so only that backend can compute with it.
+A plan holds tables of the backend that made it, so only that backend can compute with it. The runs of a prompt lie in a
+pack, without padding between them:
+
+    run        0         1     2             R = 3, T = 10
+    row        a a a a a b b b c .           run_of  0 0 0 0 0 1 1 1 2 2
+    cu_len     0         5     8 9           the place after the last run is padding
+    positions  3 4 5 6 7 0 1 2 9 0           each run begins at a position of its own, 3 0 9
+
+The host knows R and T, which decide shapes. Lengths are data on the device, so a captured forward can be replayed with
+other lengths. A run may be empty. Padding writes to the null slot and sees nothing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from specdec.attention.pack import Pack, locate_pack
+from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import NULL_SLOT, ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layer_context import RecurrentContext
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.table import RequestTable, Rows
+
+
+class Pack(NamedTuple):
+    """R runs in one sequence of T tokens. All tensors but `exists` are int64.
+
+    rows [R]: rows of the request table. start, length [R]: first position and number of tokens of each run. cu_len [R +
+    1]: tokens before each run. For each place: run_of [T], its run (padding: the last one); positions [T], 0 on
+    padding; exists [T], False on padding.
+    """
+
+    rows: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+    cu_len: torch.Tensor
+    run_of: torch.Tensor
+    positions: torch.Tensor
+    exists: torch.Tensor
+
+    @classmethod
+    def from_lengths(cls, rows: torch.Tensor, start: torch.Tensor, length: torch.Tensor, num_tokens: int) -> "Pack":
+        """Pack runs of `length` [R] tokens that begin at positions `start` [R] into `num_tokens` places."""
+        cu_len = torch.cat([length.new_zeros(1), length.cumsum(0)])
+        places = torch.arange(num_tokens, device=length.device)
+        run_of = torch.searchsorted(cu_len[1:], places, right=True).clamp(max=len(rows) - 1)
+        exists = places < cu_len[-1]
+        positions = torch.where(exists, start[run_of] + places - cu_len[run_of], 0)
+        return cls(rows, start, length, cu_len, run_of, positions, exists)
+
+    @property
+    def last(self) -> torch.Tensor:
+        """Place of each run's last token, [R]; any place for an empty run."""
+        return (self.cu_len[1:] - 1).clamp(min=0)
+
+    def last_tokens(self) -> "Pack":
+        """A pack of only the last token of each run, so T is R. An empty run becomes padding."""
+        ahead = (self.length - 1).clamp(min=0)
+        places = torch.arange(len(self.rows), device=self.rows.device)
+        cu_len = torch.arange(len(self.rows) + 1, device=self.rows.device)
+        positions, exists = self.start + ahead, self.length > 0
+        return Pack(self.rows, positions, torch.ones_like(ahead), cu_len, places, positions, exists)
+
+
+class RunSlots(NamedTuple):
+    """Slots of the keys of R runs in one group: key p of run r is at slots[line[r], p - begin[r]]. begin None: all
+    0."""
+
+    slots: torch.Tensor
+    line: torch.Tensor
+    begin: torch.Tensor | None
+
+    def slots_at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of `positions` of runs `run` (tensors of one shape). A position outside its line is clamped to it."""
+        column = positions if self.begin is None else positions - self.begin[run]
+        return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
+
+
+class PackTables(NamedTuple):
+    """A pack, and the slots that a forward over it reads and writes. Lines of the primary group are those of the
+    request table. Lines of a windowed group are made for the forward: they hold the keys that some token of the run
+    sees, so they are O(window + longest run) wide."""
+
+    pack: Pack
+    lines: ByGroup[RunSlots]
+    write: ByGroup[GroupLoc]
+
+
+def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
+    """Make the tables of a forward over this pack. longest: upper bound on the tokens of a run.
+
+    All slots of the table's padding row are null slots.
+    """
+    slots, allocator = table.slots.tensor, table.allocator
+    page_size = allocator.page_size
+    numbers = torch.arange(len(pack.rows), device=slots.device)
+    every = RunSlots(slots, pack.rows, None)
+    stored = pack.exists & (pack.positions >= table.shared_len.tensor[pack.rows[pack.run_of]])
+    own = PrimaryLoc(every.slots_at(pack.run_of, pack.positions).masked_fill(~stored, NULL_SLOT))
+
+    def windowed(group: GroupId) -> RunSlots:
+        retain = int(table.retain[group])
+        begin = (pack.start - retain).clamp(min=0) // page_size * page_size
+        width = min(slots.shape[1], retain + page_size - 1 + longest)
+        columns = begin[:, None] + torch.arange(width, device=slots.device)
+        inside = PrimaryLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
+        return RunSlots(allocator.translate(group, inside), numbers, begin)
+
+    groups = [group for group, _ in allocator.pools.items()]
+    lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)
+    return PackTables(pack, ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)))
+
 
 Attend = Callable[..., torch.Tensor]
 """Attention of one forward for layers of one group and window: (query [B, Hq, N, D], pools k, v [slots, Hkv, D], *,
 scaling, softcap, sinks) -> [B, N, Hq, D]. The forward's own keys are in the pools already."""
 
 
-class PrefixTables(Protocol):
-    """Tables of the committed prefixes that a forward reads, in a form that only their backend knows. `write` has, by
-    group, the slots [B, N] of the N positions after each prefix, which the forward writes."""
-
-    @property
-    def write(self) -> ByGroup[GroupLoc]: ...
-    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. Used for checks."""
-
-
 class PlanBackend(KVOperations, Protocol):
     """The part of a backend that plans need: it makes their tables and computes with them."""
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         """Make tables of the prefixes [0, committed_len [B]), with slots of the `num_queries` positions after each."""
 
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
@@ -65,9 +154,8 @@ class KVPlan:
     rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N] of the queries.
     tree: the tree whose nodes the queries are; None: the queries are causal, or have no keys (write None).
     write [B * N]: slots of the queries' K/V, by group; None: the queries have no K/V.
-    prefix: the backend's tables of the prefixes.
+    prefix: tables of the prefixes; of a pack if the sequence is one.
     block_len [B]: number of real queries of each causal run, before padding; None: all are real.
-    pack: the runs of the sequence, if it is one; rows and committed_len then have one entry per run, [R].
     window_shift: added to the window of every sliding layer. Not 0 only if a frozen drafter's convention requires it.
     first_key: keys before this position do not exist, except a query's own. MTP modules begin later than the text.
     """
@@ -76,14 +164,18 @@ class KVPlan:
     rows: torch.Tensor
     committed_len: torch.Tensor
     positions: torch.Tensor
-    prefix: PrefixTables
+    prefix: PageTables | PackTables
     page_size: int
     tree: DraftTree | None = None
     write: ByGroup[GroupLoc] | None = None
     block_len: torch.Tensor | None = None
-    pack: Pack | None = None
     window_shift: int = 0
     first_key: int = 0
+
+    @property
+    def pack(self) -> Pack | None:
+        """The runs of the sequence, if it is a pack; rows and committed_len then have one entry per run, [R]."""
+        return self.prefix.pack if isinstance(self.prefix, PackTables) else None
 
     def write_slots(self, group: GroupId) -> GroupLoc:
         """Slots of the forward's own tokens in one group, [B * N]."""
@@ -123,7 +215,6 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
         prefix=tables,
         page_size=table.allocator.page_size,
         write=tables.write,
-        pack=pack,
     )
 
 
@@ -140,7 +231,7 @@ def plan_verify(
     tree: DraftTree,
     *,
     committed_len: torch.Tensor | None = None,
-    prefix: PrefixTables | None = None,
+    prefix: PageTables | None = None,
     positions: torch.Tensor | None = None,
 ) -> KVPlan:
     """Plan one tree per request. Node n writes to the slot of position S + n; its own position is S + depth[n].
@@ -173,7 +264,7 @@ def plan_frozen(
     window_shift: int,
     num_queries: int = 1,
     committed_len: torch.Tensor | None = None,
-    prefix: PrefixTables | None = None,
+    prefix: PageTables | None = None,
 ) -> KVPlan:
     """Plan queries that are all at position S + `position_offset` and see only the committed prefix [0, S).
 

@@ -12,7 +12,7 @@ from specdec.attention.kernels import paged_attention as pa
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import Pack, RunSlots
+from specdec.attention.plan import Pack, RunSlots
 from specdec.kvcache.fp8_pool import Fp8Pool
 
 Shape = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from bench.report import Row
 from specdec.engine import Engine
 from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
-from specdec.kvcache.index_spaces import ByGroup
+from specdec.kvcache.layout import ByGroup
 
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
 """Dtypes of kernels, and how far each may be from float64. The interpreter has no bf16."""

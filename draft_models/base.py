@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from specdec.attention.backend import Backend
-from specdec.attention.pack import Pack
-from specdec.attention.plan import PrefixTables
+from specdec.attention.kernels.page_table import PageTables
+from specdec.attention.plan import Pack
 from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.operations import Operations
 from specdec.kvcache.cache import KVCache
@@ -94,7 +94,7 @@ class DraftBatch:
     sample: SampleFunction
     best: BestOf
     params: ParamVectors | None = None
-    prefix: PrefixTables | None = None
+    prefix: PageTables | None = None
     level_pos: torch.Tensor | None = None
     by_lookup: bool = False
 

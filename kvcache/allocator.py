@@ -22,8 +22,7 @@ import torch
 
 from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.layout import Retention
+from specdec.kvcache.layout import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc, Retention
 from specdec.kvcache.page_pool import BoolArray, PagePool
 
 

@@ -13,9 +13,8 @@ import torch
 from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
-from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.recurrent_state import FOLD, StateCache
+from specdec.kvcache.layout import ByGroup, GroupId, GroupLoc, KVLayout
+from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import Move, RequestTable
@@ -54,7 +53,7 @@ class KVCache:
         self.operations = operations
         self.fp8 = fp8
         self.stores: list[KVStore] = []
-        self.ranks: Ranks | None = None
+        self.ranks = Ranks([allocator.device])
         self.sanitizer: Sanitizer | None = None
 
     @property
@@ -62,9 +61,14 @@ class KVCache:
         """A store of each model: of one on several devices that of rank 0."""
         return [store for store in self.stores if store.rank == 0]
 
+    @property
+    def _states(self) -> list[RecurrentState]:
+        """States of all recurrent layers, on all ranks."""
+        return [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
+
     def state_cache(self) -> StateCache | None:
         """Copies of the states of all recurrent layers, for the prefix cache; None: there are no such layers."""
-        layers = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
+        layers = self._states
         if not layers:
             return None
 
@@ -81,7 +85,7 @@ class KVCache:
         tokens; they have no records, since their slots are null slots."""
         for store in self.stores:
             for layers in store.recurrent:
-                layers.folded_len[self.table.padding_row] = length // FOLD * FOLD
+                layers.sample.folded_len[self.table.padding_row] = length // FOLD * FOLD
 
     def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
         """Make the store of one more model. From then on `move` visits it too.
@@ -90,20 +94,21 @@ class KVCache:
         0, which knows the others.
         """
         layout = layout.in_fp8() if self.fp8 else layout
-        devices = (self.allocator.device,) if ranks is None else ranks.devices
+        if ranks is None:
+            ranks = Ranks([self.allocator.device])
+        else:
+            self.ranks = ranks
         num_states = num_state_slots(self.table.max_requests)
-        stores = tuple(
+        first, *others = stores = [
             KVStore(layout, self.allocator, dtype, device, rank=i, num_states=num_states)
-            for i, device in enumerate(devices)
-        )
-        if ranks is not None:
-            self.ranks = stores[0].ranks = ranks
-            stores[0].other_ranks = stores[1:]
+            for i, device in enumerate(ranks.devices)
+        ]
+        first.ranks, first.other_ranks = ranks, tuple(others)
         self.stores += stores
         if self.sanitizer is not None:
             for store in stores:
                 self.sanitizer.watch(store)
-        return stores[0]
+        return first
 
     def flush(self, *more: MirroredArray) -> None:
         """Upload in one copy all changes of the host's arrays since the last call. `more`: arrays to upload with the
@@ -117,23 +122,17 @@ class KVCache:
         """Copy K/V from slot to slot, in all groups of every store."""
         allocator = self.allocator
         allocator.require_unfrozen("move")
-        moves = ByGroup(
+        by_group = ByGroup(
             tuple([allocator.translate(group, slots) for slots in move] for group, _ in allocator.pools.items())
         )
-        if self.ranks is None:
-            self._move_on(0, moves)
-            return
         self.ranks.begin()
-        for rank, sent in enumerate(self.ranks.send(moves)):
+        for rank, moves in enumerate(self.ranks.send(by_group)):
             with self.ranks.on(rank):
-                self._move_on(rank, sent)
+                for store in self.stores:
+                    if store.rank == rank:
+                        for group, (source, destination) in moves.items():
+                            self.operations.move(store, group, source, destination)
         self.ranks.join()
-
-    def _move_on(self, rank: int, moves: ByGroup[list[GroupLoc]]) -> None:
-        for store in self.stores:
-            if store.rank == rank:
-                for group, (source, destination) in moves.items():
-                    self.operations.move(store, group, source, destination)
 
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes of all tensors of each group, by the group's name. Recurrent layers add an entry "states"."""
@@ -141,8 +140,8 @@ class KVCache:
             kept.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group))
             for group, kept in self.allocator.groups.items()
         }
-        states = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
-        return {**sizes, "states": sum(tensor.nbytes for state in states for tensor in state)} if states else sizes
+        states = sum(tensor.nbytes for state in self._states for tensor in state)
+        return {**sizes, "states": states} if states else sizes
 
     def clear(self) -> None:
         for store in self.stores:

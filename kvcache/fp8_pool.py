@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
-from specdec.kvcache.index_spaces import GroupLoc
+from specdec.kvcache.layout import GroupLoc
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

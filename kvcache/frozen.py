@@ -26,8 +26,8 @@ from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 class KVView:
     """Maps layer i of a worker to the K/V that it reads. `layer_map[i]` is the layer of the store that owns them.
 
-    ranks, other_ranks: the devices of a split store, and the views of the ranks after the first, each
-    with its rank's heads.
+    ranks, other_ranks: the devices of the store, and the views of the ranks after the first, each with its rank's
+    heads.
     """
 
     __slots__ = ("_allocator", "_open", "_store", "layer_map", "other_ranks", "ranks", "writable")
@@ -38,7 +38,7 @@ class KVView:
         self._open = True
         self.layer_map = tuple(layer_map)
         self.writable = writable
-        self.ranks: Ranks | None = store.ranks
+        self.ranks: Ranks = store.ranks
         self.other_ranks = tuple(KVView(allocator, each, layer_map, writable=writable) for each in store.other_ranks)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 
-from specdec.kvcache.index_spaces import GroupLoc
+from specdec.kvcache.layout import GroupLoc
 
 
 class Destination(NamedTuple):

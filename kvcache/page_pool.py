@@ -60,11 +60,6 @@ class PagePool:
     def row_refs(self, pages: IntArray) -> IntArray:
         return self._held[pages]
 
-    def owners(self, pages: IntArray) -> IntArray:
-        """Number of claims on each of these pages, by rows and the cache. No row may write to a page with more than
-        one."""
-        return self._held[pages] + self._cached[pages]
-
     def alloc(self, count: int) -> IntArray:
         """Take `count` pages, [count] int64, of those that are free."""
         assert 0 <= count <= self.free_pages, f"{self.name}: {count} of {self.free_pages} free pages"

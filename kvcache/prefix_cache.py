@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
+from specdec.kvcache.layout import PRIMARY, ByGroup, GroupId
 from specdec.kvcache.recurrent_state import FOLD, StateCache
 from specdec.kvcache.table import RequestTable
 

@@ -20,7 +20,7 @@ import torch
 from specdec.errors import LocationError, name_row
 from specdec.gpu.captures import Capture, Program, Replay
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
-from specdec.kvcache.index_spaces import PRIMARY, GroupId
+from specdec.kvcache.layout import PRIMARY, GroupId
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable, row_cells
 
@@ -92,15 +92,14 @@ class Sanitizer:
         slots: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Record the first place where `found` [B, M] is true, if any: its row [B], position, slot and expected slot
-        [B, M]."""
+        """Record the first place where `found` [B, M] is true, if any: its row, position, slot and expected slot, which
+        are [B, M] or expand to it."""
         if found.numel() == 0:
             return
         flat = found.reshape(-1)
         first = flat.long().argmax()[None]
         code = torch.full_like(first, 1 + FAULTS.index(fault) + group * len(FAULTS))
-        of_row = rows[:, None].expand_as(found)
-        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, expected)]
+        values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (rows, positions, slots, expected)]
         fresh = torch.cat([code, *(value.long() for value in values)])
         self._record.copy_(torch.where(flat.any() & (self._record[0] == 0), fresh, self._record))
         if not self._capturing:
@@ -125,43 +124,39 @@ class Sanitizer:
         """
         allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
         active = table.active_rows
-        rows, positions = row_cells(active, np.zeros_like(active), table.capacity[active])
-        slots = table.slots.host[rows, positions]
-        where = (PRIMARY, rows, positions, slots)
-        in_bounds = (slots >= page_size) & (slots < allocator.num_slots(PRIMARY))
-        self._require(in_bounds, *where, "is outside of the pool")
-        pages = slots // page_size
-        self._require(allocator.primary.is_held(pages), *where, "has been freed")
-        self._require(slots % page_size == positions % page_size, *where, "is out of its place in the page")
         owned, committed = table.capacity[active], table.committed_len.host[active]
-        for row, capacity, length in zip(active.tolist(), owned.tolist(), committed.tolist(), strict=True):
-            if length > capacity:
-                message = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
-                raise name_row(LocationError(message), row)
-        for group in allocator.windowed:
+        rows, positions = row_cells(active, np.zeros_like(active), owned)
+        slots = table.slots.host[rows, positions]
+        for group, pool in allocator.pools.items():
             kept = positions >= table.evicted_len[group, rows]
             peers = allocator.peer_slots(group, slots[kept])
             where = (group, rows[kept], positions[kept], peers)
-            mapped = (peers >= page_size) & (peers < allocator.num_slots(group))
-            self._require(mapped, *where, f"is no peer of full slots {_few(slots[kept][~mapped])}")
-            self._require(allocator.pools[group].is_held(peers // page_size), *where, "has been freed")
-            self._check_peers(group)
-        self._check_owners(np.bincount(pages[positions % page_size == 0], minlength=allocator.primary.capacity + 1))
-
-    def _check_peers(self, group: GroupId) -> None:
-        """Check that no two primary slots have the same peer."""
-        mapping = self.allocator.maps.host[group]
-        times = np.bincount(mapping, minlength=2)
-        times[0] = 0
-        if (times > 1).any():
-            peer, name = int(times.argmax()), self.allocator.pools[group].name
-            both = _few(np.flatnonzero(mapping == peer))
-            raise LocationError(f"full slots {both} have the same peer, {name} slot {peer} {BLAME}")
+            exists = (peers >= page_size) & (peers < allocator.num_slots(group))
+            no_peer = f"is no peer of full slots {_few(slots[kept][~exists])}"
+            self._require(exists, *where, "is outside of the pool" if group == PRIMARY else no_peer)
+            self._require(pool.is_held(peers // page_size), *where, "has been freed")
+        in_place = slots % page_size == positions % page_size
+        self._require(in_place, PRIMARY, rows, positions, slots, "is out of its place in the page")
+        if (past := committed > owned).any():
+            row, length, capacity = (int(x[past][0]) for x in (active, committed, owned))
+            message = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
+            raise name_row(LocationError(message), row)
+        for group in allocator.windowed:
+            mapping = allocator.maps.host[group]
+            times = np.bincount(mapping, minlength=2)
+            times[0] = 0
+            if (times > 1).any():
+                peer, name = int(times.argmax()), allocator.pools[group].name
+                both = _few(np.flatnonzero(mapping == peer))
+                raise LocationError(f"full slots {both} have the same peer, {name} slot {peer} {BLAME}")
+        heads = slots[positions % page_size == 0] // page_size
+        self._check_owners(np.bincount(heads, minlength=allocator.primary.capacity + 1))
 
     def _check_owners(self, count: IntArray) -> None:
         """Check that no primary page is in more rows than it has owners; then update `owners`."""
         full, pages = self.allocator.primary, np.arange(len(count))
-        owners, holders = full.owners(pages), full.row_refs(pages)
+        holders = full.row_refs(pages)
+        owners = holders + full.is_cached(pages)  # no row may write to a page with more than one
         if (count > holders).any():
             page = int((count > holders).argmax())
             slot = self._slot(PRIMARY, page * self.allocator.page_size)

@@ -19,8 +19,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, store_fp8, tensors_of
-from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.layout import CacheField, GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -45,10 +44,20 @@ class LayerKV(NamedTuple):
         return self.fields[1]
 
     @property
+    def recurrent_state(self) -> RecurrentState:
+        """The states of a recurrent layer."""
+        assert self.state is not None
+        return self.state
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the pools."""
+        return tuple(tensor for pool in self.fields for tensor in tensors_of(pool))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pools, and of the states."""
-        pools = (tensor for pool in self.fields for tensor in tensors_of(pool))
-        return sum(tensor.nbytes for tensor in (*pools, *(self.state or ())))
+        return sum(tensor.nbytes for tensor in (*self.tensors, *(self.state or ())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +91,10 @@ class RecurrentLayers:
     """Recurrent layers of one shape, for kernels that visit all of them.
 
     table: [L, 6] int64 addresses on the device: matrices and inputs of the states, then the pools in order; 0: none.
-    folded_len: one tensor per layer; kernels use that of the first. sample: the states of the first layer.
+    sample: the states of the first layer; kernels use its folded lengths for all layers.
     """
 
     table: torch.Tensor
-    folded_len: torch.Tensor
     shape: StateShape
     key_heads: int
     sample: RecurrentState
@@ -94,24 +102,20 @@ class RecurrentLayers:
 
     @classmethod
     def of_layers(cls, shape: StateShape, key_heads: int, layers: Sequence[LayerKV]) -> "RecurrentLayers":
-        rows = []
+        sample, rows = layers[0].recurrent_state, []
         for kept in layers:
-            assert kept.state is not None
-            pools = [tensor for pool in kept.fields for tensor in tensors_of(pool)]
-            found = [tensor.data_ptr() for tensor in (*kept.state[:2], *pools)]
+            found = [tensor.data_ptr() for tensor in (*kept.recurrent_state[:2], *kept.tensors)]
             rows.append(found + [0] * (6 - len(found)))
-        sample = layers[0].state
-        assert sample is not None
         table = torch.tensor(rows, dtype=torch.int64, device=sample.inputs.device)
-        return cls(table, sample.folded_len, shape, key_heads, sample, tuple(layers))
+        return cls(table, shape, key_heads, sample, tuple(layers))
 
 
 class KVStore:
     """Pools for every owner layer of a layout and every slot of an allocator, on one device.
 
-    rank: the rank whose heads this store holds, if the model is on several devices. ranks, other_ranks: these devices,
-    and the stores of the ranks after the first, which use the same slots; only rank 0's store knows them. num_states:
-    states per recurrent layer: one per row of the request table and one per copy.
+    rank: the rank whose heads this store holds; 0 if the model is on one device. ranks, other_ranks: the model's
+    devices, and the stores of the ranks after the first, which use the same slots; only rank 0's store knows them.
+    num_states: states per recurrent layer: one per row of the request table and one per copy.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class KVStore:
         self.layout = layout
         self.dtype = dtype
         self.rank = rank
-        self.ranks: Ranks | None = None
+        self.ranks = Ranks([device])
         self.other_ranks: tuple[KVStore, ...] = ()
         self.layers: dict[int, LayerKV] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
@@ -152,8 +156,7 @@ class KVStore:
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
         """All tensors that are indexed by the slots of one group."""
-        pools = [pool for layer in self.layers.values() if layer.group == group for pool in layer.fields]
-        return tuple(tensor for pool in pools for tensor in tensors_of(pool))
+        return tuple(tensor for layer in self.layers.values() if layer.group == group for tensor in layer.tensors)
 
     def clear(self) -> None:
         self.layers.clear()

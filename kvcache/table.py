@@ -29,7 +29,7 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
@@ -316,7 +316,6 @@ class RequestTable:
             in_order = by_page == by_page[:, :1] + np.arange(page_size)
             assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
             pages = by_page[:, 0] // page_size
-            assert 0 not in pages, f"{row=}: owns page 0"
             assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
             starts = np.maximum(
                 self.num_evicted(self.shared_len.host[row] // page_size) * page_size, length - self.retain

@@ -16,7 +16,7 @@ from specdec import DraftTree
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
-from specdec.kvcache.index_spaces import GroupId, PrimaryLoc
+from specdec.kvcache.layout import GroupId, PrimaryLoc
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
 

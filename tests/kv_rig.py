@@ -14,13 +14,17 @@ from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layout import (
     FULL_ATTENTION,
     KEEP_ALL,
+    PRIMARY,
     SLIDING_ATTENTION,
+    ByGroup,
+    GroupId,
+    GroupLoc,
     KVLayout,
     LayerSpec,
+    PrimaryLoc,
     Retention,
     attention_fields,
     cache_groups,

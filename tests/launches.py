@@ -19,8 +19,7 @@ from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import Pack, PackTables, RunSlots
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import KVPlan, Pack, PackTables, RunSlots
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
 from specdec.attention.trees.tree import DraftTree, tree_fields
 from specdec.attention.trees.tree_builder import Candidates, expand, select_tree
@@ -43,8 +42,8 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
-from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
+from specdec.kvcache.layout import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 from specdec.kvcache.store import LayerKV, PoolAddresses, RecurrentLayers, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -143,7 +142,7 @@ def recurrent(
     )
     kept = LayerKV((numbers(9999, 1, channels, dtype=dtype), *records), GroupId(1), state)
     layers = RecurrentLayers(
-        integers(3, 6), integers(9), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
+        integers(3, 6), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
     )
     view: Any = SimpleNamespace(recurrent=(layers,), writable_layer=lambda layer: kept)
     batch, rows = 4, 4 * num_nodes
@@ -173,9 +172,8 @@ def recurrent(
         KVPlan(
             **shared,
             positions=integers(1, rows),
-            prefix=PackTables(ByGroup((lines, lines)), write, 1),
+            prefix=PackTables(runs, ByGroup((lines, lines)), write),
             page_size=1,
-            pack=runs,
         ),
     ):
         added = numbers(channels, dtype=dtype) if bias else None

@@ -10,8 +10,7 @@ import torch
 from kv_rig import DraftTree, HybridAllocator, RequestTable, ints
 
 from specdec.attention.backend import Backend
-from specdec.attention.pack import Pack
-from specdec.attention.plan import KVPlan, plan_packed, plan_verify
+from specdec.attention.plan import KVPlan, Pack, plan_packed, plan_verify
 from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view

@@ -16,7 +16,7 @@ from samplers import sampler_of
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.layout import PRIMARY
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases, examples, usual

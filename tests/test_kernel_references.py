@@ -14,7 +14,7 @@ from packed_weights import CODES, random_weight
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.kvcache.index_spaces import PrimaryLoc
+from specdec.kvcache.layout import PrimaryLoc
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm
 from specdec.layers.gemm.linear import gated_linear, linear
 from specdec.layers.gemm.product import Product, finish, reference_finish, split_k_of

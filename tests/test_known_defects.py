@@ -21,7 +21,7 @@ from specdec import DraftTree, Engine, SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend
 from specdec.attention.dense import VisibleKeys
 from specdec.attention.kernels.page_table import PageTables
-from specdec.attention.pack import Pack, PackTables
+from specdec.attention.plan import Pack, PackTables
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
 

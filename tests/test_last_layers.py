@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.pack import locate_pack
+from specdec.attention.plan import locate_pack
 from specdec.draft_models.lookup import SuffixDrafter
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import FAST, REFERENCE, Operations

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
-from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.layout import layout_from_config
+from specdec.kvcache.layout import PrimaryLoc, layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES

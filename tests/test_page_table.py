@@ -12,8 +12,7 @@ from specdec.attention.kernels.page_table import (
     group_widths,
     reference_build_page_tables,
 )
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import PRIMARY, ByGroup, GroupId, KVLayout
 
 from marks import usual_cases
 

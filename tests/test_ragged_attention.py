@@ -14,7 +14,7 @@ from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run, exact_
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
-from specdec.attention.pack import Pack, RunSlots
+from specdec.attention.plan import Pack, RunSlots
 from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
 from specdec.runtime.rounds.prompt_sizes import token_buckets
@@ -88,7 +88,7 @@ class Case:
 
 
 def test_where_tokens_of_a_pack_lie() -> None:
-    """The example of `attention/pack.py`."""
+    """The example of `attention/plan.py`."""
     pack = pack_of([3, 0, 9], [5, 3, 1], 10, rows=[4, 2, 7])
     assert pack.cu_len.tolist() == [0, 5, 8, 9]
     assert pack.run_of.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]

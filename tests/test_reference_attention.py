@@ -13,8 +13,7 @@ from kv_rig import SWA, KVRig, layer_spec
 from specdec.attention.dense import VisibleKeys, block_visibility
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.layout import PRIMARY, GroupId, KVLayout, LayerSpec, PrimaryLoc
 
 from dense_oracle import attend
 

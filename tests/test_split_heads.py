@@ -14,7 +14,7 @@ from specdec.attention.backend import TorchBackend
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import choose_key_split, tree_attention
-from specdec.attention.pack import Pack, RunSlots
+from specdec.attention.plan import Pack, RunSlots
 
 from tiny_models import build_target
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.kvcache.index_spaces import PrimaryLoc
+from specdec.kvcache.layout import PrimaryLoc
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 from marks import usual_cases

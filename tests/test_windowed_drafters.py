@@ -9,8 +9,7 @@ from mtp_checkpoints import publish
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.language_model import LanguageModelDrafter
-from specdec.kvcache.index_spaces import ByGroup, GroupId
-from specdec.kvcache.layout import FULL_ATTENTION, KEEP_ALL, KVLayout
+from specdec.kvcache.layout import FULL_ATTENTION, KEEP_ALL, ByGroup, GroupId, KVLayout
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.rounds.unread import MAX_UNREAD

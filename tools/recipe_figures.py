@@ -26,7 +26,7 @@ from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import FORMS, build_model, count_modules, empty_packed, pack_layers
 from specdec.evaluation.recipes import CARDS, CONTEXT, READ_BANDWIDTHS, REQUESTS, TOKENS, CardMemory, Recipe, StepTime
-from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.layout import PRIMARY
 from specdec.models.described_model import META, ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, PublishedPair
 from specdec.models.weight_storage import stored_weights

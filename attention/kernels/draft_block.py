@@ -21,8 +21,8 @@ from specdec.attention.dense import bias_of, dense_attention, newest, visible
 from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
-from specdec.kvcache.index_spaces import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layout import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 

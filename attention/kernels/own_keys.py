@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.kvcache.index_spaces import NULL_SLOT
+from specdec.kvcache.layout import NULL_SLOT
 
 ALIGN = 64
 """The largest BLOCK_K, so that base_b is a tile boundary for every layer's BLOCK_K."""

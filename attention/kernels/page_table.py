@@ -21,7 +21,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 BLOCK = 1024
@@ -38,8 +38,8 @@ address."""
 
 
 class PageTables(NamedTuple):
-    """The `PrefixTables` of one launch: page ids [B, width] of each group, the position `start` [groups, B] of each
-    first column, and the slots [B, N] to write."""
+    """Tables of the committed prefixes that a forward reads, from one launch: page ids [B, width] of each group, the
+    position `start` [groups, B] of each first column, and the slots [B, N] to write."""
 
     tables: ByGroup[torch.Tensor]
     start: torch.Tensor

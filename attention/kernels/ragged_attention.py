@@ -1,4 +1,4 @@
-r"""Attention of prompts in one call: runs of tokens of many requests in one row (`attention/pack.py`).
+r"""Attention of prompts in one call: runs of tokens of many requests in one row (`attention/plan.py`).
 
 Token t of run r, at position q, sees its own key and the earlier keys of its request:
 
@@ -11,8 +11,7 @@ position, whatever its chunk and the other rows. Places of no run are 0. T and R
 nothing back, so it can be captured. `RunsAttention` does the same in plain torch, run by run.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +25,7 @@ from specdec.attention.kernels.paged_attention import (
 )
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_key_split
-from specdec.attention.pack import Pack, RunSlots
+from specdec.attention.plan import Pack, RunSlots
 from specdec.gpu.triton_shim import device_limits, triton
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
@@ -50,22 +49,6 @@ class RaggedTiles(NamedTuple):
     split_len: int = 0
     waves: float = 1.0
     total_in_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedAttention:
-    """An `Attend` of `plan.py`."""
-
-    pack: Pack
-    lines: RunSlots
-    window: int | None
-    exact: bool
-    shares: int = 1
-    first_key: int = 0
-
-    def __call__(self, query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
-        options |= {"window": self.window, "exact": self.exact, "shares": self.shares, "first_key": self.first_key}
-        return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
 def ragged_attention(

@@ -23,15 +23,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.kernels.page_table import PageTables
-from specdec.attention.pack import PackTables
-from specdec.attention.plan import KVPlan
+from specdec.attention.plan import KVPlan, PackTables
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import NULL_SLOT, GroupId
 from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import NULL_SLOT, GroupId
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable
@@ -109,15 +107,15 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
     exists = write != NULL_SLOT
     position = _host(plan.positions).reshape(-1)[numbers]
     rows, start = _host(plan.rows), _host(plan.committed_len)
-    if plan.pack is not None:
-        assert isinstance(plan.prefix, PackTables)
-        lines, length, of_run = plan.prefix.group_table(group), _host(plan.pack.length), _host(plan.pack.run_of)
+    if isinstance(plan.prefix, PackTables):
+        pack, lines = plan.prefix.pack, plan.prefix.lines[group]
+        length, of_run = _host(pack.length), _host(pack.run_of)
         line = _host(lines.slots[lines.line])
         begin = np.zeros_like(rows) if lines.begin is None else _host(lines.begin)
         requests = [RequestPath(*known) for known in zip(rows, begin, line, start + length, strict=True)]
         request, own = of_run[numbers][exists], None
     else:
-        assert isinstance(plan.prefix, PageTables) and plan.tree is not None
+        assert plan.tree is not None
         slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
         requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
         request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]
@@ -247,9 +245,8 @@ class RecurrentForward:
     def _rows(self) -> ForwardRows:
         """Rows of the forward. All recurrent layers have the slots of one group, and the same folded tokens when the
         first of them runs."""
-        layer_kv = self._view.recurrent[0].layers[0]
-        assert layer_kv.state is not None
-        return rows_of_plan(self._plan, layer_kv.group, self._part, layer_kv.state.folded_len)
+        first = self._view.recurrent[0]
+        return rows_of_plan(self._plan, first.layers[0].group, self._part, first.sample.folded_len)
 
     @cached_property
     def _waves(self) -> list[Wave]:
@@ -263,8 +260,7 @@ class RecurrentForward:
     ) -> torch.Tensor:
         """Convolve inputs [T, C] with weight [C, K] -> [T, C], 0 on padding."""
         layer_kv, mine = self._view.writable_layer(layer), self._rows
-        state, pool, taps = layer_kv.state, layer_kv.fields[0], weight.shape[1]
-        assert state is not None
+        state, pool, taps = layer_kv.recurrent_state, layer_kv.fields[0], weight.shape[1]
         state.clear(mine.begun)
         pool.index_copy_(0, mine.write, inputs[mine.numbers][:, None])
         if taps not in self._newest:
@@ -286,8 +282,7 @@ class RecurrentForward:
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """Run the recurrence -> [T, HV, DV] in float32, 0 on padding."""
         layer_kv, mine = self._view.writable_layer(layer), self._rows
-        state = layer_kv.state
-        assert state is not None
+        state = layer_kv.recurrent_state
         new = rows.map(lambda x: x[mine.numbers].float())
         _, pool_k, pool_u, pool_g = layer_kv.fields
         pool_k.index_copy_(0, mine.write, new.k)

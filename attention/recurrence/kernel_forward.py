@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
-from specdec.attention.pack import Pack, PackTables
-from specdec.attention.plan import KVPlan
+from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
+from specdec.attention.plan import KVPlan, Pack, PackTables
 from specdec.attention.recurrence.block_kernels import CHUNK
 from specdec.attention.recurrence.convolution_kernels import (
     run_convolution_kernel,
@@ -36,8 +35,8 @@ from specdec.attention.recurrence.tree_kernel import fast_tree_kernel, tree_kern
 from specdec.gpu.mirrored_array import upload
 from specdec.gpu.triton_shim import pdl_options, triton
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import GroupId
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 from specdec.kvcache.table import RequestTable, Rows
@@ -87,12 +86,10 @@ class PrefixSlots:
 
     @classmethod
     def of_plan(cls, plan: KVPlan, group: GroupId) -> "PrefixSlots":
-        if plan.pack is not None:
-            assert isinstance(plan.prefix, PackTables)
-            lines = plan.prefix.group_table(group)
+        if isinstance(plan.prefix, PackTables):
+            lines = plan.prefix.lines[group]
             assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
             return cls(lines.slots, lines.begin, 1)
-        assert isinstance(plan.prefix, PageTables)
         return cls(*plan.prefix.pages(group), plan.page_size)
 
 
@@ -136,8 +133,7 @@ class RecurrentKernels:
     ) -> torch.Tensor:
         """inputs [T, C], weight [C, K] -> [T, C]."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
-        slots, state = self._begun(layer_kv), layer_kv.state
-        assert state is not None
+        slots, state = self._begun(layer_kv), layer_kv.recurrent_state
         inputs = _by_row(inputs)
         out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         taps, channels = weight.shape[1] - 1, inputs.shape[1]
@@ -182,8 +178,7 @@ class RecurrentKernels:
         """-> [T, HV, DV] in float32."""
         plan, layer_kv = self._plan, self._view.writable_layer(layer)
         convolved = self._slots is not None  # by a plain launch, which starts after all folds
-        slots, state = self._begun(layer_kv), layer_kv.state
-        assert state is not None
+        slots, state = self._begun(layer_kv), layer_kv.recurrent_state
         q, k, v, g = (_by_row(x) for x in rows[:4])
         beta = g if rows.beta is None else _by_row(rows.beta)
         _, pool_k, pool_u, pool_g = layer_kv.fields
@@ -195,12 +190,10 @@ class RecurrentKernels:
             "HEADS": heads,
             "KEY_HEADS": k.shape[1],
             "K_DIM": k.shape[2],
-            "V_DIM": v_dim,
             "CORRECTED": rows.beta is not None,
             "FOLD": FOLD,
-            "CHUNK": CHUNK,
         }
-        sizes = {"BLOCK_V": block, **FORM.options}
+        sizes = {"V_DIM": v_dim, "CHUNK": CHUNK, "BLOCK_V": block, **FORM.options}
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
         out = make(v.shape, dtype=torch.float32, device=v.device)
@@ -214,7 +207,8 @@ class RecurrentKernels:
                 block_k = _block(k.shape[2], 4096)
                 fast_tree_kernel[grid](
                     *(*given, *requests, tree.tensors[1], *strides, *tree.strides[1:], tree.num_nodes),
-                    **{name: size for name, size in shape.items() if name != "CHUNK"},
+                    **shape,
+                    V_DIM=v_dim,
                     PAGE=slots.page_size,
                     RECORDS=records,
                     BLOCK_K=block_k,
@@ -244,20 +238,22 @@ class RecurrentKernels:
         weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
         total = torch.empty((len(v), heads), dtype=torch.float32, device=v.device)
         block = _block(v_dim, SPAN_COLUMNS)
-        shape |= {"SPAN": SPAN, "PARTS": parts, "CHUNK": _block(k.shape[2], SPAN)}
+        shape |= {"SPAN": SPAN, "PARTS": parts}
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
         weights_kernel[(heads, len(spans.run_of))](
             *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
             *(x.stride(0) for x in (q, k, g, beta)),
             *of_parts,
-            **{name: size for name, size in shape.items() if name not in ("V_DIM", "CHUNK")},
+            **shape,
             CHUNK=_block(k.shape[2], WEIGHT_CHUNK),
             num_warps=WEIGHT_WARPS,
         )
         spans_kernel[(heads, triton.cdiv(v_dim, block), len(pack.rows))](
             *(*given[1:], *made, *runs, *strides[1:], *of_parts, len(v)),
             **shape,
+            V_DIM=v_dim,
+            CHUNK=_block(k.shape[2], SPAN),
             BLOCK_K=_block(k.shape[2], 4096),
             BLOCK_V=block,
             num_warps=SPAN_WARPS,
@@ -287,7 +283,7 @@ def fold_states(
     the runs after these, which this forward folds later. A run that begins a text resets its state."""
     since = torch.empty_like(start)
     begin_kernel[(len(rows),)](
-        *(rows, start, start if length is None else length, layers.folded_len, since),
+        *(rows, start, start if length is None else length, layers.sample.folded_len, since),
         RUNS=length is not None,
         FOLD=FOLD,
         num_warps=1,
@@ -320,10 +316,6 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
     prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
     slots = PrefixSlots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
-    if store.ranks is None:
-        for layers in store.recurrent:
-            fold_states(layers, rows, start, slots)
-        return
     store.ranks.begin()
     for rank, sent in enumerate(store.ranks.send((rows, start, slots))):
         with store.ranks.on(rank):

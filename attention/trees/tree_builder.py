@@ -161,12 +161,14 @@ def expand(
 ) -> Scored:
     """Expand a beam of M nodes, or the root (None), by L levels.
 
-    tokens, log_probs: [B, L, M, K] of each node's children, K <= MAX_TOPK distinct tokens; or [B, L, 1, K], shared by
-    all nodes (required if L > 1). Their candidates are written to `out` from column `first_candidate` on. Returns the
-    beam after the last level.
+    tokens, log_probs: [B, L, M, K] of each node's children, K distinct tokens; or [B, L, 1, K], shared by all nodes
+    (required if L > 1). Their candidates are written to `out` from column `first_candidate` on. Returns the beam after
+    the last level. If K > MAX_KERNEL_TOPK, the reference runs.
     """
     batch, levels, _, topk = tokens.shape
-    assert tokens.shape == log_probs.shape and topk <= MAX_KERNEL_TOPK, f"{tokens.shape=} {log_probs.shape=}"
+    assert tokens.shape == log_probs.shape, f"{tokens.shape=} {log_probs.shape=}"
+    if topk > MAX_KERNEL_TOPK:
+        return reference_expand(above, tokens, log_probs, out, first_candidate)
     tokens, log_probs = tokens.contiguous(), log_probs.contiguous()
     sums = (None, None) if above is None else (above.scores.contiguous(), above.candidates.contiguous())
     width = 1 if above is None else above.scores.shape[1]
@@ -308,14 +310,15 @@ def _select_nodes_kernel(
 
 
 def select_tree(root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int | None = None) -> DraftTree:
-    """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates, C <= MAX_CANDIDATES.
+    """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates. If C > MAX_CANDIDATES, the reference runs.
 
     root [B] int64; found: tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1, the root.
     `num_levels`: upper bound on depths (None: not known).
     """
     _check_candidates(root, found, num_nodes)
     batch, num_candidates = found.tokens.shape
-    assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates, at most {MAX_CANDIDATES}"
+    if num_candidates > MAX_CANDIDATES:
+        return reference_select_tree(root, found, num_nodes=num_nodes, num_levels=num_levels)
     assert all(x.is_contiguous() for x in (root, *found)), "not contiguous"
     node_tokens, node_parents = (root.new_empty((batch, num_nodes)) for _ in range(2))
     block = triton.next_power_of_2(num_candidates)

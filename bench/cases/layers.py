@@ -12,7 +12,7 @@ import torch
 
 from bench.kernel_calls import Call, Make, check_calls, time_calls
 from bench.report import Row
-from specdec.kvcache.index_spaces import PrimaryLoc
+from specdec.kvcache.layout import PrimaryLoc
 from specdec.layers.gemm.linear import linear
 from specdec.layers.norm import Norm, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection

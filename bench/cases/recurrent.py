@@ -24,8 +24,7 @@ from bench.subjects import prompts_of
 from bench.tiny_targets import CHAIN, VOCAB, Setting, greedy, tiny_engine, tiny_target
 from bench.verify import attempt, attempt_all, bits_row, distance
 from specdec.attention.backend import TorchBackend, TritonBackend
-from specdec.attention.pack import Pack
-from specdec.attention.plan import KVPlan, plan_packed, plan_verify
+from specdec.attention.plan import KVPlan, Pack, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
 from specdec.attention.recurrence.kernel_forward import FORM, KernelForm, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS

@@ -28,8 +28,7 @@ from specdec.attention.trees.tree_builder import (
 )
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import cache_groups
+from specdec.kvcache.layout import ByGroup, GroupId, PrimaryLoc, cache_groups
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing

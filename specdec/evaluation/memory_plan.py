@@ -6,7 +6,7 @@ For quantised weights and drafter heads, whose form the config does not tell, th
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,27 +108,30 @@ def memory_by_group(needs: CacheNeeds) -> list[dict[str, Any]]:
     """Memory of each cache group, and of recurrent states in the same form, if there are some.
 
     kept: numbers of layers that keep the same fields, with (heads, head size) of each field; layers without attention,
-    or that read another layer's K/V, keep none. Bytes per token are of all layers; for other fields see `CacheNeeds`.
+    or that read another layer's K/V, keep none. token_bytes: of one token in all layers. request_bytes: of one request,
+    with its share of the slots for prompt chunks. batch_bytes: of a full batch, and of page 0, which holds no tokens.
     """
     owners = [spec for layout in needs.layouts for spec in layout.owners]
-    kept = {group.name: [spec.fields for spec in owners if spec.retention == group] for group in needs.groups}
-    sizes = [*zip(needs.slot_bytes, needs.request_bytes, needs.batch_bytes, strict=True)]
+    entries = []
+    for group, size, slots in zip(needs.groups, needs.slot_bytes, needs.slots, strict=True):
+        layers = [spec.fields for spec in owners if spec.retention == group]
+        whole = (slots // needs.page_size + 1) * needs.page_size
+        entries.append(_entry(group.name, layers, size, slots * size // needs.batch, whole * size))
     if states := [_state_fields(spec.state) for spec in owners if spec.state is not None]:
-        kept["states"] = states
-        sizes.append((0, needs.state_bytes, needs.all_state_bytes))
-    return [
-        {
-            "name": name,
-            "kept": [
-                {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
-                for fields, count in Counter(filter(None, layers)).items()
-            ],
-            "token_bytes": a_token,
-            "request_bytes": a_request,
-            "batch_bytes": a_batch,
-        }
-        for (name, layers), (a_token, a_request, a_batch) in zip(kept.items(), sizes, strict=True)
+        entries.append(_entry("states", states, 0, needs.state_bytes, needs.all_state_bytes))
+    return entries
+
+
+def _entry(
+    name: str, layers: Sequence[tuple[CacheField, ...]], token_bytes: int, request_bytes: int, batch_bytes: int
+) -> dict[str, Any]:
+    """An entry of `memory_by_group`. layers: the fields of each."""
+    kept = [
+        {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
+        for fields, count in Counter(filter(None, layers)).items()
     ]
+    sizes = {"token_bytes": token_bytes, "request_bytes": request_bytes, "batch_bytes": batch_bytes}
+    return {"name": name, "kept": kept, **sizes}
 
 
 def _state_fields(state: StateShape) -> tuple[CacheField, ...]:

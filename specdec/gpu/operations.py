@@ -42,24 +42,21 @@ def op(*, reference: Callable[..., Any], vendor: Callable[..., Any] | None = Non
 
 
 class Operations:
-    """One way of running every operation. stand_ins: functions that replace operations; `complete`: all are
-    replaced."""
+    """One way of running every operation. stand_ins: functions that replace operations."""
 
-    def __init__(self, stand_ins: StandIns, *, complete: bool = False) -> None:
+    def __init__(self, stand_ins: StandIns) -> None:
         self._stand_ins = stand_ins
-        self._complete = complete
 
     def __call__(self, operation: Operation) -> Operation:
         """The function that runs instead of this operation."""
         assert operation in _references, f"{operation} is no operation: it has no @op"
-        found = self._stand_ins[operation] if self._complete else self._stand_ins.get(operation, operation)
-        return cast(Operation, found)
+        return cast(Operation, self._stand_ins.get(operation, operation))
 
     def replacing(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> "Operations":
-        return Operations(ChainMap(dict(changes), self._stand_ins), complete=self._complete)
+        return Operations(ChainMap(dict(changes), self._stand_ins))
 
 
-REFERENCE = Operations(_references, complete=True)
+REFERENCE = Operations(_references)
 KERNELS = Operations({})
 FAST = Operations(_vendors)
 

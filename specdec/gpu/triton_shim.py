@@ -27,19 +27,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "INTERPRETED",
-    "KEEP",
-    "TL_DTYPES",
-    "device_limits",
-    "has_pdl",
-    "pdl_options",
-    "tl",
-    "trigger_next",
-    "triton",
-    "triton_obstacle",
-    "wait_for_previous",
-]
+__all__ = ["tl", "triton"]  # the names that are imported here for others
 
 try:
     import triton

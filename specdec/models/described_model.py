@@ -54,14 +54,15 @@ DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 class GeometryContext:
     """A forward context that records each layer's attention call and returns zeros."""
 
-    calls: dict[int, tuple[torch.Size, torch.Size, int | None]] = field(default_factory=dict)  # of K, of V, window
+    calls: dict[int, tuple[tuple[CacheField, ...], int | None]] = field(default_factory=dict)  # K and V, window
     convolutions: dict[int, torch.Size] = field(default_factory=dict)  # channels and taps
     recurrences: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of k, of v
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.calls.setdefault(call.layer, (call.key.shape, call.value.shape, call.sliding_window))
-        query = call.query
-        return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
+        query, key, value = call.query, call.key, call.value
+        fields = CacheField("k", key.shape[1], key.shape[3]), CacheField("v", value.shape[1], value.shape[3])
+        self.calls.setdefault(call.layer, (fields, call.sliding_window))
+        return query.new_zeros((len(query), query.shape[2], query.shape[1], value.shape[3]))
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -83,8 +84,7 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
             return _recurrent(spec, context)
         if spec.owner not in context.calls:
             return spec
-        k, v, window = context.calls[spec.owner]
-        fields = CacheField("k", k[1], k[3]), CacheField("v", v[1], v[3])
+        fields, window = context.calls[spec.owner]
         retention = spec.retention
         if spec.window is not None and window is not None:
             retention = Retention(window)

@@ -202,14 +202,13 @@ class ProbeContext:
             return f"reports layer_idx {call.layer}, but the config has {len(self.layout.layers)} layers"
         spec = self.layout.layers[call.layer]
         query, key, value = call.query, call.key, call.value
-        kv_shape = (spec.k.heads, spec.k.dim)
         kept = [(field.heads, field.dim) for field in spec.fields]
         if [(key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])] != kept or spec.k.heads != spec.v.heads:
             return f"has K {tuple(key.shape)} and V {tuple(value.shape)}, but its owner keeps heads x size {kept}"
         if not query.dtype == key.dtype == value.dtype:
             return f"has queries in {query.dtype}, K in {key.dtype} and V in {value.dtype}; one dtype is supported"
         if query.shape[3] != spec.k.dim or query.shape[1] % spec.k.heads:
-            return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
+            return f"has queries {tuple(query.shape)} that do not group over {kept[0]} keys"
         if not key.shape[2] == value.shape[2] == query.shape[2] or query.shape[0] * query.shape[2] != len(self.text):
             return f"asks for {query.shape[2]} queries and {key.shape[2]} keys for {len(self.text)} tokens"
         if call.sliding_window != spec.window:

@@ -20,7 +20,7 @@ import numpy as np
 from specdec.errors import CapacityError
 from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prompts.prefixes import Prefixes
 from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap, UnreadPrompt, shares

@@ -11,8 +11,7 @@ from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
-from specdec.kvcache.index_spaces import PRIMARY, ByGroup
-from specdec.kvcache.layout import KVLayout, Retention, cache_groups
+from specdec.kvcache.layout import PRIMARY, ByGroup, KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel
@@ -76,22 +75,9 @@ class CacheNeeds:
     state_bytes: int
 
     @property
-    def batch_bytes(self) -> list[int]:
-        """Bytes of a full batch, and of page 0, which holds no tokens."""
-        return [
-            (slots // self.page_size + 1) * self.page_size * size
-            for slots, size in zip(self.slots, self.slot_bytes, strict=True)
-        ]
-
-    @property
     def all_state_bytes(self) -> int:
         """Bytes of recurrent states: of a full batch, of padding, and of copies for cached prefixes."""
         return num_state_slots(self.batch) * self.state_bytes
-
-    @property
-    def request_bytes(self) -> list[int]:
-        """Bytes of one request of the batch, including its share of the slots for prompt chunks."""
-        return [slots * size // self.batch for slots, size in zip(self.slots, self.slot_bytes, strict=True)]
 
 
 def cache_needs(
@@ -111,8 +97,7 @@ def cache_needs(
         layouts = [layout.in_fp8() for layout in layouts]
     groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(retention, dtype) for layout in layouts) for retention in groups]
-    recurrent = any(spec.recurrent for spec in layout.layers)
-    budget = PromptBudget.from_config(config, device_type, recurrent=recurrent)
+    budget = PromptBudget.from_config(config, device_type, recurrent=layout.recurrent)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)

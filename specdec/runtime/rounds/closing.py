@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from specdec.attention.trees.tree import DraftTree, reference_accept, walk
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.index_spaces import PrimaryLoc
+from specdec.kvcache.layout import PrimaryLoc
 from specdec.kvcache.table import Move, RequestTable, Rows
 
 

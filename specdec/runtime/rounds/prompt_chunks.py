@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.pack import Pack
-from specdec.attention.plan import KVPlan, plan_last, plan_packed
+from specdec.attention.plan import KVPlan, Pack, plan_last, plan_packed
 from specdec.draft_models.base import PromptObservation
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.kvcache.table import Rows
