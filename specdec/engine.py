@@ -38,24 +38,21 @@ from specdec.runtime.calls.arguments import (
     fitted_spec,
     known_keywords,
     require_adaptive_lookup,
-    require_depth,
-    require_fused,
     require_loading_arguments,
     require_one_sample,
     require_parts,
-    require_ranks,
-    require_reads_finished,
     require_recurrent,
+    require_suitable,
     require_type,
     warn_where_drafts_end,
 )
 from specdec.runtime.calls.handle import Handle
 from specdec.runtime.calls.inbox import Inbox
 from specdec.runtime.calls.request_builder import RequestBuilder
-from specdec.runtime.calls.turns import Turns, with_modes_restored
+from specdec.runtime.calls.turns import Turns
 from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy, draft_ladder
+from specdec.runtime.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.prompts.prefill import division_of
 from specdec.runtime.prompts.prefixes import Prefixes
@@ -104,10 +101,7 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.spec = spec = fitted_spec(spec, drafter)
-        require_depth(self.spec, drafter)
-        require_reads_finished(config.finished_tokens, drafter)
-        require_fused(self.config.fused, target, drafter)
-        require_ranks(target.ranks, config.tensor_parallel)
+        require_suitable(spec, config, target, drafter)
         if config.tensor_parallel > 1 and target.ranks is None:
             self.target = target = target.on_ranks(make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
@@ -137,9 +131,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_budget=PromptBudget.from_settings(
-                config.max_prefill_tokens, config.prefill_chunk, target.device.type, recurrent=target.recurrent
-            ),
+            prompt_budget=PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent),
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )
@@ -406,13 +398,13 @@ class Engine:
 
     def _in_turn(self, work: Callable[[], T], transaction: Callable[[Callable[[], T]], T] | None = None) -> T:
         """Do this work in a turn. If it raises, the next turn restarts requests from settled tokens."""
-        result = self._turns.run(lambda: with_modes_restored(lambda: (transaction or self._run_transaction)(work)))
+        result = self._turns.run(lambda: (transaction or self._run_transaction)(work))
         self.inbox.drain()
         return result
 
     def _attempt_turn(self) -> bool:
         """Process the inbox in a turn, unless a thread has a turn or waits for one. Returns whether it was done."""
-        return self._turns.attempt(lambda: with_modes_restored(lambda: self._run_transaction(lambda: None)))
+        return self._turns.attempt(lambda: self._run_transaction(lambda: None))
 
     def _run_step_transaction(self, work: Callable[[], None]) -> None:
         """`_run_transaction` for a step: an error ends at most one request, and is not raised if it names the request's
@@ -461,7 +453,8 @@ class Engine:
             ended = self.steps.run()
             for request in ended:
                 self.inbox.remove_ended(request.id)
-            self._conventions.after_step(ended, self.scheduler.running)
+            if not self._conventions.is_done:
+                self._conventions.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()
 

@@ -228,14 +228,10 @@ def generate(
     ]
     stops = _stop_criteria(settings["stop_strings"], tokenizer)
     if engine_config is None:
-        longest = max((len(prompt) for prompt in prompts), default=0) + max(
-            (p.max_new_tokens for p in params), default=1
-        )
+        longest = max(map(len, prompts), default=0) + max((each.max_new_tokens for each in params), default=1)
         most = context_length(model.config.get_text_config()).max_len or longest  # the engine refuses longer rows
         engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=min(longest, most))
-    name = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
-    spec = spec or settings.spec()
-    with Engine.from_pretrained(model, name, spec=spec, config=engine_config) as engine:
+    with Engine.from_pretrained(model, drafter, spec=spec or settings.spec(), config=engine_config) as engine:
         if stops is None and streamer is None:
             new = [out.token_ids for out in engine.generate(prompts, params)]
         else:

@@ -36,9 +36,8 @@ def progress_bar(what: str, total: int, done: int = 0, *, enabled: bool = True) 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(
-        *columns, *times, console=console, transient=True, disable=not (enabled and console.is_terminal)
-    ) as bar:
+    is_shown = enabled and console.is_terminal
+    with Progress(*columns, *times, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task(what, total=total, completed=done)
 
         def update(done: int, what: str | None = None) -> None:

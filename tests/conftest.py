@@ -16,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,14 +61,22 @@ def drafts_of_one_shape() -> None:
     init.__defaults__ = (*init.__defaults__[:-1], False)
 
 
+MEASURED: dict[str, Any] = {}
+"""Functions of `warm_up` that measure; tests have others, unless they take `measured`."""
+
+
+@pytest.fixture
+def measured() -> dict[str, Any]:
+    return MEASURED
+
+
 def prompts_of_one_cost() -> None:
     """An engine that captures its rounds times prompts when it is made, twelve forwards of hundreds of tokens: on a
     tape they take longer than all a test does. test_adaptive.py has an engine that does."""
     from specdec.runtime import warm_up
     from specdec.runtime.prompts.prompt_budget import PromptLoad
 
-    for name in ("time_prompts", "time_rounds"):
-        assert hasattr(warm_up, name), f"warm_up times by {name} no longer"
+    MEASURED.update((name, getattr(warm_up, name)) for name in ("time_prompts", "time_rounds"))
     warm_up.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
     warm_up.time_rounds = lambda captured_rounds, shapes, done: [1e-6] * len(shapes)
 

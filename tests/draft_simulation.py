@@ -22,8 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec import Engine, SpecConfig
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy, draft_ladder
-from specdec.runtime.draft_policy.round_times import FloatArray, RoundTimes
+from specdec.runtime.draft_policy import DraftPolicy, FloatArray, RoundTimes, draft_ladder
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 from specdec.runtime.rounds.unread import MAX_UNREAD
 

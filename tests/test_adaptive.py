@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 
 import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.runtime import startup_timing
-from specdec.runtime.draft_policy.draft_policy import (
+from specdec.runtime.draft_policy import (
+    DECAY_ROUNDS,
+    FIRST_GUESS,
     LOSS_SHARE,
     MAX_SAVED,
+    NEWEST,
     DraftAcceptance,
     DraftAccount,
     DraftPolicy,
+    RoundTimes,
     draft_ladder,
 )
-from specdec.runtime.draft_policy.round_times import DECAY_ROUNDS, FIRST_GUESS, NEWEST, RoundTimes
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 
@@ -546,12 +548,11 @@ def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
 
 @deep_cases("tiny-gemma4-mtp")
 @pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
-def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
+def test_a_captured_engine_has_its_table_when_it_is_made(drafter, measured, monkeypatch):
     capture_on_tape(monkeypatch)
-    monkeypatch.setattr(startup_timing, "REPEATS", 2)
-    monkeypatch.setattr(specdec.runtime.warm_up, "time_rounds", startup_timing.time_rounds)  # conftest.py replaces it
-    if drafter == "tiny-gemma4-mtp":
-        monkeypatch.setattr(specdec.runtime.warm_up, "time_prompts", startup_timing.time_prompts)
+    monkeypatch.setattr(specdec.runtime.warm_up, "REPEATS", 2)
+    for name in ("time_rounds", *["time_prompts"] * (drafter == "tiny-gemma4-mtp")):
+        monkeypatch.setattr(specdec.runtime.warm_up, name, measured[name])
     begun, run = [], CapturedRounds.run
 
     def noted(graphs, shape):

@@ -109,7 +109,7 @@ def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch
     config, nodes = EngineConfig(max_batch_size=8, max_model_len=16384), 5
     cache, _ = sizing.make_cache(target, None, SpecConfig(), config, nodes, None)
     cache.add_store(target.stored_layout, torch.float32)
-    room = sizing.PromptBudget.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
+    room = sizing.PromptBudget.from_config(config, "cpu")
     in_flight = max(room.while_idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
     need = {
         f"window {window}": layers * 2 * 4 * (8 * (window - 1 + nodes) + in_flight)

@@ -3,6 +3,7 @@ answers under the names that tools of vLLM and llama.cpp read."""
 
 import dataclasses
 import inspect
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -17,8 +18,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.errors import ConfigError
 from specdec.evaluation.bench_run import BenchReport, markdown_table
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy, draft_ladder
-from specdec.runtime.draft_policy.round_times import RoundTimes
+from specdec.runtime.draft_policy import DraftPolicy, RoundTimes, draft_ladder
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, llama_timings, vllm_figures, why_slower
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.rounds.result import NO_DRAFT
@@ -48,9 +48,8 @@ def right(make_target, make_engine, random_prompt, greedy_oracle, scripted):
 
 def in_turn(engine, *depths):
     """Rounds have chains of these depths in turn."""
-    turn = iter(range(10**6))
-    chosen = lambda choice, shape, *_: shape.with_draft(CHAINS[depths[next(turn) % len(depths)]])  # noqa: E731
-    engine.steps._with_chosen_draft = chosen
+    shape_for, turn = engine.steps.shape_for, itertools.cycle(CHAINS[depth] for depth in depths)
+    engine.steps.shape_for = lambda *asked: shape_for(*asked)._replace(draft=next(turn))
 
 
 # by depth

@@ -14,7 +14,7 @@ from crowd import make_crowd
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
-from specdec.runtime.rounds.round_shapes import batch_buckets, prefix_buckets
+from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets
 
 from inside import StatesNeeded, assert_idle, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep_cases, examples
@@ -223,9 +223,9 @@ def test_a_prefix_that_may_seem_longer_than_a_row_has_the_widest_tables(small_en
     """A round that is not settled counts with all of its nodes."""
     engine = small_engine()
     serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=4)])
-    graphs, most = engine.steps.captured_rounds, engine.table.slots.host.shape[1] - 1
-    shape = next(iter(captured_rounds(engine)))
-    assert graphs.bucket(shape._replace(max_committed_len=most + 5)).max_committed_len == most
+    most = engine.table.slots.host.shape[1] - 1
+    shape = next(iter(captured_rounds(engine)))._replace(max_committed_len=most + 5)
+    assert captured_shape(engine.state, shape).max_committed_len == most
 
 
 def test_true_needs_a_gpu(make_target, make_engine) -> None:

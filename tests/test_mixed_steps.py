@@ -115,7 +115,7 @@ def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_pr
     for _ in range(6):
         engine.step()
         [left] = engine.steps.launches.unsettled
-        assert left.drawing == [] and [r.id for r in left.requests] == [1]
+        assert left.drawing == [] and [r.id for r in left.batch.requests] == [1]
     stream.abort()
 
 

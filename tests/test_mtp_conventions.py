@@ -121,7 +121,7 @@ def warnings_of(planted: Planted, module: Path, caplog: pytest.LogCaptureFixture
     config = EngineConfig(max_batch_size=8, max_model_len=256, dtype="float32")
     with Engine.from_pretrained(planted.folder, module, config=config) as engine:
         engine.generate(planted.prompts[:8], SamplingParams(max_new_tokens=64, ignore_eos=True))
-        assert engine._conventions.after_step is convention_watch.watch_nothing  # it has judged
+        assert engine._conventions.is_done  # it has judged
     return [said for said in caplog.messages if said.startswith(SAID)]
 
 
@@ -184,7 +184,7 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
         assert {b - a for a, b in itertools.pairwise(counts)} == {0, 1} and len(done) == 100
         steps = [number for number, (a, b) in enumerate(itertools.pairwise(counts)) if b > a]
         assert {b - a for a, b in itertools.pairwise(steps)} == {8}
-        assert engine._conventions.after_step is convention_watch.watch_nothing
+        assert engine._conventions.is_done
 
 
 def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:

@@ -24,8 +24,8 @@ from specdec.runtime.prompts.prompt_budget import (
 
 from marks import examples
 
-GPU = PromptBudget.from_settings(None, None, "cuda")
-CPU = PromptBudget.from_settings(None, None, "cpu")
+GPU = PromptBudget.from_config(EngineConfig(), "cuda")
+CPU = PromptBudget.from_config(EngineConfig(), "cpu")
 
 
 def load_of(tokens: int, prefix: int = 0) -> PromptLoad:
@@ -261,13 +261,15 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert capped(GPU, 1.2e-4).while_decoding == 1792  # 1,833
     assert capped(GPU, 1e-6).while_decoding == 8192  # a quick model
     assert capped(GPU, 1.0).while_decoding == MIN_CAP  # it must get on
-    assert capped(PromptBudget.from_settings(3000, None, "cuda")).while_decoding == 3000  # somebody has said it
+    assert (
+        capped(PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")).while_decoding == 3000
+    )  # somebody has said it
     assert capped(CPU).while_decoding == 96
 
 
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
     gap = timed(0.004)
-    fixed = PromptBudget.from_settings(3000, None, "cuda")
+    fixed = PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")
     assert gap.tokens(fixed, 1, 30_000) == 3000
     said = gap.promised(fixed, 32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))
@@ -369,19 +371,21 @@ def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
 def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     """2,048 tokens take a CPU as long as ten rounds: streams stood still meanwhile."""
     assert EngineConfig().max_prefill_tokens is None
-    cpu, gpu = (PromptBudget.from_settings(None, None, device) for device in ("cpu", "cuda"))
+    cpu, gpu = (PromptBudget.from_config(EngineConfig(), device) for device in ("cpu", "cuda"))
     assert [room.while_decoding for room in (cpu, gpu)] == [96, 8192]
     assert [room.idle_tokens(10_000) for room in (cpu, gpu)] == [384, 8192]
     assert [room.idle_tokens(300) for room in (cpu, gpu)] == [300, 300]
     for device, least in (("cpu", 16), ("cuda", 64)):
-        assert PromptBudget.from_settings(7, 5, device) == PromptBudget(7, 7, 5, user_set=True, min_tokens=least)
+        assert PromptBudget.from_config(EngineConfig(max_prefill_tokens=7, prefill_chunk=5), device) == PromptBudget(
+            7, 7, 5, user_set=True, min_tokens=least
+        )
     assert (cpu.chunk, gpu.chunk) == (512, 8192)
-    assert PromptBudget.from_settings(None, None, "cuda", recurrent=True).chunk == 2048  # a prefix ends with a chunk
+    assert PromptBudget.from_config(EngineConfig(), "cuda", recurrent=True).chunk == 2048  # a prefix ends with a chunk
 
 
 def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.scheduler.prompt_budget == PromptBudget.from_settings(None, engine.config.prefill_chunk, "cpu")
+    assert engine.scheduler.prompt_budget == PromptBudget.from_config(engine.config, "cpu")
 
 
 @pytest.mark.parametrize("beside", [1, 3])

@@ -8,9 +8,9 @@ import torch
 
 import specdec.runtime.warm_up
 from specdec import SamplingParams, SpecConfig
+from specdec.config import EngineConfig
 from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import start_forward_of
-from specdec.runtime import startup_timing
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
 
 from inside import (
@@ -320,7 +320,7 @@ def gap_of(round_seconds: float) -> PromptGap:
 
 
 def test_parts_beside_a_round_fit_half_of_it() -> None:
-    room = PromptBudget.from_settings(None, None, "cuda")
+    room = PromptBudget.from_config(EngineConfig(), "cuda")
     for round_seconds in (4.8e-3, 9e-3, 30e-3):
         gap = gap_of(round_seconds)
         for prefix in (0, 4096, 32768):
@@ -337,7 +337,7 @@ def test_parts_beside_a_round_fit_half_of_it() -> None:
 
 def test_a_queue_of_prompts_is_not_divided() -> None:
     """Sixteen that wait have eight rounds of time, in which thousands of tokens are read as before."""
-    gap, room = gap_of(4.8e-3), PromptBudget.from_settings(None, None, "cuda")
+    gap, room = gap_of(4.8e-3), PromptBudget.from_config(EngineConfig(), "cuda")
     assert gap.tokens(room, 16, 0) > 2048
     assert gap.seconds_allowed(room, 16, PromptLoad(2048, 2048**2 / 2)) is None
     assert gap.seconds_allowed(room._replace(user_set=True), 1, PromptLoad(200, 200**2 / 2)) is None
@@ -363,7 +363,7 @@ def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
     assert scene.engine.stats().captures.made == made
 
 
-def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(make_engine, make_target, monkeypatch):
+def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(make_engine, make_target, measured, monkeypatch):
     """A replayed forward reads what is there. Once that was no prefix, and attention over one took no time."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     seen, load_chunks = set(), ChunkProgram.load_chunks
@@ -374,8 +374,8 @@ def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(make_engine
         load_chunks(program, rows, chunk_len)
 
     monkeypatch.setattr(ChunkProgram, "load_chunks", watched)
-    for name in ("time_prompts", "time_rounds"):  # tests do without otherwise
-        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(startup_timing, name))
+    for name, function in measured.items():
+        monkeypatch.setattr(specdec.runtime.warm_up, name, function)
     capture_on_tape(monkeypatch)
     make_engine(make_target("gemma4-e2b"), max_batch_size=1, max_model_len=300, prefill_chunk=None)
     assert len(seen) > 1 and all(host == device for host, device in seen)

@@ -12,7 +12,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
-from specdec.runtime import sizing, startup_timing
+from specdec.runtime import sizing
 
 from inside import assert_idle
 from marks import deep, examples, is_deep
@@ -164,7 +164,7 @@ def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, trut
         assert state.folded_len[0] == (len(prompt) + NEW - 1) // 16 * 16 and state.matrices[0].any()
 
 
-def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engine) -> None:
+def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engine, measured) -> None:
     """They are timed in the padding row. Its state was at the beginning, so that a GPU folded the prefix from slots
     that no table has: an illegal memory access."""
     engine = make_engine(make_target("qwen3_5"), max_model_len=300)
@@ -174,7 +174,7 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
     def read(rows: Any, length: Any, states: Any) -> None:
         seen.append((int(round.cache.table.committed_len.host[rows[0]]), int(state.folded_len[rows[0]])))
 
-    startup_timing.time_prompts(round, engine.scheduler.prompt_gap, read, 64)
+    measured["time_prompts"](round, engine.scheduler.prompt_gap, read, 64)
     assert max(seen) > (100, 100) and all(0 <= prefix - folded < 16 for prefix, folded in seen)
 
 

@@ -20,7 +20,7 @@ from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
-from specdec.runtime.rounds.result import RoundShape, empty_result
+from specdec.runtime.rounds.result import DraftShape, RoundShape, empty_result
 from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, SamplerFeatures, SamplingTable
 
 from marks import deep, slow
@@ -213,7 +213,7 @@ def distinct(tree: DraftTree) -> DraftTree:
 
 
 def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
-    shape = RoundShape(2, 9, 2, 1, 3, SamplerFeatures.from_params([]), None)
+    shape = RoundShape(2, 9, DraftShape(2, 1, 3), SamplerFeatures.from_params([]), None)
     (packed, rows, stamps), clock = empty_result(shape, 3, DEVICE), StageClock(DEVICE)
     packed.fill_(-1)
     rows.copy_(torch.arange(14, device=DEVICE).view(2, 7))

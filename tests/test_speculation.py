@@ -11,6 +11,7 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Worker
 from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
+from specdec.runtime.rounds.result import NO_DRAFT
 
 from inside import capture_on_tape
 from marks import deep, deep_cases, slow
@@ -86,7 +87,7 @@ def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt
     engine, run, seen = engine_for("mtp"), DecodeRound.run, []
 
     def spying(decode):
-        seen.append((decode.shape.num_steps, decode.shape.topk, decode.shape.num_nodes))
+        seen.append(tuple(decode.shape.draft)[:3])
         return run(decode)
 
     def rounds_of(*kinds):
@@ -107,7 +108,7 @@ def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
     for pair in itertools.combinations_with_replacement((None, False, SpecConfig(2, 2)), 2):
         engine.generate([random_prompt(9)] * 2, [asking(kind, max_new_tokens=6) for kind in pair])
     shapes = engine.steps.captured_rounds._captured
-    assert {(s.num_steps, s.topk, s.num_nodes) for s in shapes} == {(3, 2, 6), (0, 1, 1)}
+    assert {tuple(shape.draft)[:3] for shape in shapes} == {(3, 2, 6), (0, 1, 1)}
 
 
 def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, random_prompt):
@@ -117,9 +118,9 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
     engine.step()
     while [launched.drawing for launched in engine.steps.launches.unsettled] != [None]:
         engine.step()
-    shape = engine.steps.shape_for(engine.scheduler.running, [5])
+    shape = engine.steps.shape_for(engine.scheduler.batches.batch_of(engine.scheduler.running), [5])
     committed = int(engine.table.committed_len.host[0])
-    assert committed >= 9 and (shape.num_nodes, shape.max_committed_len) == (1, committed + 6)
+    assert committed >= 9 and (shape.draft, shape.max_committed_len) == (NO_DRAFT, committed + 6)
     handle.abort()
 
 

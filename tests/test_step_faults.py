@@ -68,7 +68,7 @@ def breaks(engine, bad, error=ValueError, *, where="round", names=False):
     whole = getattr(owner, name)
 
     def broken(launched, *rest):
-        for request in launched if where == "round" else launched.batch.requests:
+        for request in (launched if where == "round" else launched.batch).requests:
             if request.prompt == bad:
                 raise name_row(error("no such thing"), request.row) if names else error("no such thing")
         return whole(launched, *rest)
@@ -80,9 +80,9 @@ def raises_first(engine, fault):
     """`fault(requests)` is called before each round."""
     whole = engine.steps.launch_round
 
-    def broken(requests, *rest):
-        fault(requests)
-        return whole(requests, *rest)
+    def broken(batch, *rest):
+        fault(batch.requests)
+        return whole(batch, *rest)
 
     engine.steps.launch_round = broken
 

@@ -118,7 +118,7 @@ def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_en
     def first_turn():
         inside.set()
         waiting.wait()
-        while not engine._turns.awaited:  # the other stands in the queue
+        while len(engine._turns._threads) < 2:  # the other stands in the queue
             pass
 
     def busy():

@@ -97,7 +97,7 @@ def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch
         kept, length = engine.cache.bytes_by_group(), engine.max_model_len
     assert list(kept) == ["full", "window 64"] and length == 16384
     token = 2 * 2 * 8 * 4  # K and V of one layer
-    room = sizing.PromptBudget.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
+    room = sizing.PromptBudget.from_config(config, "cpu")
     need = token * (
         8 * (64 - 1 + MAX_UNREAD + spec.num_nodes) + max(room.while_idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
     )

@@ -34,12 +34,11 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
-from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.rounds import captured_rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.runtime.settling import commit_chunks_on_host
+from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host
 
 WIDTH = 32
 PASSES = 5

@@ -9,7 +9,7 @@ changes a request.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, Unpack
 
@@ -57,35 +57,30 @@ class AnsweredText(NamedTuple):
 
 
 class ConventionWatch:
-    """Collects answers until they have WATCHED tokens, then judges them.
-
-    after_step: called with the requests that ended in a step and those that run. `watch_nothing`: there is nothing to
-    judge.
-    """
+    """Collects answers until they have WATCHED tokens, then judges them. is_done: there is nothing to judge, or it has
+    judged."""
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
-        model = None if drafter is None else model_of(drafter)
-        self._target, self._model = target, model
-        self._ended: list[Request] = []
-        self._waited = 0  # steps since the last forward of the judgement
-        self.after_step: Callable[[Sequence[Request], Sequence[Request]], None] = watch_nothing
+        self._target, self._model = target, None if drafter is None else model_of(drafter)
         # dense forwards support neither recurrent layers nor several devices
-        if isinstance(model, NativeMtpDrafter) and not target.recurrent and target.ranks is None:
-            self.after_step = self._collect
+        is_watched = isinstance(self._model, NativeMtpDrafter) and not target.recurrent and target.ranks is None
+        self.is_done = not is_watched
+        self._ended: list[Request] = []
+        self._parts: Iterator[None] | None = None  # the judgement, once there are enough tokens
+        self._waited = 0  # steps since the last forward of the judgement
 
-    def _collect(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Count committed tokens after a step, and begin the judgement if there are enough. Copies nothing before."""
-        self._ended += filter(is_long_enough, ended)
-        decoding = [each for each in running if each.state is RequestState.DECODE and is_long_enough(each)]
-        answered = self._ended + decoding
-        if sum(request.num_output for request in answered) >= WATCHED:
+    def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
+        """Watch a step: the requests that ended in it, and those that run. Copies nothing before there are WATCHED
+        tokens; then it runs one forward of the judgement every PAUSE steps, or all that are left if no request runs."""
+        if self._parts is None:
+            self._ended += filter(is_long_enough, ended)
+            decoding = [each for each in running if each.state is RequestState.DECODE and is_long_enough(each)]
+            answered = self._ended + decoding
+            if sum(request.num_output for request in answered) < WATCHED:
+                return
             assert isinstance(self._model, NativeMtpDrafter)
             self._parts = judge(self._target, self._model, list(map(AnsweredText.from_request, answered)))
-            self._ended, self.after_step = [], self._judge
-            self._judge(ended, running)
-
-    def _judge(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Run one forward of the judgement every PAUSE steps, or all that are left if no request runs."""
+            self._ended = []
         self._waited += 1
         if running and self._waited < PAUSE:
             return
@@ -96,11 +91,7 @@ class ConventionWatch:
                     return
         except Exception as error:  # such as out of memory: then no warning is given
             logger.info("the conventions of the MTP modules were not measured: %s", error)
-        self.after_step = watch_nothing
-
-
-def watch_nothing(ended: Sequence[Request], running: Sequence[Request]) -> None:
-    """Watch nothing."""
+        self.is_done = True
 
 
 def is_long_enough(request: Request) -> bool:

@@ -15,7 +15,7 @@ from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.page_pool import PagePool
 from specdec.models.target import TargetModel
-from specdec.runtime.draft_policy.draft_stats import DraftStats
+from specdec.runtime.draft_reports import DraftStats
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import RequestStats
 from specdec.runtime.rounds.device_state import DeviceState

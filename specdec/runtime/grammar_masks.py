@@ -7,10 +7,10 @@ import torch
 
 from specdec.errors import is_fault
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.launched_step import copy_to_host, event_now
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.settling import copy_to_host, event_now
 from specdec.sampling.grammars.grammar import GrammarState, compute_masks, tree_masks
 from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
@@ -35,11 +35,6 @@ def prepare_masks(requests: Sequence[Request]) -> list[Request]:
                 raise
             request.fail("grammar", error)
     return guided
-
-
-def forced_counts(requests: Sequence[Request]) -> IntArray:
-    """Number of next tokens that each request's grammar forces, [B]."""
-    return np.array([len(request.forced) for request in requests], dtype=np.int64)
 
 
 def load_forced(state: DeviceState, requests: Sequence[Request], counts: IntArray) -> None:

@@ -17,7 +17,7 @@ from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_f
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request_output import GenerationOutput, RequestStats, RowTotals, StreamDelta
-from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft
+from specdec.runtime.rounds.result import DraftShape, shortened_draft
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer, TokenView
@@ -97,7 +97,7 @@ class Request:
         self._tokens = list(self.prompt)
         self.max_total_len = len(self.prompt) + self.params.max_new_tokens
         self.max_drafts = 0 if self.spec is None else self.spec.depth
-        self.whole_draft = NO_DRAFT if self.spec is None else whole_draft(self.spec)
+        self.whole_draft = shortened_draft(self.spec, self.max_drafts)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
         self.settled = RequestProgress(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
@@ -167,10 +167,7 @@ class Request:
 
     def draft_size(self, remaining: int) -> DraftShape:
         """A draft large enough for a request that may still get `remaining` tokens, the bonus token included."""
-        if self.spec is None or remaining > self.max_drafts:
-            return self.whole_draft
-        num_steps, num_nodes = self.spec.shortened(remaining - 1)
-        return DraftShape(num_steps, self.spec.topk, num_nodes)
+        return self.whole_draft if remaining > self.max_drafts else shortened_draft(self.spec, remaining - 1)
 
     @property
     def grammar_state(self) -> GrammarState | None:

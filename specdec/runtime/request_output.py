@@ -142,9 +142,10 @@ class RowTotals:
         sums = self._sums[row].tolist()
         accepted, drafted = self._by_depth[:, row, : np.count_nonzero(self._by_depth[1, row])].tolist()
         counts = dict(zip(COUNTS, map(int, sums), strict=False))
-        by_depth = {"accepted_counts": accepted, "drafted_counts": drafted}
         seconds = dict(zip(SECONDS, sums[len(COUNTS) :], strict=True))
-        return RequestStats(**counts, **seconds, **by_depth, output_tokens=counts["round_tokens"])  # type: ignore[arg-type]
+        stats = RequestStats(**counts, **seconds, accepted_counts=accepted, drafted_counts=drafted)
+        stats.output_tokens = stats.round_tokens
+        return stats
 
     def of_last_round(self, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
         """Figures of the newest round for a request that ended with its first `taken` tokens: see `Request.settle`."""

@@ -97,9 +97,7 @@ def cache_needs(
         layouts = [layout.in_fp8() for layout in layouts]
     groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(retention, dtype) for layout in layouts) for retention in groups]
-    budget = PromptBudget.from_settings(
-        config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=layout.recurrent
-    )
+    budget = PromptBudget.from_config(config, device_type, recurrent=layout.recurrent)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)

@@ -2,7 +2,7 @@
 
 NOTICE: every token of every request passes through this file. Do not add here: a branch on a model family, a kind of
 drafter or a backend; state or device work of one feature (`rounds/`, `grammar_masks.py`, `prompt_scores.py`); a policy
-(`scheduler.py`, `prompt_budget.py`, `draft_policy/`); a wait for the device outside of settling.
+(`scheduler.py`, `prompt_budget.py`, `draft_policy.py`); a wait for the device outside of settling.
 
 Between two rounds, a decoding request waits for at most one group of chunks. With captured rounds the device always has
 work: the next round is launched before the previous one is settled (`launches.py`), and needs no length that the host
@@ -20,21 +20,20 @@ from specdec.gpu.captures import CaptureStats
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy.draft_policy import DraftPolicy
+from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
-from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
-from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
+from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
 from specdec.runtime.launches import Launches
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
-from specdec.runtime.rounds.captured_rounds import CapturedRounds, HostWorkBetween, no_host_work, run_programs
-from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
+from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape, largest, whole_draft
-from specdec.runtime.rounds.round_shapes import end_drafts, is_rare, round_shape, with_forced
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, largest, whole_draft
+from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import load_requests
+from specdec.runtime.settling import LaunchedStep, copy_to_host, event_now, load_requests
 
 
 class Steps:
@@ -58,10 +57,9 @@ class Steps:
         self.spec = spec
         self.draft_policy = draft_policy
         self.captured_rounds = captured_rounds
-        self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 if rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
-        self.launches = Launches(scheduler, state, self._learn, captured=captured_rounds is not None)
+        self.launches = Launches(scheduler, state, draft_policy, captured=captured_rounds is not None)
         self.prefill = Prefill(scheduler, state, captured_prompts, self.threads)
         state.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
@@ -75,7 +73,7 @@ class Steps:
     def drop_lost(self) -> None:
         """Drop launched work whose rows are lost or whose weights have moved. The next step may be far away."""
         self.prefill.drop_lost()
-        self.launches.drop_lost()
+        self.launches.settle_all(left=len(self.launches.unsettled))  # the oldest whose rows are all lost
 
     def clear_captures(self) -> None:
         for captures in (self.captured_rounds, self.prefill.captured_prompts):
@@ -112,13 +110,12 @@ class Steps:
         batch = self.scheduler.batches.batch_of(requests)
         known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
         remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
-        going_on: Sequence[Request] = batch.requests
         if remaining and min(remaining) <= 0:
             going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
-            remaining = [left for left in remaining if left > 0]
-        if going_on:
-            self.launch_round(going_on, remaining)
-        return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
+            batch, remaining = self.scheduler.batches.batch_of(going_on), [left for left in remaining if left > 0]
+        if batch.requests:
+            self.launch_round(batch, remaining)
+        return self.launches.settle(busy=bool(batch.requests) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, others_decode: bool) -> list[Request]:
         """Read this step's prompt chunks, and launch their draws when all parts have run. others_decode: other requests
@@ -136,21 +133,20 @@ class Steps:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished
 
-    def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
+    def launch_round(self, batch: RequestBatch, remaining: Sequence[int]) -> None:
         """Launch one round of these requests. remaining: tokens that each may still get, at least 1."""
-        batch = self.scheduler.batches.batch_of(requests)
-        rows = batch.rows
+        requests, rows = batch.requests, batch.rows
         ending = end_drafts(self.state, rows, self._unsettled_nodes() + 1 + self.spec.depth)
-        shape = self.shape_for(requests, remaining)
+        shape = self.shape_for(batch, remaining)
         masked = len(restricted(batch.constrained)) > 0  # token rules may end before the request does
         shape = shape._replace(features=shape.features._replace(masked=masked))
-        forced = forced_counts(requests) if masked else np.zeros_like(rows)
+        forced = np.array([len(request.forced) if masked else 0 for request in requests], dtype=np.int64)
         if forced.any():
             captured = self.captured_rounds is not None
             shape = with_forced(shape, self.state, rows, int(forced.max()), captured=captured)
             forced = forced.clip(max=shape.width - 1)
         if self.captured_rounds is not None:
-            shape = self.captured_rounds.bucket(shape)
+            shape = captured_shape(self.state, shape)
         self.state.seat(rows)
         self.state.sampling.load_biases(rows, batch.params, shape.features)
         if shape.forced:
@@ -158,8 +154,8 @@ class Steps:
         self.state.flush()
         self.threads.fit(shape.batch * shape.width)
         draft_depth = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
-        self._catch_up(shape, rows, ending)
-        between: HostWorkBetween = no_host_work
+        catch_up_seconds = self._catch_up(shape, rows, ending)
+        between = None
         if masked:
             between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
         if self.captured_rounds is None:
@@ -167,70 +163,52 @@ class Steps:
         else:
             packed = self.captured_rounds.run(shape, between)
         result, done = copy_to_host(packed), event_now(packed.device, self.state.target.ranks)
-        launched = LaunchedStep(batch, None, shape, DECODE_STAGES, result, draft_depth, forced, None, done)
+        launched = LaunchedStep(
+            batch, None, shape, result, draft_depth, forced, done, catch_up_seconds=catch_up_seconds
+        )
         self.launches.unsettled.append(launched)
 
-    def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
-        """Let the drafter read these rows' unread tokens if a round of this shape requires it."""
+    def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> float:
+        """Let the drafter read these rows' unread tokens if a round of this shape requires it. Returns the seconds that
+        it took; 0 if rounds are captured."""
         begin, unread = time.perf_counter(), self.state.unread
         if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
             if self.captured_rounds is None:
                 self.state.catch_up(shape, num_unread)
             else:
                 self.captured_rounds.catch_up(shape)
-        self._catch_up_seconds = 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
+        return 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
 
-    def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
-        """Shape of the next round of these requests. Captured rounds have few draft shapes: none, the engine's own, and
-        those of the draft ladder."""
-        batch = self.scheduler.batches.batch_of(requests)
-        drafting = self.state.max_drafts.host[batch.rows] > 0  # 0: no drafts, or after the drafter's last position
-        drafts = self._drafts(batch, remaining, drafting)
-        shape = round_shape(self.state, batch.rows, batch.params, drafts, self._unsettled_nodes())
-        if self.draft_policy is None or shape.num_steps == 0:
+    def shape_for(self, batch: RequestBatch, remaining: Sequence[int]) -> RoundShape:
+        """Shape of the next round of these requests. If their drafts are adaptive, the draft policy chooses its draft.
+
+        Captured rounds have few draft shapes: none, the engine's own, and those of the draft ladder; rare ones have
+        only the first two.
+        """
+        rows, policy, captured = batch.rows, self.draft_policy, self.captured_rounds
+        drafting = self.state.max_drafts.host[rows] > 0  # 0: no drafts, or after the drafter's last position
+        draft = self._largest_draft(batch, remaining, drafting)
+        shape = round_shape(self.state, rows, batch.params, draft, self._unsettled_nodes())
+        if policy is None or not draft.num_steps:
             return shape
-        min_draft = largest(self._drafts(batch, remaining, drafting & batch.fixed))
-        return self._with_chosen_draft(self.draft_policy, shape, batch.rows, remaining, min_draft)
+        bucket = shape if captured is None else captured_shape(self.state, shape)
+        if captured is not None and is_rare(bucket):
+            return shape
+        min_draft = self._largest_draft(batch, remaining, drafting & batch.fixed)
+        max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
+        unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.is_round]
+        chosen = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
+        if captured is None and chosen.num_steps:  # no deeper than any request can use
+            chosen = draft._replace(by_lookup=chosen.by_lookup)
+        return shape._replace(draft=chosen)
 
-    def _drafts(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
-        """Drafts of the requests that are `drafting` [B]."""
+    def _largest_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
+        """The smallest draft that suffices for the requests that are `drafting` [B]."""
         if self.captured_rounds is not None:
-            return {whole_draft(self.spec)} if drafting.any() else set()
-        return {batch.requests[i].draft_size(remaining[i]) for i in np.flatnonzero(drafting).tolist()}
+            return whole_draft(self.spec) if drafting.any() else NO_DRAFT
+        each = zip(batch.requests, remaining, drafting, strict=True)
+        return largest({request.draft_size(left) for request, left, drafts in each if drafts})
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""
         return self.launches.num_rounds * (1 if self.state.worker is None else self.spec.num_nodes)
-
-    def _with_chosen_draft(
-        self,
-        policy: DraftPolicy,
-        shape: RoundShape,
-        rows: IntArray,
-        remaining: Sequence[int],
-        min_draft: DraftShape,
-    ) -> RoundShape:
-        """This shape with the draft that `policy` selects. Rare captured rounds have only one draft. min_draft: the
-        smallest draft allowed, since some requests have `adaptive=False`."""
-        bucket = shape if self.captured_rounds is None else self.captured_rounds.bucket(shape)
-        if self.captured_rounds is not None and is_rare(bucket):
-            return shape
-        max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
-        unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
-        if self.captured_rounds is None and draft.num_steps:  # no deeper than any request can use
-            draft = shape.draft._replace(by_lookup=draft.by_lookup)
-        return shape.with_draft(draft)
-
-    def _learn(
-        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
-    ) -> None:
-        """Update the draft policy from a settled round: see `launches.Learn`."""
-        if self.draft_policy is None or shape.forced or (self.captured_rounds is not None and is_rare(shape)):
-            return
-        rows = table_rows(requests)
-        drafting = result.draft_depth > 0
-        drafted = rows[drafting], result.length[drafting] - 1, result.draft_depth[drafting]
-        chosen = not any(request.has_fixed_draft for request in requests)
-        brought = gained / len(requests) if chosen else 0.0
-        self.draft_policy.learn(shape.draft, shape.batch, seconds + self._catch_up_seconds, drafted, brought)

@@ -5,19 +5,36 @@
     prompts    short ones are captured, long ones only timed: the times decide the prompt tokens of a step
     parts      the parts of short forwards, which steps run one by one
 
-Other shapes are captured when they first occur.
+Other shapes are captured when they first occur. The rows that are timed belong to no request: their slots are null
+slots, and the state is reset afterwards. Times are read from the device's clock, so host time does not count.
 """
 
-import numpy as np
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import torch
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
-from specdec.runtime.draft_policy.round_times import RoundTimes
+from specdec.runtime.draft_policy import RoundTimes
+from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
-from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS, token_buckets
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape, whole_draft
-from specdec.runtime.rounds.round_shapes import batch_buckets, prefix_buckets, round_shape
-from specdec.runtime.startup_timing import time_prompts, time_rounds
+from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets, round_shape
 from specdec.runtime.steps import Steps
+
+REPEATS = 8
+"""Rounds to run per shape; only the second half is timed."""
+
+MAX_FEW_TOKENS = 256
+"""Most prompt tokens of a step while others decode: all sizes up to it are timed and captured."""
+
+MAX_PREFIX = 16384
+"""Longest prefix in tokens after which a prompt is timed; `max_model_len` may shorten it."""
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -30,7 +47,7 @@ def warm_up(steps: Steps) -> None:
     own = NO_DRAFT if state.worker is None else whole_draft(steps.spec)
     drafts = [own] if steps.draft_policy is None else steps.draft_policy.shapes
     shapes = [
-        captured_rounds.bucket(round_shape(state, NO_ROWS, [], [draft], 0)._replace(batch=size))
+        captured_shape(state, round_shape(state, NO_ROWS, [], draft, 0)._replace(batch=size))
         for size in reversed(batch_buckets(steps.table.max_requests))
         for draft in reversed(drafts)
     ]
@@ -53,7 +70,7 @@ def warm_up(steps: Steps) -> None:
                     seconds = np.reshape(time_rounds(captured_rounds, shapes, update), (-1, len(drafts)))[:, ::-1]
                 sizes = [shape.batch for shape in shapes[:: len(drafts)]]
                 steps.draft_policy.times.update(zip(sizes, map(RoundTimes, seconds), strict=True))
-            _time_prompts(steps, captured_rounds, shapes[0])
+            _fit_prompt_budget(steps, captured_rounds, shapes[0])
         steps.restart([])
     captured_rounds.store.uncaptured["rounds"] = 0  # warm-up runs do not count
 
@@ -64,7 +81,7 @@ def _run(steps: Steps, captured_rounds: CapturedRounds, shape: RoundShape) -> No
     captured_rounds.run(shape)
 
 
-def _time_prompts(steps: Steps, captured_rounds: CapturedRounds, largest: RoundShape) -> None:
+def _fit_prompt_budget(steps: Steps, captured_rounds: CapturedRounds, largest: RoundShape) -> None:
     """Time prompts, and fit the prompt tokens of a step to these times."""
     [longest] = time_rounds(captured_rounds, [largest], lambda _: None)
     gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_budget
@@ -87,6 +104,81 @@ def _capture_parts(steps: Steps) -> None:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
             found = captured_prompts.begin_forward(rows, length, needed, divided=True)
             if found is not None:
-                for program in found.programs:
-                    program()
-                found.read()
+                found.run()
+
+
+def time_rounds(
+    captured_rounds: CapturedRounds, shapes: Sequence[RoundShape], done: Callable[[int], None]
+) -> list[float]:
+    """Median seconds of a round of each of these captured, bucketed shapes. done: called with the number of finished
+    shapes.
+
+    Each round begins with random tokens: equal tokens would choose equal experts, and rows of short texts may draw the
+    same token.
+    """
+    state = captured_rounds.state
+    table, generator = state.cache.table, torch.Generator().manual_seed(0)
+    seconds = []
+    for number, shape in enumerate(shapes, start=1):
+        rows = np.arange(shape.batch, dtype=np.int64)
+        table.committed_len.clear()
+        state.seat(rows)
+        state.max_drafts[rows] = np.full_like(rows, shape.depth)
+        state.flush()
+        room = (table.slots.host.shape[1] - 1) // shape.depth  # rounds until a row is full, if all drafts are right
+        stamps = []
+        for _ in range(min(REPEATS, room)):
+            tokens = torch.randint(state.target.vocab_size, (shape.batch, 1), generator=generator).to(state.device)
+            newest = table.committed_len.tensor[: shape.batch, None]
+            state.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
+            stamps.append(captured_rounds.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
+        timed = torch.stack(stamps[len(stamps) // 2 :]).cpu()
+        seconds.append(float((timed[:, -1] - timed[:, 0]).double().median()) / 1e9)
+        done(number)
+    return seconds
+
+
+def time_prompts(
+    state: DeviceState, gap: PromptGap, read: Callable[[IntArray, IntArray, StatesNeeded], object], max_tokens: int
+) -> None:
+    """Time forwards over prompts for `gap`: few tokens; a quarter, half and all of `max_tokens`; few tokens after a
+    long prefix. The fastest of three runs counts. read: reads rows [R] of these lengths [R] and makes the requested
+    final states.
+
+    These runs also capture the forwards over few tokens, so no request waits for a capture later.
+    """
+    table = state.cache.table
+    longest = table.slots.host.shape[1] - 1
+
+    def spent(count: int, prefix: int, needed: StatesNeeded) -> float:
+        length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
+        rows = np.full_like(length, table.padding_row)
+        table.committed_len[table.padding_row] = prefix
+        state.cache.pad_states(prefix)
+        state.flush()  # replays read the device's copy
+        seconds = []
+        for _ in range(4):
+            state.clock.start("prefill")
+            read(rows, length, needed)
+            begin, end = state.clock.stop().tolist()
+            seconds.append((end - begin) / 1e9)
+        table.committed_len[table.padding_row] = 0
+        fastest: float = max(1e-9, min(seconds[1:]))
+        if needed is within:
+            gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
+        return fastest
+
+    within, ending = (state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True))
+    few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, max_tokens)]
+    for count in few:
+        begin = spent(count, 0, within)
+        if ending is not within:
+            gap.ending = max(gap.ending, spent(count, 0, ending) - begin)
+    for count in sorted({max(1, max_tokens // 4), max(2, max_tokens // 2), max(3, max_tokens)}):
+        spent(count, 0, within)
+    runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
+    for needed in {within, ending}:  # compiles the kernels for many short prompts
+        read(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed)
+    if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
+        for count in sorted({few[len(few) // 2], few[-1]}):
+            spent(count, prefix, within)

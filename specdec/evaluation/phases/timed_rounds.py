@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
-from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.request import Request
 from specdec.runtime.request_output import StreamDelta
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.scheduler import RequestBatch
+from specdec.runtime.settling import LaunchedStep
 from specdec.runtime.steps import Steps
 
 WARM_UP = 6
@@ -86,8 +86,8 @@ class WatchedSteps(Steps):
         self.__dict__.update(vars(steps))
         self.passed: list[_ArrivedRound] = []
 
-    def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
-        super().launch_round(requests, remaining)
+    def launch_round(self, batch: RequestBatch, remaining: Sequence[int]) -> None:
+        super().launch_round(batch, remaining)
         step = self.launches.unsettled.pop()
         inherited = {each.name: getattr(step, each.name) for each in fields(step)}
         self.launches.unsettled.append(_WatchedRound(**inherited, passed=self.passed))

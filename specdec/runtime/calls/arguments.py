@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -89,13 +89,29 @@ def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
     return SpecConfig(steps, spec.topk, spec.num_draft_tokens, spec.adaptive)
 
 
-def require_depth(spec: SpecConfig, drafter: Any) -> None:
-    """Raise ConfigError if `spec` asks for more levels than the drafter has."""
+def require_suitable(spec: SpecConfig, config: EngineConfig, target: Any, drafter: Any) -> None:
+    """Raise ConfigError for settings that do not suit the target and the drafter as they were made."""
     max_steps = getattr(drafter, "max_steps", None)
     if max_steps is not None and spec.num_steps > max_steps:
         raise ConfigError(
             f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {max_steps} tokens a round; give "
             f"spec=SpecConfig(num_steps={max_steps}), or fewer"
+        )
+    if config.finished_tokens and drafter is not None and not getattr(drafter, "reads_finished", False):
+        raise ConfigError(
+            f"finished_tokens={config.finished_tokens}, and drafter {drafter.name} proposes nothing of finished "
+            "requests; give drafter='suffix', or [drafter, 'suffix'], or finished_tokens=0"
+        )
+    for part in (target, drafter):
+        reason = getattr(part, "unfused", None)
+        if config.fused is True and reason is not None:
+            raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
+    if config.fused is False and target.unfused is None:
+        raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
+    if target.ranks is not None and len(target.ranks) != config.tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel={config.tensor_parallel}, but the target is shared by {len(target.ranks)} devices "
+            "already; give the same number, or load it anew"
         )
 
 
@@ -112,15 +128,6 @@ def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
         )
 
 
-def require_reads_finished(finished_tokens: int, drafter: Any) -> None:
-    """Raise ConfigError if the engine would keep texts of finished requests although the drafter does not read them."""
-    if finished_tokens and drafter is not None and not getattr(drafter, "reads_finished", False):
-        raise ConfigError(
-            f"finished_tokens={finished_tokens}, and drafter {drafter.name} proposes nothing of finished requests; "
-            "give drafter='suffix', or [drafter, 'suffix'], or finished_tokens=0"
-        )
-
-
 def require_adaptive_lookup(spec: SpecConfig, drafter: Any) -> None:
     """Raise ConfigError if a model and a lookup are given but drafts are fixed: the lookup would never draft."""
     if not spec.adaptive and getattr(drafter, "has_lookup", False):
@@ -128,16 +135,6 @@ def require_adaptive_lookup(spec: SpecConfig, drafter: Any) -> None:
             f"adaptive=False, and each round of {drafter.name} has the draft that is expected to bring most; give "
             "spec=SpecConfig(adaptive=True), or one drafter"
         )
-
-
-def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
-    """Check that parts were made as `fused` says: True requires all of them fused, False none."""
-    for part in (target, drafter):
-        reason = getattr(part, "unfused", None)
-        if fused is True and reason is not None:
-            raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
-    if fused is False and target.unfused is None:
-        raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
 
 
 def require_kv_dtype(target: Any, config: EngineConfig) -> None:
@@ -173,15 +170,6 @@ def caches_states(target: Any, drafter: Any) -> bool:
         target.name,
     )
     return False
-
-
-def require_ranks(ranks: Sized | None, count: int) -> None:
-    """Raise ConfigError for a target that is already shared by another number of devices than `count`."""
-    if ranks is not None and len(ranks) != count:
-        raise ConfigError(
-            f"tensor_parallel={count}, but the target is shared by {len(ranks)} devices already; give the same number, "
-            "or load it anew"
-        )
 
 
 def require_type(name: str, value: object, wanted: type) -> None:

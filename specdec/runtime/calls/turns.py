@@ -36,10 +36,6 @@ class Turns:
         self._newest = self._present = threading.Lock()
         self._threads: dict[threading.Lock, int] = {}  # threads that have a turn or wait for one
 
-    @property
-    def awaited(self) -> bool:
-        return self._newest is not self._present and self._newest.locked()
-
     def run(self, work: Callable[[], T]) -> T:
         """Wait for a turn and do this work in it.
 
@@ -62,7 +58,7 @@ class Turns:
                 while not self._take(mine):  # free at once, unless a thread gave up waiting or `attempt` holds it
                     with self._present:
                         pass
-                return work()
+                return with_modes_restored(work)
             finally:
                 del self._threads[mine]  # no call, so no exception can be raised here
 
@@ -77,7 +73,7 @@ class Turns:
                 self._threads[mine] = here
                 if not self._take(mine):
                     return False
-                work()
+                with_modes_restored(work)
                 return True
             finally:
                 del self._threads[mine]

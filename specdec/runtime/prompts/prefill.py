@@ -23,7 +23,6 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
-from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import scoring_of
 from specdec.runtime.request import Request
@@ -42,9 +41,9 @@ from specdec.runtime.rounds.prompt_chunks import (
     whole_chunk,
 )
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
-from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import commit_chunks_on_host
+from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host, copy_to_host, event_now
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SamplerFeatures
 
@@ -128,11 +127,9 @@ class Prefill:
             self.reading = self._begin_reading(requests, chunk_len, others_decode=others_decode)
         reading = self.reading
         self._threads.fit(int(reading.chunk_len.sum()))
-        gap, seconds = self._scheduler.prompt_gap, None
-        if others_decode:
-            seconds = gap.seconds_allowed(self._scheduler.prompt_budget, self._scheduler.num_waiting, reading.load)
+        seconds = self._seconds_allowed(reading.load) if others_decode else None
         self._state.clock.start(*PREFILL_STAGES)
-        reading.advance(gap, seconds, waits=self._state.device.type == "cpu")
+        reading.advance(self._scheduler.prompt_gap, seconds, waits=self._state.device.type == "cpu")
         if reading.is_complete:
             self.reading = None
         else:
@@ -148,7 +145,7 @@ class Prefill:
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
-        shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerFeatures.from_params(params), max_logprobs(params))
+        shape = RoundShape(len(drawn), 0, NO_DRAFT, SamplerFeatures.from_params(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
         state.sampling.load_biases(rows[chosen], params, shape.features)
         state.flush()
@@ -164,17 +161,22 @@ class Prefill:
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
         result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
-        launched = LaunchedStep(batch, drawing, shape, PREFILL_STAGES, result, none, none, scores, event)
+        launched = LaunchedStep(batch, drawing, shape, result, none, none, event, scores)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 
     def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk:
         """Run the target over prompt chunks; short ones are captured. needed: see `Chunk`."""
-        chunk = None if self.captured_prompts is None else self.captured_prompts.read(rows, chunk_len, needed)
-        if chunk is None:
-            runs = upload(np.stack([rows, chunk_len]), self._state.device)
-            chunk = read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
-        return chunk
+        captured = self.captured_prompts
+        if captured is not None and (parts := captured.begin_forward(rows, chunk_len, needed)) is not None:
+            return parts.run()
+        runs = upload(np.stack([rows, chunk_len]), self._state.device)
+        return read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
+
+    def _seconds_allowed(self, load: PromptLoad) -> float | None:
+        """See `PromptGap.seconds_allowed`."""
+        scheduler = self._scheduler
+        return scheduler.prompt_gap.seconds_allowed(scheduler.prompt_budget, scheduler.num_waiting, load)
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
@@ -185,11 +187,7 @@ class Prefill:
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends_prompt = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
-        budget, load = self._scheduler.prompt_budget, PromptLoad.from_runs(done, chunk_len)
-        divided = (
-            others_decode
-            and self._scheduler.prompt_gap.seconds_allowed(budget, self._scheduler.num_waiting, load) is not None
-        )
+        divided = others_decode and self._seconds_allowed(PromptLoad.from_runs(done, chunk_len)) is not None
         found = None
         if divided and self.captured_prompts is not None:
             found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)

@@ -115,6 +115,7 @@ class Prefixes:
         if cache is not None:
             pairs = len(cache.models) > 1  # a drafter's K/V may depend on the next token
             self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
+            self._table = cache.table
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
             self._in_progress = PromptsInProgress(self._cache)
@@ -125,16 +126,15 @@ class Prefixes:
         Only running requests of lower rank count, so no two requests wait for each other. A request waits for the one
         found first until that prefix is complete.
         """
-        if self._cache is None:
+        if (cache := self._usable_cache()) is None:
             return False
-        self._clear_if_weights_changed()
         reader = self._in_progress.get(request.awaited_request)
         if reader is not None and reader.rank < rank and self._is_computing(reader.request, request.awaited_prefix_len):
             return True
         key, salt = self._key(request)[: request.prefill_target - 1], salt_of(request)
         if len(key) < WORTH_WAITING:
             return False
-        cached = min(len(self._cache.match_prefix(key, salt)) * self._cache.page_size, request.max_cached)
+        cached = min(len(cache.match_prefix(key, salt)) * cache.page_size, request.max_cached)
         scored = request.max_cached < request.prefill_target - 1  # it needs scores that only its own samples compute
         found: list[tuple[int, PromptReader]] = []
         for common, reader in self._in_progress.sharing(key, salt, cached + WORTH_WAITING):
@@ -148,19 +148,16 @@ class Prefixes:
 
     def cached_pages(self, request: Request) -> IntArray:
         """The cached pages that a waiting request would adopt if it got a row now. Changes nothing."""
-        if self._cache is None:
-            return NO_PAGES
-        self._clear_if_weights_changed()
-        return self._cache.match_prefix(self._adoptable(request), salt_of(request))
+        cache = self._usable_cache()
+        return NO_PAGES if cache is None else cache.match_prefix(self._adoptable(request), salt_of(request))
 
     def adopt_prefix(self, request: Request, rank: Rank) -> None:
         """Fill the row of an admitted request with the cached pages of its prompt."""
-        if self._cache is None:
+        if (cache := self._usable_cache()) is None:
             return
-        self._clear_if_weights_changed()
         key, salt = self._key(request)[: request.prefill_target], salt_of(request)
         self._began[request.row] = self._era
-        adopted = self._cache.adopt(request.row, self._adoptable(request), salt)
+        adopted = cache.adopt(request.row, self._adoptable(request), salt)
         if request.num_output == 0 and request.stats.preemptions == 0:
             request.stats.cached_tokens = adopted
         if len(key) >= WORTH_WAITING:
@@ -168,18 +165,17 @@ class Prefixes:
 
     def keep_committed(self, requests: Sequence[Request]) -> None:
         """Insert the committed K/V of running requests into the cache, for other requests."""
-        if self._cache is None:
+        if (cache := self._usable_cache()) is None:
             return
-        self._clear_if_weights_changed()
         kept = [request for request in requests if self._began[request.row] == self._era]
-        self._cache.insert([request.row for request in kept], [*map(self._whole_key, kept)], [*map(salt_of, kept)])
+        cache.insert([request.row for request in kept], [*map(self._whole_key, kept)], [*map(salt_of, kept)])
         for request in requests:
             if not self._is_computing(request, request.prefill_target):
                 self._in_progress.discard(request)
-        if self._cache.states is not None:
+        if cache.states is not None:
             for request in kept:
                 every = STATE_EVERY if self._is_computing(request, request.prefill_target) else 1
-                self._cache.cache_state(request.row, self._whole_key(request), salt_of(request), every=every)
+                cache.cache_state(request.row, self._whole_key(request), salt_of(request), every=every)
 
     def release_rows(self, requests: Sequence[Request]) -> None:
         """Cache the committed K/V of requests that are about to lose their rows. Requests that waited for them stop
@@ -201,14 +197,14 @@ class Prefixes:
             self._era += 1
             self._in_progress.clear()  # their K/V will not be cached
 
-    def _clear_if_weights_changed(self) -> None:
-        """Clear the cache if the weights changed. Within a step `weights_version` returns one object, which is quick to
-        compare."""
-        now = self._weights_version()
-        if now is not self._made_by:
+    def _usable_cache(self) -> PrefixCache | None:
+        """The cache, cleared if the weights have changed; None: there is none. Within a step `weights_version` returns
+        one object, which is quick to compare."""
+        if self._cache is not None and (now := self._weights_version()) is not self._made_by:
             made_by, self._made_by = self._made_by, now
             if made_by != now:
                 self.clear()
+        return self._cache
 
     def check(self, running: Sequence[Request]) -> None:
         """Assert that prompts in progress are those of running requests."""
@@ -217,9 +213,8 @@ class Prefixes:
 
     def _is_computing(self, request: Request, length: int) -> bool:
         """Does a running request still have to commit some of the first `length` tokens of its prompt?"""
-        assert self._cache is not None
         reading = request.state is RequestState.PREFILL
-        return reading and int(self._cache.table.committed_len.host[request.row]) < length
+        return reading and int(self._table.committed_len.host[request.row]) < length
 
     def _adoptable(self, request: Request) -> IntArray:
         """Key of the tokens whose K/V the request may adopt: see `Request.max_cached`."""
@@ -227,10 +222,9 @@ class Prefixes:
 
     def _whole_key(self, request: Request) -> IntArray:
         """Key of the request's tokens whose K/V target and drafter have both made."""
-        assert self._cache is not None
         if self._unread is None or not (unread := int(self._unread[request.row])):
             return self._key(request)
-        return self._key(request)[: max(int(self._cache.table.committed_len.host[request.row]) - unread, 0)]
+        return self._key(request)[: max(int(self._table.committed_len.host[request.row]) - unread, 0)]
 
     def _key(self, request: Request) -> IntArray:
         """Key of all the request's tokens; extended as tokens are added."""

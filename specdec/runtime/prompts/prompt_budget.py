@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec.config import EngineConfig
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, PartShare, captured_size
 
@@ -82,27 +83,22 @@ class PromptBudget(NamedTuple):
     min_tokens: int = 16
 
     @classmethod
-    def from_settings(
-        cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str, *, recurrent: bool = False
-    ) -> "PromptBudget":
-        """Bounds from the user's settings; None: the default of the device. recurrent: the target has such layers.
+    def from_config(cls, config: EngineConfig, device_type: str, *, recurrent: bool = False) -> "PromptBudget":
+        """Bounds from the user's settings, or the defaults of the device. recurrent: the target has such layers.
 
         A GPU reads thousands of tokens in the time of a few rounds, and is more efficient with more tokens per forward.
         On a CPU every token takes time, so a step reads about as many tokens as a round of twenty requests verifies.
         """
         chunk = STATE_CHUNK if recurrent else MAX_BUDGET
         usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_BUDGET, MAX_BUDGET, chunk, min_tokens=64)
-        if max_prefill_tokens is not None:
-            usual = usual._replace(while_decoding=max_prefill_tokens, while_idle=max_prefill_tokens, user_set=True)
-        return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
+        if (most := config.max_prefill_tokens) is not None:
+            usual = usual._replace(while_decoding=most, while_idle=most, user_set=True)
+        return usual if config.prefill_chunk is None else usual._replace(chunk=config.prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
         """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts."""
-        return (
-            to_come
-            if to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
-            else self.while_idle
-        )
+        few = to_come <= min(IDLE_STEPS * self.while_decoding, max(self.while_idle, MAX_BUDGET))
+        return to_come if few else self.while_idle
 
 
 class PromptLoad(NamedTuple):
@@ -168,12 +164,6 @@ class PromptCost:
             return float(self._fitted() @ _counts(load))
         pair = float(self._fitted()[2] / UNITS[2])
         return whole + pair * max(0.0, load.pairs - load.tokens**2 / 2)
-
-    def parts_of(self, load: PromptLoad) -> tuple[float, float]:
-        """Expected seconds of a forward over this load: (everything but attention over prefixes, that attention)."""
-        whole = self.seconds(load)
-        forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
-        return forward, whole - forward
 
     def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
         """How many prompt tokens can be read in this time: at most `chunk` of each request, after `prefix` tokens each.
@@ -246,16 +236,16 @@ class PromptGap:
         forward is not divided."""
         if budget.user_set or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
-        if load.tokens > self.division.max_tokens or self.cost.seconds(load) <= self._seconds_allowed(
-            GAP_SHARE, num_waiting
-        ):
+        fits_whole = self.cost.seconds(load) <= self._seconds_allowed(GAP_SHARE, num_waiting)
+        if fits_whole or load.tokens > self.division.max_tokens:
             return None
         return self._seconds_allowed(PART_SHARE, num_waiting)
 
     def part_seconds(self, load: PromptLoad, share: PartShare) -> float:
         """Expected seconds of a part of a forward over this load."""
-        forward, pairs = self.cost.parts_of(load)
-        return forward * share.forward + pairs * share.pairs + self.ending * share.ending
+        whole = self.cost.seconds(load)
+        forward = min(whole, self.cost.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))  # without prefixes
+        return forward * share.forward + (whole - forward) * share.pairs + self.ending * share.ending
 
     def _seconds_allowed(self, share: float, num_waiting: int) -> float:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)

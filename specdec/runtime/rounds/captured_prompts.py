@@ -51,11 +51,7 @@ class ChunkBuffers:
     set, since results are read before the next forward runs."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._kept.values())
+        self.kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
 
     @torch.inference_mode()
     def copy_chunk(self, chunk: Chunk) -> Chunk:
@@ -70,9 +66,9 @@ class ChunkBuffers:
 
     def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
         count, *rest = new.shape
-        if name not in self._kept:
-            self._kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
-        return self._kept[name][:count].copy_(new)
+        if name not in self.kept:
+            self.kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+        return self.kept[name][:count].copy_(new)
 
 
 class ChunkProgram:
@@ -139,7 +135,7 @@ class CapturedPrompts(CaptureSet):
 
     @property
     def shared_bytes(self) -> int:
-        return self._results.num_bytes
+        return sum(tensor.nbytes for tensor in self._results.kept.values())
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
@@ -153,20 +149,11 @@ class CapturedPrompts(CaptureSet):
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
         return "prompts run without CUDA graphs: %s"
 
-    def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk | None:
-        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: such chunks are not captured."""
-        parts = self.begin_forward(rows, chunk_len, needed)
-        if parts is None:
-            self.store.uncaptured[self.kind] += 1
-            return None
-        for program in parts.programs:
-            program()
-        return parts.read()
-
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
     ) -> PromptParts | None:
-        """Prepare the forward of `read`, with its inputs loaded, as a whole or divided; None: it is not captured.
+        """Prepare a forward over the next `chunk_len` [R] tokens of `rows` [R], as a whole or divided, with its inputs
+        loaded; None: it is not captured.
 
         Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
         needed: see `Chunk`.
@@ -174,6 +161,7 @@ class CapturedPrompts(CaptureSet):
         shape = self.bucket(len(rows), int(chunk_len.sum()), needed, divided=divided)
         rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
+            self.store.uncaptured[self.kind] += 0 if divided else 1  # a divided one is tried as a whole
             return None
         self.state.weights.generation()  # checked first: another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results)

@@ -31,7 +31,7 @@ from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round_shapes import captured_shape, is_rare
+from specdec.runtime.rounds.round_shapes import is_rare
 from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,6 @@ rounds."""
 
 MAX_BACKOFF_RUNS = 1024
 """Upper bound on the runs of a shape between two attempts to capture it, after evictions or for lack of memory."""
-
-
-def no_host_work(_program_index: int, _out: torch.Tensor) -> None:
-    """A round without host work between its programs."""
 
 
 class CaptureSet:
@@ -86,7 +82,7 @@ class CaptureSet:
         return 0
 
     def run_captured(
-        self, shape: Hashable, programs: Sequence[Program], between: HostWorkBetween = no_host_work
+        self, shape: Hashable, programs: Sequence[Program], between: HostWorkBetween | None = None
     ) -> torch.Tensor:
         """Replay the captured programs of this shape, or run `programs`. Returns the result of the last."""
         captured = self.find_captured(shape, programs)
@@ -94,7 +90,7 @@ class CaptureSet:
             return run_programs(programs, between)
         for program_index, (replay, out) in enumerate(captured.replays):
             replay()
-            if program_index + 1 < len(captured.replays):
+            if between is not None and program_index + 1 < len(captured.replays):
                 between(program_index, out)
         return out
 
@@ -168,17 +164,13 @@ class CapturedRounds(CaptureSet):
     def warning(self, shape: Hashable) -> str:
         return "rounds run without CUDA graphs: %s"
 
-    def bucket(self, shape: RoundShape) -> RoundShape:
-        """The captured shape for a round: see `captured_shape`."""
-        return captured_shape(self.state, shape)
-
     def pool(self, shape: Hashable) -> str:
         return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
 
     def patience(self, shape: Hashable) -> int:
         return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 0
 
-    def run(self, shape: RoundShape, between: HostWorkBetween = no_host_work) -> torch.Tensor:
+    def run(self, shape: RoundShape, between: HostWorkBetween | None = None) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
         return self.run_captured(shape, decode_programs(self.state, shape), between)
 
@@ -187,11 +179,13 @@ class CapturedRounds(CaptureSet):
         self.run_captured((shape.batch, shape.max_committed_len), [lambda: self.state.catch_up(shape, MAX_UNREAD)])
 
 
-def run_programs(programs: Sequence[Program], between: HostWorkBetween) -> torch.Tensor:
+def run_programs(programs: Sequence[Program], between: HostWorkBetween | None = None) -> torch.Tensor:
     """Run a round eagerly. Returns its packed result."""
-    for program_index, program in enumerate(programs[:-1]):
-        between(program_index, program())
-    return programs[-1]()
+    for program_index, program in enumerate(programs):
+        out = program()
+        if between is not None and program_index + 1 < len(programs):
+            between(program_index, out)
+    return out
 
 
 def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture | None:

@@ -57,44 +57,44 @@ class DecodeRound:
     @torch.inference_mode()
     def draft(self) -> torch.Tensor:
         """Propose `self.tree`. Returns its tokens and parents [2, B, N]."""
-        state, shape = self.state, self.shape
+        state, shape, draft = self.state, self.shape, self.shape.draft
         state.clock.start("other")
         table = state.cache.table
         rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.max_committed_len)
         # the rows as the drafter reads them; a lookup reads only tokens
         self.read_rows = (
-            rows if shape.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.max_committed_len)
+            rows if draft.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.max_committed_len)
         )
         kept = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
-        opened = (opening if state.on_kernels else reference_opening)(rows.index, *kept, depth=shape.num_steps + 1)
+        opened = (opening if state.on_kernels else reference_opening)(rows.index, *kept, depth=draft.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = state.backend.locate(table, rows, opened.committed_len, shape.width)
         sampler = state.sampler_of(rows, history_len, shape, opened)
-        depth = max(shape.num_steps + 1, shape.depth)
+        depth = max(draft.num_steps + 1, shape.depth)
         self.sampler = sampler = sampler.with_noise(history_len, depth, state.target.vocab_size)
 
         state.clock.mark("draft")
         draws: ReferenceSampler | RootMaskedSampler = sampler
         if shape.features.masked:
             draws = RootMaskedSampler(sampler, history_len, state.masks.view(shape.batch, 1)[:, 0])
-        if state.worker is not None and shape.num_steps > 0:
+        if state.worker is not None and draft.num_steps > 0:
             batch = DraftBatch(
                 rows=self.read_rows,
                 root=root,
                 read_history=lambda: state.history(rows),
                 history_len=history_len,
-                num_steps=shape.num_steps,
-                topk=shape.topk,
-                num_nodes=shape.num_nodes,
+                num_steps=draft.num_steps,
+                topk=draft.topk,
+                num_nodes=draft.num_nodes,
                 sample=draws.sample,
                 best=draws.best,
                 params=None if shape.features.masked else sampler.params,  # its own draws could not be masked
                 prefix=self.prefix,
                 level_pos=opened.level_pos[:-1],
-                by_lookup=shape.by_lookup,
+                by_lookup=draft.by_lookup,
             )
             tree = state.worker.propose(batch)
-            assert tree.num_nodes <= shape.num_nodes, f"{tree.num_nodes} nodes drafted, {shape.num_nodes=}"
+            assert tree.num_nodes <= draft.num_nodes, f"{tree.num_nodes} nodes drafted, {draft.num_nodes=}"
         else:
             tree = DraftTree.chain(root[:, None])
         self.max_path = opened.max_path

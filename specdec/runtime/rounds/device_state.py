@@ -250,15 +250,14 @@ class DeviceState:
         start = self.unread.read[index]
         length = (committed - start).clamp(min=0)
         has_unread = length > 0
+        seats = torch.where(has_unread, index, table.padding_row)  # other rows keep their state
         start = torch.where(has_unread, start, 0)
         steps = torch.arange(max_tokens, device=self.device)
         position = start[:, None] + steps  # [B, most]
         states = self.unread.states[index[:, None], position % MAX_UNREAD]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(
-            rows=Rows(
-                torch.where(has_unread, index, table.padding_row), shape.max_committed_len
-            ),  # other rows keep their state
+            rows=Rows(seats, shape.max_committed_len),
             start=start,
             tokens=tokens,
             hidden=states,

@@ -124,6 +124,12 @@ class PromptParts(NamedTuple):
     read: Callable[[], Chunk]
     generation: int
 
+    def run(self) -> Chunk:
+        """Run all parts."""
+        for program in self.programs:
+            program()
+        return self.read()
+
 
 def divide(
     target: TargetModel, aux_layers: Sequence[int], needed: StatesNeeded, layers_a_part: int

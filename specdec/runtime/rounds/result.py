@@ -52,7 +52,14 @@ NO_DRAFT = DraftShape(0, 1, 1)
 
 def whole_draft(spec: SpecConfig) -> DraftShape:
     """The draft of these settings before any request shortens it."""
-    num_steps, num_nodes = spec.shortened(spec.depth)
+    return shortened_draft(spec, spec.depth)
+
+
+def shortened_draft(spec: SpecConfig | None, depth: int) -> DraftShape:
+    """The draft of these settings for requests that can use at most `depth` levels. spec None: no draft."""
+    if spec is None:
+        return NO_DRAFT
+    num_steps, num_nodes = spec.shortened(depth)
     return DraftShape(num_steps, spec.topk, num_nodes)
 
 
@@ -64,37 +71,26 @@ def largest(drafts: Collection[DraftShape]) -> DraftShape:
 class RoundShape(NamedTuple):
     """Key of a captured round: all parameters of a round that are not data on the device.
 
-    batch: seats, padding included. max_committed_len: upper bound on committed prefixes. num_steps, topk, num_nodes,
-    by_lookup: the draft, see `DraftShape`. features: sampling parameters that some row uses. logprobs: most
-    alternatives that a request asks for; None: no request asks. forced: nodes of the round (at least `num_nodes`) if a
-    grammar forces tokens; 0: none does.
+    batch: seats, padding included. max_committed_len: upper bound on committed prefixes. features: sampling parameters
+    that some row uses. logprobs: most alternatives that a request asks for; None: no request asks. forced: nodes of the
+    round (at least those of its draft) if a grammar forces tokens; 0: none does.
     """
 
     batch: int
     max_committed_len: int
-    num_steps: int
-    topk: int
-    num_nodes: int
+    draft: DraftShape
     features: SamplerFeatures
     logprobs: int | None
     forced: int = 0
-    by_lookup: bool = False
-
-    @property
-    def draft(self) -> DraftShape:
-        return DraftShape(self.num_steps, self.topk, self.num_nodes, self.by_lookup)
-
-    def with_draft(self, draft: DraftShape) -> "RoundShape":
-        return self._replace(**draft._asdict())
 
     @property
     def width(self) -> int:
-        return self.forced or self.num_nodes
+        return self.forced or self.draft.num_nodes
 
     @property
     def depth(self) -> int:
         """Upper bound on the tokens that a request can gain, and on the length of a path."""
-        return self.forced or min(self.num_nodes, self.num_steps + 1)
+        return self.forced or 1 + self.draft.depth
 
 
 class RoundResult(NamedTuple):

@@ -21,7 +21,7 @@ logit. Larger biases have classes of 8 times as many entries each; more alternat
 This file knows rows and counts, no request.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -30,7 +30,7 @@ from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.gpu.captures import next_power_of_two, step_up
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, largest
+from specdec.runtime.rounds.result import DraftShape, RoundShape
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SAMPLED, SamplerFeatures
 
@@ -50,14 +50,14 @@ def round_shape(
     state: DeviceState,
     rows: IntArray,
     params: Sequence[SamplingParams],
-    drafts: Collection[DraftShape],
+    draft: DraftShape,
     unsettled_nodes: int,
 ) -> RoundShape:
-    """Shape of a round of these rows, given each request's draft. unsettled_nodes: upper bound on the tokens of a
-    prefix that the host does not know yet."""
+    """Shape of a round of these rows with this draft. unsettled_nodes: upper bound on the tokens of a prefix that the
+    host does not know yet."""
     max_committed_len = int(state.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
     asked = state.sampling.features_of(params), max_logprobs(params)
-    return RoundShape(len(rows), max_committed_len, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
+    return RoundShape(len(rows), max_committed_len, draft, *asked)
 
 
 def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
@@ -80,9 +80,9 @@ def with_forced(
     room = int((last - table.committed_len.host[rows]).min())
     width = min(1 + most_forced, room)
     if captured:
-        max_width = max(shape.num_nodes, 1 + MAX_FORCED_TOKENS)
+        max_width = max(shape.draft.num_nodes, 1 + MAX_FORCED_TOKENS)
         width = max_width if max_width <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
-    return shape._replace(forced=max(shape.num_nodes, width))
+    return shape._replace(forced=max(shape.draft.num_nodes, width))
 
 
 def captured_shape(state: DeviceState, shape: RoundShape) -> RoundShape:
@@ -92,12 +92,11 @@ def captured_shape(state: DeviceState, shape: RoundShape) -> RoundShape:
     shape = shape._replace(features=features, logprobs=logprobs)
     sizes = few_batch_buckets(table.max_requests) if is_rare(shape) else batch_buckets(table.max_requests)
     batch = min(size for size in sizes if size >= shape.batch)
-    if shape.features.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
-        shape = shape._replace(forced=shape.num_nodes)
+    if shape.features.masked and shape.draft.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no extra nodes
+        shape = shape._replace(forced=shape.draft.num_nodes)
     row_len = table.slots.host.shape[1] - 1  # unsettled rounds count in full, so the bound may exceed a row
-    max_committed_len = min(
-        width for width in prefix_buckets(row_len) if width >= min(shape.max_committed_len, row_len)
-    )
+    bound = min(shape.max_committed_len, row_len)
+    max_committed_len = min(width for width in prefix_buckets(row_len) if width >= bound)
     return shape._replace(batch=batch, max_committed_len=max_committed_len)
 
 
@@ -115,17 +114,14 @@ def widen_to_class(
     edited = SAMPLED._replace(
         penalty=True, counts=True, bias=step_up(features.bias, BIAS_ENTRIES, 8), masked=features.masked
     )
-    return edited, None if logprobs is None else _alternatives(logprobs)
+    if logprobs is None:
+        return edited, None
+    return edited, FEW_ALTERNATIVES if logprobs <= FEW_ALTERNATIVES else next_power_of_two(logprobs)
 
 
 def is_rare(shape: RoundShape) -> bool:
     """Does a round change or report logits, or verify tokens that a grammar forces? Such rounds have fewer sizes."""
     return shape.features.edits or shape.features.penalty or shape.logprobs is not None or shape.forced > 0
-
-
-def _alternatives(count: int) -> int:
-    """The smallest of 20, 32, 64, ..., 1024 that is at least `count`."""
-    return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else next_power_of_two(count)
 
 
 @cache

@@ -31,7 +31,7 @@ def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
 
 def unread_tokens(shape: RoundShape) -> int:
     """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them within the round."""
-    drafts_by_model = shape.width > 1 and not shape.by_lookup  # then it has read all committed tokens
+    drafts_by_model = shape.width > 1 and not shape.draft.by_lookup  # then it has read all committed tokens
     return 0 if drafts_by_model or shape.depth > MAX_UNREAD else shape.depth
 
 

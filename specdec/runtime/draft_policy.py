@@ -4,32 +4,46 @@
 
     draft_ladder       the drafts that an engine chooses among
     DraftAcceptance    tokens of a round with each draft, by request
-    RoundTimes         seconds of a round with each draft, by batch size: `round_times.py`
+    RoundTimes         seconds of a round with each draft, for one batch size
     DraftAccount       what each source (model or lookup) has saved, and may therefore risk
-    DraftPolicy        one draft for all requests of a round; `Steps` asks for it, and reports the settled round
+    DraftPolicy        one draft for all requests of a round; `Steps` asks for it, `Launches` reports the settled round
 
 The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
 range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source, its
 account must cover the cost. The target draws the same tokens with any draft.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from specdec.config import SpecConfig
 from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.draft_policy.draft_stats import DraftStats
-from specdec.runtime.draft_policy.round_times import DECAY_ROUNDS, FloatArray, RoundTimes
+from specdec.runtime.draft_reports import DraftStats
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft
+
+FloatArray = npt.NDArray[np.float64]
 
 CHAINS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Levels of the chains. If the full draft is a tree, only the first two are used."""
 
 TREES = (8, 16, 32, 64, 128, 256)
 """Nodes of the trees, root included."""
+
+DECAY_ROUNDS = 512
+"""Rounds after which counts of the draft policy have decayed to about 1/e."""
+
+NEWEST = 8
+"""Number of newest rounds per draft whose times are kept."""
+
+FIRST_GUESS = 1.5
+"""Assumed time of a draft that was never timed, in plain rounds."""
+
+DOUBT = 0.95
+"""If a round with drafts takes less than this many plain rounds, the time of plain rounds is wrong."""
 
 ROW_WEIGHT = 4.0
 """The engine's chances count as this many drafts in those of a row."""
@@ -130,6 +144,56 @@ class DraftAcceptance:
         brought = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
         mean: FloatArray = np.exp(np.log(brought).mean(axis=2))[:, self._class_of, self._depth_of]
         return mean
+
+
+class RoundTimes:
+    """Seconds of a round with each draft, for one batch size.
+
+    The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when
+    the engine was made (or a guess) is one sample of it. So a shorter time is believed after one round, a longer one
+    after three. If the draft with the most samples takes longer than measured at the start, the measured times of all
+    drafts rise by the same factor. A draft (or no draft) that has not run in the newest DECAY_ROUNDS rounds counts with
+    half its time, so it is tried again. If a draft takes less than a plain round, plain rounds were timed next to other
+    work, and all samples are dropped.
+
+    timed: seconds [K] with each draft (the first is no draft), measured at the start; 0: unknown. seconds: believed and
+    hopeful times, [2, K].
+    """
+
+    def __init__(self, timed: Sequence[float]) -> None:
+        self.timed = np.array(timed)
+        self._own: list[deque[float]] = [deque(maxlen=NEWEST) for _ in timed]
+        self._last = [0] * len(timed)  # number of the last round with each draft
+        self._rounds = 0
+        self.seconds = self._believed()
+
+    def learn(self, draft_index: int, seconds: float) -> None:
+        """Add a round with draft `draft_index` that took this many seconds."""
+        self._rounds += 1
+        is_doubtful = draft_index > 0 and seconds < DOUBT * self.seconds[0, 0]
+        if is_doubtful or not self.timed[0]:
+            self.timed[0] = seconds  # a plain round takes at most this
+        for own, last in zip(self._own, self._last, strict=True):
+            if is_doubtful or self._rounds - last > DECAY_ROUNDS:
+                own.clear()
+        self._own[draft_index].append(seconds)
+        self._last[draft_index] = self._rounds
+        self.seconds = self._believed()
+
+    def _believed(self) -> FloatArray:
+        own, plain = self._own, low(self.timed[0], self._own[0])
+        timed = np.where(self.timed > 0, self.timed, FIRST_GUESS * plain)
+        seen = max(range(1, len(own)), key=lambda draft_index: len(own[draft_index]))  # the draft with the most samples
+        timed[1:] *= max(1.0, low(timed[seen], own[seen]) / max(timed[seen], 1e-9))
+        believed = np.array([low(*each) for each in zip(timed.tolist(), own, strict=True)])
+        hoped = np.where([len(each) == 0 for each in own], believed / 2, believed)
+        return np.array([believed.clip(min=believed[0]), hoped.clip(min=hoped[0])])
+
+
+def low(timed: float, own: Sequence[float]) -> float:
+    """The lower quartile of `timed` and `own` together."""
+    ordered = sorted([timed, *own])
+    return ordered[len(ordered) // 4]
 
 
 class DraftAccount:

@@ -1,1 +1,0 @@
-"""Chooses the draft of each round, from measured times and learned acceptance; an account bounds the loss."""
