@@ -97,8 +97,8 @@ class Gemma4MTPDrafter(Drafter):
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: tokens, positions [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B,
-        M, Ht]."""
+        """One draft step of tokens and positions [B, M] and hidden [B, M, Ht] -> the head's states [B, M, H] and the
+        next hidden [B, M, Ht]."""
         if isinstance(self.embed, FusedEmbedding):
             inputs = self.embed(tokens, right=hidden)
         else:

@@ -175,3 +175,11 @@ def test_choices_are_taken_literally(start):
         assert start(one, choice=odd).may_end, one
     with pytest.raises(AttributeError):  # the grammar went nowhere with the b
         start("aXb", choice=odd)
+
+
+def test_a_grammar_is_compiled_once(byte_tokenizer):
+    grammars = Grammars(byte_tokenizer, 300)
+    first, same, other = (
+        grammars.start(SamplingParams(choice=one), {EOS}, {EOS}) for one in (["a", "b"], ("a", "b"), ["a", "c"])
+    )
+    assert first.matcher is same.matcher is not other.matcher

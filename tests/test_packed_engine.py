@@ -314,3 +314,10 @@ def test_the_users_own_quantization_config_goes_to_transformers(given, packed_pa
     loaded = load_model(str(folder), dtype=torch.float32, device=CPU, quantization_config=given)
     experts = loaded.model.layers[0].mlp.experts
     assert torch.equal(experts.down_proj, plain.model.layers[0].mlp.experts.down_proj)
+
+
+def test_memory_holds_the_packed_weights_alone(packed_pair):
+    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.bfloat16, device=CPU)
+    packed = sum(buffer.nbytes for name, buffer in model.named_buffers() if "words" in name or "scales" in name)
+    numbers = sum(weight.numel() for weight in packed_values(model).values())
+    assert packed == numbers // 2 + numbers // 32 * 2

@@ -302,7 +302,7 @@ def test_few_launches_stand_around_the_models_of_a_greedy_round(
     launches, run = Launches(), DecodeRound.run
     target, drafter = engine.target, engine.state.worker.drafter
     target.run, target.head = launches.unseen("[forward]", target.run), launches.unseen("[head]", target.head)
-    drafter._run, drafter.draw = launches.unseen("[step]", drafter._run), launches.unseen("[draw]", drafter.draw)
+    drafter.step, drafter.draw = launches.unseen("[step]", drafter.step), launches.unseen("[draw]", drafter.draw)
 
     rounds = []
 

@@ -17,6 +17,7 @@ from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tok
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import SeenTokens
+from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -337,3 +338,17 @@ def test_a_cheap_tangent_of_a_bfloat16_rounds_as_the_exact_one_does():
     digits = torch.frexp(exact).mantissa.abs() * 2**8
     to_halfway = (digits % 1 - 0.5).abs() / digits
     assert 8e-6 < to_halfway.min() < 9e-6
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
+    torch.manual_seed(2)
+    params = [SamplingParams(**settings) for settings in SETTINGS[1 :: examples(8, 4)]]
+    logits = logits_of("ties", len(params), 1, 200)
+    positions = torch.arange(len(params), device=DEVICE)[:, None]
+    fast, _ = batch_of(params)
+    together = best_tokens(logits, positions, fast, 3, vocab_split=CUTS["many tiles"])
+    for i in range(len(params)):
+        one = ParamVectors(*(p[:, i : i + 1].contiguous() for p in fast))
+        alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, vocab_split=CUTS["many tiles"])
+        assert torch.equal(alone.tokens[0], together.tokens[i])
+        assert torch.equal(alone.scores[0], together.scores[i])
