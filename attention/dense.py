@@ -10,8 +10,8 @@ in a chunk or a run of a pack, if j <= i. Windows count positions: in a tree the
 with attention sinks adds one learnt logit per head to the softmax's denominator.
 
 `dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `RunsAttention` for packs: run by
-run, as over one request each. Keys are read from the pools, after the forward has stored its own.
-`deterministic_attention.py` is a second implementation, which cuts the keys by absolute position.
+run, as over one request each (`MaskedRuns` within a capture). Keys are read from the pools, after the forward has
+stored its own. `deterministic_attention.py` is a second implementation, which cuts the keys by absolute position.
 """
 
 from collections.abc import Callable, Sequence

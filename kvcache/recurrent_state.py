@@ -81,8 +81,8 @@ class StateCache:
 
     layers: the states of every recurrent layer; copies are at slots `first` and later. A new copy replaces the least
     recently used one. A copy is dropped together with its page. fold(row, length): folds the states of a row up to its
-    first `length` tokens. A copy holds exactly the tokens that the host names, even while a round is in flight: a round
-    never folds tokens that it commits itself; the next round does.
+    first `length` tokens. A round folds only tokens that earlier rounds have committed. So a copy made while a round is
+    in flight holds no token that the host does not know.
     """
 
     def __init__(self, layers: Sequence[RecurrentState], first: int, fold: Callable[[int, int], None]) -> None:

@@ -55,7 +55,7 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.prompts.prefill import division_of
-from specdec.runtime.prompts.prefixes import Prefixes
+from specdec.runtime.prompts.prefixes import PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import PromptBudget
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
@@ -106,11 +106,12 @@ class Engine:
             self.target = target = target.on_ranks(make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layout.max_head_dim for layout in layouts)
-        where = target.device, target.dtype, head_dim
         capture = capture_for(target.devices, self.config.cuda_graphs)
         backend = choose_backend(
             config.attention,
-            *where,
+            target.device,
+            target.dtype,
+            head_dim,
             deterministic=target.deterministic,
             in_tiles=target.in_tiles,
             captured=capture is not None,
@@ -122,12 +123,13 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
-        kept = config.finished_tokens
-        self.state = DeviceState(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
+        self.state = DeviceState(
+            target, drafter, self.cache, backend, lags=spec.adaptive, finished_tokens=config.finished_tokens
+        )
         cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
         unread = None if self.state.unread is None else self.state.unread.count
-        self.prefixes = Prefixes(shared, self.state.weights.version, unread)
+        self.prefixes = PrefixPolicy(shared, self.state.weights.version, unread)
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,

@@ -17,7 +17,7 @@ from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import StatesNeeded, TargetModel
 from specdec.modules.weight_watch import StorageWatch
 from specdec.runtime.prompts.prefill import Prefill
-from specdec.runtime.prompts.prefixes import WORTH_WAITING, Prefixes
+from specdec.runtime.prompts.prefixes import WORTH_WAITING, PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBudget, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request, RequestState, restricted

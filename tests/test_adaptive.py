@@ -20,8 +20,8 @@ from specdec.runtime.draft_policy import (
     DECAY_ROUNDS,
     FIRST_GUESS,
     LOSS_SHARE,
+    MAX_SAMPLES,
     MAX_SAVED,
-    NEWEST,
     DraftAcceptance,
     DraftAccount,
     DraftPolicy,
@@ -244,7 +244,7 @@ def test_times_are_learned_where_nothing_is_captured():
 def test_learned_times_grow_old():
     """A draft that has not run for long may take half, and so may a plain round."""
     times = RoundTimes([1.0, 1.5])
-    for _ in range(NEWEST):
+    for _ in range(MAX_SAMPLES):
         times.learn(1, 2.0)
     times.learn(0, 1.0)
     assert times.seconds.tolist() == [[1.0, 2.0]] * 2

@@ -16,7 +16,7 @@ from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 from specdec import SamplingParams
 from specdec.runtime import scheduler as scheduling
 
-from inside import Detokenizer, Prefixes, PromptBudget, Request, RequestState, Scheduler, commit_chunks_on_host
+from inside import Detokenizer, PrefixPolicy, PromptBudget, Request, RequestState, Scheduler, commit_chunks_on_host
 from marks import examples
 
 
@@ -32,7 +32,8 @@ def make(
 ) -> Scheduler:
     allocator = make_allocator(pages, [window] if window else [], page_size=page_size)
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
-    prefixes = Prefixes(SimpleNamespace(table=table, models=[None] * (1 + pairs), state_cache=lambda: None), lambda: 0)  # type: ignore[arg-type]
+    cache = SimpleNamespace(table=table, models=[None] * (1 + pairs), state_cache=lambda: None)
+    prefixes = PrefixPolicy(cache, lambda: 0)  # type: ignore[arg-type]
     return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_budget=PromptBudget(10**6, 10**6, chunk))
 
 

@@ -20,7 +20,7 @@ from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import check_parity, output_gaps
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, phase_table
 from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
+from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, tokens_of_rounds, round_time
 from specdec.evaluation.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
@@ -95,10 +95,10 @@ def ignoring_ends(count):
 
 def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
     model = make_target("llama")
-    [plain] = make_engine(model).generate([[5, 6, 7]], ignoring_ends(most_new_tokens(4, 0)))
+    [plain] = make_engine(model).generate([[5, 6, 7]], ignoring_ends(tokens_of_rounds(4, 0)))
     driven = drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
     assert driven.outputs[0] == plain.token_ids[: len(driven.outputs[0])]
-    assert most_new_tokens(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
+    assert tokens_of_rounds(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
 
 
 def test_the_host_part_is_what_is_not_spent_waiting():

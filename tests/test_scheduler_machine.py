@@ -34,7 +34,7 @@ from inside import (
     IDLE_STEPS,
     WORTH_WAITING,
     Detokenizer,
-    Prefixes,
+    PrefixPolicy,
     PromptBudget,
     Request,
     RequestState,
@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             dtype=torch.float64,
         )
         self.table = self.rig.table
-        prefixes = Prefixes(self.rig if self.cached else None, lambda: 0)
+        prefixes = PrefixPolicy(self.rig if self.cached else None, lambda: 0)
         sizes = {"max_model_len": MAX_LEN, "prompt_budget": PromptBudget(GROUP, GROUP, CHUNK)}
         self.scheduler = Scheduler(self.table, prefixes=prefixes, **sizes)
         self.common = [[draw.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(2)]

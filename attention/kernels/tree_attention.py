@@ -35,9 +35,8 @@ from specdec.gpu.triton_shim import device_limits, pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
-"""With more partial results than this the programs that compute them also fold them, as they do if there are enough
-programs of many rows."""
-
+"""Bytes of partial results above which each program folds its own splits, as it does if programs of many rows fill the
+device; a merge kernel folds them otherwise."""
 
 MANY_HEADS = 8
 """From this number of K/V heads on, splits with 256 channels are twice as long."""

@@ -1,11 +1,13 @@
-r"""Kernels of the recurrence of `blocks.py`. They add in one fixed order, place by place, so a token always has the
-same bits.
+r"""Parts that the kernels of the recurrence of `blocks.py` share. They add in one fixed order, place by place, so a
+token always has the same bits. The kernels:
 
     begin     notes how far each state is folded, and will be after this forward                   one launch a forward
     fold      folds committed tokens and the convolution's inputs into the states of all layers    one launch a forward
-    tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
-              (in the fast mode up to 49 nodes by `tree_kernel.py`, in another order of sums)
     run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
+    tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
+              (`fast_tree_kernel` in the fast mode, up to 49 nodes: another order of sums)
+
+`run_kernel.py` has the first three, `tree_kernel.py` both kernels for trees.
 
 A forward first folds each state to the last multiple of FOLD among committed tokens, wherever it stood before. Drafts
 never enter a state, so a rejected draft leaves nothing to undo. If a path of drafts crosses the next multiple, it needs

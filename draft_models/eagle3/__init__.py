@@ -1,1 +1,1 @@
-"""EAGLE-3 heads: checkpoints in four formats, the head, its fused form, and the drafter."""
+"""EAGLE-3 heads: their checkpoints, the head with its fused form, and the drafter."""

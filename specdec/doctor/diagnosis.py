@@ -4,8 +4,10 @@ Greedy answers do not depend on the drafter, so two drafters are compared on the
 lengths: the accepted length of greedy drafts, and the expected one of drawn drafts (`Drafts.expected`). A change is
 clearly better if
 
-    the mean of the differences d_i of the expected length is at least MIN_GAIN of what it was, it is T_LIMIT standard
-    errors above zero (0.003 by chance), and d_i > 0 on 7 of 8 prompts at least, and the greedy length is not shorter
+    mean(d) >= MIN_GAIN * old mean    d_i: new expected length minus old, prompt by prompt
+    mean(d) >= T_LIMIT * error        its standard error (0.003 by chance)
+    d_i > 0                           on at least 7 of 8 prompts
+    greedy length                     not shorter
 """
 
 from collections.abc import Mapping, Sequence

@@ -27,7 +27,7 @@ Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 replay)."""
 
 SPARE_POOL = "long prompts"
-"""Pool of forwards that take the device long, so that running them uncaptured costs least."""
+"""Pool of long forwards. They lose least without a capture, since the device is busy in any case."""
 
 POOLS = ("rounds", "rare rounds", "prompts", SPARE_POOL)
 """Names of pools: rounds that edit or report logits need several times the memory, and are temporary."""
@@ -235,17 +235,3 @@ class CaptureStore:
         if self._memory is not None and all(kept.pool != pool for kept in self._kept.values()):
             self._memory.close(pool)
         self._measure()
-
-
-# sizes that captured programs are padded to: few, so few programs are captured
-
-
-def next_power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def step_up(size: int, min_size: int, factor: int) -> int:
-    """The first of least, least * factor, least * factor^2, ... that is not below `size`."""
-    while min_size < size:
-        min_size *= factor
-    return min_size

@@ -17,7 +17,7 @@ loop over K: inside a loop, Triton would hoist loads above it (#11905). It is of
 
 Two kernels may agree to overlap across the kernels between them:
 
-    holds    triggers after its wait, so when the next launch starts, all kernels before this one have ended
+    holds    starts the next launch after its own wait, so that one may read all that was written before this launch
     early    in a later launch, programs that read nothing newer; they wait last, and no kernel between the two
              uses the memory that they write
 """

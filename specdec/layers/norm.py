@@ -250,7 +250,7 @@ def norm(
     pre: Norm | None = None,
     addend: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; beside: y',
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; addend: y',
     without a bias.
 
     If there is no operation before `pre`, h is the product's value.

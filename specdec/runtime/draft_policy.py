@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.config import SpecConfig
-from specdec.gpu.captures import next_power_of_two
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.draft_reports import DraftStats
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft
@@ -36,17 +36,17 @@ TREES = (8, 16, 32, 64, 128, 256)
 DECAY_ROUNDS = 512
 """Rounds after which counts of the draft policy have decayed to about 1/e."""
 
-NEWEST = 8
+MAX_SAMPLES = 8
 """Number of newest rounds per draft whose times are kept."""
 
 FIRST_GUESS = 1.5
 """Assumed time of a draft that was never timed, in plain rounds."""
 
-DOUBT = 0.95
+MIN_DRAFT_TIME_RATIO = 0.95
 """If a round with drafts takes less than this many plain rounds, the time of plain rounds is wrong."""
 
 ROW_WEIGHT = 4.0
-"""The engine's chances count as this many drafts in those of a row."""
+"""Weight, in drafts, of the engine's chances in the estimate of a row."""
 
 ROW_MEMORY = 64
 """Most drafts that a row remembers for a source and depth."""
@@ -162,7 +162,7 @@ class RoundTimes:
 
     def __init__(self, timed: Sequence[float]) -> None:
         self.timed = np.array(timed)
-        self._own: list[deque[float]] = [deque(maxlen=NEWEST) for _ in timed]
+        self._own: list[deque[float]] = [deque(maxlen=MAX_SAMPLES) for _ in timed]
         self._last = [0] * len(timed)  # number of the last round with each draft
         self._rounds = 0
         self.seconds = self._believed()
@@ -170,7 +170,7 @@ class RoundTimes:
     def learn(self, draft_index: int, seconds: float) -> None:
         """Add a round with draft `draft_index` that took this many seconds."""
         self._rounds += 1
-        is_doubtful = draft_index > 0 and seconds < DOUBT * self.seconds[0, 0]
+        is_doubtful = draft_index > 0 and seconds < MIN_DRAFT_TIME_RATIO * self.seconds[0, 0]
         if is_doubtful or not self.timed[0]:
             self.timed[0] = seconds  # a plain round takes at most this
         for own, last in zip(self._own, self._last, strict=True):
@@ -181,16 +181,16 @@ class RoundTimes:
         self.seconds = self._believed()
 
     def _believed(self) -> FloatArray:
-        own, plain = self._own, low(self.timed[0], self._own[0])
+        own, plain = self._own, lower_quartile(self.timed[0], self._own[0])
         timed = np.where(self.timed > 0, self.timed, FIRST_GUESS * plain)
         seen = max(range(1, len(own)), key=lambda draft_index: len(own[draft_index]))  # the draft with the most samples
-        timed[1:] *= max(1.0, low(timed[seen], own[seen]) / max(timed[seen], 1e-9))
-        believed = np.array([low(*each) for each in zip(timed.tolist(), own, strict=True)])
+        timed[1:] *= max(1.0, lower_quartile(timed[seen], own[seen]) / max(timed[seen], 1e-9))
+        believed = np.array([lower_quartile(*each) for each in zip(timed.tolist(), own, strict=True)])
         hoped = np.where([len(each) == 0 for each in own], believed / 2, believed)
         return np.array([believed.clip(min=believed[0]), hoped.clip(min=hoped[0])])
 
 
-def low(timed: float, own: Sequence[float]) -> float:
+def lower_quartile(timed: float, own: Sequence[float]) -> float:
     """The lower quartile of `timed` and `own` together."""
     ordered = sorted([timed, *own])
     return ordered[len(ordered) // 4]

@@ -56,7 +56,8 @@ class PoolStats(NamedTuple):
 class DeviceStats(NamedTuple):
     """Memory of one device.
 
-    kv_bytes: bytes of the engine's pools and states. free, total: memory of the device; for a CPU, of the machine.
+    kv_bytes: bytes of the engine's pools and states. free_bytes, total_bytes: memory of the device; for a CPU, of the
+    machine.
     """
 
     device: str

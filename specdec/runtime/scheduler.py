@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.errors import CapacityError
-from specdec.gpu.captures import next_power_of_two
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
-from specdec.runtime.prompts.prefixes import Prefixes
+from specdec.runtime.prompts.prefixes import PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap, UnreadPrompt, shares
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
@@ -89,12 +89,12 @@ class Scheduler:
         *,
         max_model_len: int,
         prompt_budget: PromptBudget,
-        prefixes: Prefixes | None = None,
+        prefixes: PrefixPolicy | None = None,
         context_len: int | None = None,
     ) -> None:
         self.table = table
         self.context_len = context_len
-        self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
+        self.prefixes = PrefixPolicy(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
         self.prompt_budget = prompt_budget
         self.prompt_gap = PromptGap()
@@ -314,8 +314,9 @@ class Scheduler:
     def _pages_missing(self, request: Request, owned: int, evicted: IntArray) -> IntArray:
         """Pages [groups] that a request needs up to its first round in addition to its `owned` slots.
 
-        evicted [groups]: how many of the owned slots have no peer slot. (2: a request that enters a round may still get
-        two tokens.)"""
+        evicted [groups]: how many of the owned slots have no peer slot. Computed for two more tokens, the fewest with
+        which a request enters a round.
+        """
         missing = np.array(slots_needed(self.table, request.prefill_target, 2)) - owned + evicted
         pages: IntArray = np.maximum(0, missing) // self.table.allocator.page_size
         return pages

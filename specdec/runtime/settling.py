@@ -1,4 +1,4 @@
-"""Launched steps and how they are settled on the host; and what requests give to their rows.
+"""Launched steps, and how the host settles them. It also writes what admitted requests ask for to their rows.
 
 To settle a step is to repeat the device's commit, append tokens, and check stop conditions. The device has already
 committed the round. The host's table repeats the commit with the same numbers, then each request takes its tokens in
@@ -18,7 +18,7 @@ from specdec.errors import name_row
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.table import RequestTable, row_cells
-from specdec.runtime.prompts.prefixes import Prefixes, salt_of
+from specdec.runtime.prompts.prefixes import PrefixPolicy, salt_of
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, ScoredSpan
 from specdec.runtime.request import Request, RequestState, table_rows
 from specdec.runtime.request_output import RowTotals
@@ -118,7 +118,7 @@ def load_requests(state: DeviceState, requests: Sequence[Request]) -> None:
 
 
 def commit_chunks_on_host(
-    table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray
+    table: RequestTable, prefixes: PrefixPolicy, requests: Sequence[Request], chunk_len: IntArray
 ) -> None:
     """Commit the next `chunk_len` [B] prompt tokens on the host after their chunks are launched.
 

@@ -4,8 +4,8 @@
     another error, first time  no request ends: all restart from their tokens
     again without progress     the newest request that was in both failed steps ends
 
-A request has made progress if the step that raises is a later one for it than the step that raised last. Captured
-rounds are launched before the one before has settled, so a launched round counts as a token:
+A request has made progress if it has reached more tokens than at the last error. Captured rounds are launched before
+the previous one is settled, so a launched round counts as a token:
 
     raised at the launch of     committed    unsettled rounds    reached
     round 1                     17           0                   17

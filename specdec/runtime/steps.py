@@ -30,7 +30,7 @@ from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, largest, whole_draft
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft, whole_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
 from specdec.runtime.settling import LaunchedStep, copy_to_host, event_now, load_requests
@@ -207,7 +207,7 @@ class Steps:
         if self.captured_rounds is not None:
             return whole_draft(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)
-        return largest({request.draft_size(left) for request, left, drafts in each if drafts})
+        return covering_draft({request.draft_size(left) for request, left, drafts in each if drafts})
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""

@@ -19,7 +19,7 @@ from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases.memory_floor import draft_bytes, read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
-from specdec.evaluation.phases.timed_rounds import TimedRun, drive, most_new_tokens
+from specdec.evaluation.phases.timed_rounds import TimedRun, drive, tokens_of_rounds
 from specdec.evaluation.transformers_peer import peers_for
 from specdec.kvcache.layout import KEEP_ALL
 from specdec.models.target import TargetModel
@@ -68,7 +68,7 @@ class Plan:
         most = subject.target.context_length.max_len
         deepest = max(spec.num_steps if spec else 0 for spec in subject.drafts.values())
         for context in self.contexts:
-            wanted = context + most_new_tokens(self.rounds, deepest)
+            wanted = context + tokens_of_rounds(self.rounds, deepest)
             if most is not None and wanted > most:
                 raise ConfigError(
                     f"context={context} with {self.rounds} rounds after it can take {wanted} tokens, and "
@@ -136,7 +136,7 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
     chosen = sorted({0, batch - 1})  # the first and the last request are checked
     failed = ""
     try:
-        driven, ready = _driven(subject, plan, spec, prompts, context + most_new_tokens(plan.rounds, depth))
+        driven, ready = _driven(subject, plan, spec, prompts, context + tokens_of_rounds(plan.rounds, depth))
         torch.cuda.empty_cache()
         failed = "no memory for the parity check: "
         parity = check_parity(subject.target.model, [prompts[i] for i in chosen], [driven.outputs[i] for i in chosen])

@@ -93,7 +93,7 @@ class WatchedSteps(Steps):
         self.launches.unsettled.append(_WatchedRound(**inherited, passed=self.passed))
 
 
-def most_new_tokens(rounds: int, depth: int) -> int:
+def tokens_of_rounds(rounds: int, depth: int) -> int:
     """Output tokens of a request in `drive` if every draft of `depth` levels is accepted."""
     return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
 
@@ -101,7 +101,7 @@ def most_new_tokens(rounds: int, depth: int) -> int:
 def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: int, *, profiled: bool) -> TimedRun:
     """Prefill the prompts, then time `rounds` rounds of all of them together. Greedy; end tokens are ignored."""
     watched = engine.steps = WatchedSteps(engine.steps)
-    params = SamplingParams(max_new_tokens=most_new_tokens(rounds, depth), ignore_eos=True)
+    params = SamplingParams(max_new_tokens=tokens_of_rounds(rounds, depth), ignore_eos=True)
     streams = [engine.stream(list(prompt), params) for prompt in prompts]
     outputs: list[list[int]] = [[] for _ in prompts]
     idle = None

@@ -14,9 +14,11 @@ same bits next to any number of other rows. In any order, the cut and the kernel
     above        `gemm_large`                  the library                     `packed_gemm`, in any order the library
 
 A cell with two kernels: `choose_medium_tiles` (plain weights) or the time model of `choose_packed_rows` (packed
-weights) decides for the first; otherwise the second runs. For a weight of at most 512 rows, `gemm_small` runs up to 512
-rows of x in any order, and above 256 rows in order. If descriptors cannot be used (float32, odd strides, devices before
-Hopper), `gemm_small` or the library runs. For a packed weight the library first dequantises it into temporary memory.
+weights) decides for the first; otherwise the second runs. Exceptions, all for `gemm_small`: a plain weight of at most
+512 rows, up to 512 rows of x in any order and above 256 in order; such a weight in FP8 with a scale per row, at 33 to
+256 rows of x; FP8 with scales by blocks, above 256 rows in order. If descriptors cannot be used (float32, odd strides,
+devices before Hopper), `gemm_small` or the library runs. For a packed weight the library first dequantises it into
+temporary memory.
 """
 
 from math import inf

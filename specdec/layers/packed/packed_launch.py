@@ -105,19 +105,19 @@ ARITHMETIC = 7e8
 SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
-TURN = 0.8
+WAVE_US = 0.8
 """Microseconds to start and end the programs that a multiprocessor runs at once."""
 
-PROGRAM = 0.4
-"""Additional microseconds for each program of such a wave (see TURN)."""
+PROGRAM_US = 0.4
+"""Additional microseconds for each program of such a wave (see WAVE_US)."""
 
 TWO_TILES_FACTOR = 1.03
 """Factor on the predicted time of a launch with two tile sizes, so that it is chosen only if clearly faster."""
 
-PART = 0.7
+PART_US = 0.7
 """Fixed microseconds for each part that the next kernel adds."""
 
-LIBRARY = 9.0
+LIBRARY_US = 9.0
 """Microseconds for two additional launches and for what every product takes."""
 
 DEEP_RANGE = 2560
@@ -302,12 +302,12 @@ def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multi
         fine = launch.fine_programs(num_rows, shape.n) / multiprocessors
         high = launch.programs(num_rows, shape.n) / multiprocessors - fine
         for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(high, PACES[launch.fine][shape.kind], fine)
-    begun = triton.cdiv(each, pace.programs) * TURN + each * PROGRAM
+    begun = triton.cdiv(each, pace.programs) * WAVE_US + each * PROGRAM_US
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
-    return took if parts == 1 else took + parts * (PART + num_rows * shape.n * 8 / L2_BANDWIDTH)
+    return took if parts == 1 else took + parts * (PART_US + num_rows * shape.n * 8 / L2_BANDWIDTH)
 
 
 def _library_microseconds(num_rows: int, shape: PackedShape) -> float:
     """Time of the library: the weight is dequantised into memory and read again."""
     whole = 2 * shape.n * shape.k
-    return LIBRARY + (shape.nbytes + whole) / BANDWIDTH + max(whole / BANDWIDTH, whole * num_rows / ARITHMETIC)
+    return LIBRARY_US + (shape.nbytes + whole) / BANDWIDTH + max(whole / BANDWIDTH, whole * num_rows / ARITHMETIC)

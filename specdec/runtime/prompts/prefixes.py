@@ -97,7 +97,7 @@ class PromptsInProgress:
         assert self._entries == sorted(reader.entry for reader in self._readers.values()), "entries are not sorted"
 
 
-class Prefixes:
+class PrefixPolicy:
     """Prefix-cache policy of one engine.
 
     cache: the K/V cache, with the stores of all models; None turns prefix caching off. weights_version: returns another

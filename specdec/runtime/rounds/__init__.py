@@ -1,1 +1,1 @@
-"""The device side: prompt chunks and rounds, and how they are launched, captured and read back. It knows no request."""
+"""The device side: prompt chunks and rounds, their captures and their results. It knows no request."""

@@ -37,7 +37,7 @@ MIN_RUNS = 8
 
 
 class ChunkShape(NamedTuple):
-    """Key of a captured forward over prompts: `tokens` places of at most `runs` requests; states: see `Chunk`. divided:
+    """Key of a captured forward over prompts: `tokens` places of at most `runs` requests; needed: see `Chunk`. divided:
     each part is a program."""
 
     tokens: int

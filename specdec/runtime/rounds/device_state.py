@@ -40,7 +40,7 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
     return backend.name == "triton" and device.type == "cuda"
 
 
-class RoundWeights:
+class WeightVersions:
     """Values that change when the weights change: see `Weights`."""
 
     def __init__(self, target: Any, drafter: Any) -> None:
@@ -124,7 +124,7 @@ class DeviceState:
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = UnreadTokens(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
-        self.weights = RoundWeights(target, drafter)
+        self.weights = WeightVersions(target, drafter)
 
     def reset(self) -> None:
         """Clear the state of all rows after an interrupted step, and detach all views."""
@@ -253,7 +253,7 @@ class DeviceState:
         seats = torch.where(has_unread, index, table.padding_row)  # other rows keep their state
         start = torch.where(has_unread, start, 0)
         steps = torch.arange(max_tokens, device=self.device)
-        position = start[:, None] + steps  # [B, most]
+        position = start[:, None] + steps  # [B, max_tokens]
         states = self.unread.states[index[:, None], position % MAX_UNREAD]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(

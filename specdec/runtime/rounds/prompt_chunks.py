@@ -188,7 +188,7 @@ def single_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, neede
 def draw_first_tokens(
     state: DeviceState,
     chunk: Chunk,
-    through: IntArray,
+    ending: IntArray,
     max_prompt_len: int,
     shape: RoundShape,
     allowed: RowMasks | None,
@@ -196,7 +196,7 @@ def draw_first_tokens(
     *,
     first_position: int = 0,
 ) -> torch.Tensor:
-    """Draw the first token after the chunks with indices `through` [B], which end their prompts, and show all
+    """Draw the first token after the chunks with indices `ending` [B], which end their prompts, and show all
     chunks to the drafter. Returns the packed result, like that of a round of one node for B rows.
 
     max_prompt_len: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier:
@@ -206,14 +206,14 @@ def draw_first_tokens(
     """
     pack, last_hidden = chunk.pack, chunk.last_hidden()
     first, scores = pack.rows.new_zeros((0, 1)), None
-    if len(through):
-        chosen = upload(through, state.device)
+    if len(ending):
+        chosen = upload(ending, state.device)
         logits, softcap = state.logits(last_hidden[chosen][:, None], shape.logprobs)  # [B, 1, V]
         drawing = Rows(pack.rows[chosen], max_prompt_len)
         history_len = (pack.start + pack.length)[chosen]
         bits = None
         if allowed is not None:
-            bits = chosen.new_empty((len(through), 1, state.masks.num_words), dtype=torch.int32)
+            bits = chosen.new_empty((len(ending), 1, state.masks.num_words), dtype=torch.int32)
             write_masks(bits, allowed)
         sampler = state.sampler_of(drawing, history_len, shape)
         first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [B, 1]

@@ -6,8 +6,8 @@ These are numbers only. So the host's policies use them without a look at the de
 from typing import NamedTuple
 
 MIN_LONG_TOKENS = 2048
-"""From this many tokens on sizes are closer together, since padding takes as long as tokens. Larger forwards are
-captured only if there is memory to spare."""
+"""From this size on, sizes are closer together, since a forward over padding takes as long as one over tokens. Larger
+forwards are captured only if there is memory to spare."""
 
 MIN_TOKENS = 16
 """Smallest size: this few tokens take as long as one, since the weights are read in any case."""

@@ -63,7 +63,7 @@ def shortened_draft(spec: SpecConfig | None, depth: int) -> DraftShape:
     return DraftShape(num_steps, spec.topk, num_nodes)
 
 
-def largest(drafts: Collection[DraftShape]) -> DraftShape:
+def covering_draft(drafts: Collection[DraftShape]) -> DraftShape:
     """The smallest draft that covers all of these; no draft if there are none."""
     return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
 

@@ -27,7 +27,7 @@ from functools import cache
 import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
-from specdec.gpu.captures import next_power_of_two, step_up
+from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import DraftShape, RoundShape

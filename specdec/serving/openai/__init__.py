@@ -1,1 +1,1 @@
-"""OpenAI's routes: chat completions, completions, responses, models, tokenize."""
+"""OpenAI's routes: chat completions, completions, models, tokenize."""
