@@ -16,7 +16,7 @@ PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-deep test-fast test-latest gpu-test check lint format types api size layout dist clean
+.PHONY: help demo test test-deep test-fast test-latest test-triton gpu-test check lint format types api size layout dist clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "%-12s%s\n", name, $$0 }'
@@ -39,6 +39,10 @@ test-latest:  ## the tests on the newest versions that a plain install takes, in
 	$(LATEST)/bin/python -m pip --disable-pip-version-check install -q -c constraints-latest.txt \
 		--upgrade --upgrade-strategy eager -e ".[test]"
 	$(TEST_ENV) $(LATEST)/bin/pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-triton: $(VENV)/.test  ## every kernel compiles for GPUs, without one, on the oldest Triton supported: minutes
+	$(PIP) install -q --no-deps --upgrade --target .venv-triton triton==3.6.0
+	SPECDEC_KERNELS=usual PYTHONPATH=.venv-triton $(TEST_ENV) $(BIN)/pytest -q tests/test_kernels_compile.py
 
 gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
 	$(BIN)/python -m bench paged-attention tables greedy crowd $(ARGS)
