@@ -275,7 +275,7 @@ class RequestTable:
 
     def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1, ahead: bool = False) -> int:
         """In each windowed group, free the peers of tokens that no later query can see; returns the number of pages. A
-        round in flight may still read freed pages: the device runs launches in order, so only a later launch can
+        chunk in flight may still read freed pages: the device runs launches in order, so only a later launch can
         overwrite them (`runtime/launches.py`).
 
         `slack_pages` pages before the window are kept as well: usually 1, and 0 when the pool is short. ahead: with

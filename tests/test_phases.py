@@ -20,7 +20,7 @@ from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import check_parity, output_gaps
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, phase_table
 from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, tokens_of_rounds, round_time
+from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, round_time, tokens_of_rounds
 from specdec.evaluation.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
