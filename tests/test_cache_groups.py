@@ -274,14 +274,14 @@ def test_random_matches_are_the_longest_by_the_definition(windows, page_size, se
     assert all(pool.free_pages == 180 for pool in rig.allocator.pools)
 
 
-def revived(*, evict: bool) -> tuple[PrefixRig, list[int], np.ndarray, np.ndarray]:
-    """The cache has 9 tokens without peers in the narrow group; a second row of them comes, evicted or not."""
+def revived(*, evict: bool, lost: GroupId = NARROW) -> tuple[PrefixRig, list[int], np.ndarray, np.ndarray]:
+    """The cache has 9 tokens without peers in the group `lost`; a second row of them comes, evicted or not."""
     rig, text = rig_of([2, 5]), list(range(9))
     first, second = grown(rig, 9), grown(rig, 9)
     rig.keep(first, text)
     rig.close(first)
     old, own = rig.cache.match_prefix(rig.cache.key(text)), rig.table.pages(second, 9)
-    rig.lose_peers(NARROW, old)
+    rig.lose_peers(lost, old)
     if evict:
         rig.table.evict_unseen(ints(second), slack_pages=0)
     rig.keep(second, text)
@@ -308,18 +308,10 @@ def test_pages_whose_peers_a_row_has_given_up_are_not_exchanged() -> None:
 def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     """Positions 4 .. are the row's in the wide group and 7 .. in the narrow one. The cache has lost all of the wide
     group and has the narrow one: exchanged are only pages whose peers the row has in both."""
-    rig, text = rig_of([2, 5]), list(range(9))
-    first, second = grown(rig, 9), grown(rig, 9)
-    rig.keep(first, text)
-    rig.close(first)
-    old, own = rig.cache.match_prefix(rig.cache.key(text)), rig.table.pages(second, 9)
-    rig.lose_peers(WIDE, old)
-    rig.table.evict_unseen(ints(second), slack_pages=0)
-    rig.keep(second, text)
+    rig, _, old, own = revived(evict=True, lost=WIDE)
     [node] = rig.cache._by_age
     assert node.pages.tolist() == [*old[:7], *own[7:]]
     assert [pool.cached_pages for pool in rig.allocator.pools] == [9, 9, 2]
-    rig.close(second)
 
 
 def test_of_two_rows_kept_at_once_the_second_revives_what_the_first_had_given_up() -> None:
