@@ -16,7 +16,6 @@ parts. Invariant: each ancestor of a row is an earlier row of this forward, or i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,98 +34,56 @@ from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable
 
 
-class Wave(NamedTuple):
-    """X blocks that do not depend on each other.
-
-    base [X]: in the first wave, the row of the request table with whose state a block begins; in a later wave, a number
-    in `folds` of the previous wave. slots [X, FOLD]: slot of each place, if present [X, FOLD]. rows [X, R]: the
-    forward's rows at places [X, R], if exists [X, R]. folds [Y]: blocks whose state the next wave needs. certain [Z]:
-    entries of `folds` that replace the states of rows `into` [Z], with `folded_len` [Z] tokens folded then.
-    """
-
-    base: torch.Tensor
-    slots: torch.Tensor
-    present: torch.Tensor
-    rows: torch.Tensor
-    place: torch.Tensor
-    exists: torch.Tensor
-    folds: torch.Tensor
-    certain: torch.Tensor
-    into: torch.Tensor
-    folded_len: torch.Tensor
-
-
-class RequestPath(NamedTuple):
-    """One request of a forward: its row of the request table, the slots of positions from `begin` on that all its paths
-    share, and its number of certain tokens."""
-
-    row: int
-    begin: int
-    slots: IntArray
-    certain: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardRows:
+class ForwardRows(NamedTuple):
     """The rows of a forward, or of a part of it, without padding.
 
-    numbers [n]: place of each row in the part. request, position, write slot: [n] each. own: for each row, slots of its
-    path from the first uncertain position on; None: all positions are certain. begun: rows of the request table whose
-    text begins in this forward (position 0). folded_len: folded tokens by row of the request table at the start of the
-    forward; 0 if the text begins here.
+    numbers [n]: place of each row in the part. write [n]: its slot. begun: rows of the request table whose text begins
+    in this forward (position 0). table_row, certain, folded_len [n]: the request of each row by its row of the request
+    table, its number of certain tokens, and of tokens folded before this forward. paths [n]: slots of each row's path,
+    from position `folded_len` up to its own.
     """
 
-    requests: Sequence[RequestPath]
     numbers: torch.Tensor
-    request: IntArray
-    position: IntArray
     write: torch.Tensor
-    own: Sequence[IntArray] | None
     begun: torch.Tensor
+    table_row: IntArray
+    certain: IntArray
     folded_len: IntArray
-
-    def path(self, row: int, begin: int, end: int) -> IntArray:
-        """Slots of positions `begin` to `end` on the path of a row."""
-        request = self.requests[self.request[row]]
-        first, last = begin - request.begin, min(end, request.certain) - request.begin
-        assert first >= 0, f"{request} needs the record of position {begin}, which is gone"
-        parts = [request.slots[first : max(first, last)]]
-        if self.own is not None and end > request.certain:
-            parts.append(self.own[row][max(begin - request.certain, 0) : end - request.certain])
-        slots = np.concatenate(parts)
-        assert len(slots) == end - begin, f"{begin=} {end=} {request=}"
-        return slots
+    paths: Sequence[IntArray]
 
 
 def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded_len: torch.Tensor) -> ForwardRows:
     """The rows of a part (requests, columns) of a plan that writes; rows without a slot are padding. folded_len: folded
     tokens by row of the request table."""
     shape = plan.positions.shape
-    numbers = np.arange(shape.numel()).reshape(shape)[part].reshape(-1)
-    write = _host(plan.write_slots(group))[numbers]
-    exists = write != NULL_SLOT
-    position = _host(plan.positions).reshape(-1)[numbers]
-    rows, start = _host(plan.rows), _host(plan.committed_len)
+    in_part = np.arange(shape.numel()).reshape(shape)[part].reshape(-1)
+    write = _host(plan.write_slots(group))
+    exists = write[in_part] != NULL_SLOT
+    numbers = in_part[exists]
+    position, certain = _host(plan.positions).reshape(-1)[numbers], _host(plan.committed_len)
     if isinstance(plan.prefix, PackTables):
         pack, lines = plan.prefix.pack, plan.prefix.lines[group]
-        length, of_run = _host(pack.length), _host(pack.run_of)
-        line = _host(lines.slots[lines.line])
-        begin = np.zeros_like(rows) if lines.begin is None else _host(lines.begin)
-        requests = [RequestPath(*known) for known in zip(rows, begin, line, start + length, strict=True)]
-        request, own = of_run[numbers][exists], None
+        request, slots = _host(pack.run_of)[numbers], _host(lines.slots[lines.line])
+        begin = np.zeros_like(certain) if lines.begin is None else _host(lines.begin)
+        ends = position + 1 - begin[request]
+        paths = [slots[run, :end] for run, end in zip(request, ends, strict=True)]
+        certain = certain + _host(pack.length)
     else:
         assert plan.tree is not None
+        request, node = numbers // shape[1], numbers % shape[1]
         slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
-        requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
-        request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]
-        ancestors = _host(plan.tree.ancestors)  # in order of depth, since parents come before children
-        all_written = _host(plan.write_slots(group)).reshape(shape)
-        own = [all_written[b][ancestors[b, n]] for b, n in zip(request, node, strict=True)]
-    position = position[exists]
-    begun = torch.from_numpy(np.unique(rows[request[position == 0]]))
-    places, written = torch.from_numpy(np.flatnonzero(exists)), torch.from_numpy(write[exists])
-    folded = folded_len.index_fill(0, begun, 0).numpy()
-    return ForwardRows(requests, places, request, position, written, own, begun, folded)
+        committed = [line[:end] for line, end in zip(slots, certain - begin, strict=True)]
+        nodes, ancestors = write.reshape(shape), _host(plan.tree.ancestors)  # parents come before children
+        paths = [np.append(committed[b], nodes[b][ancestors[b, n]]) for b, n in zip(request, node, strict=True)]
+    table_row = _host(plan.rows)[request]
+    begun = torch.from_numpy(np.unique(table_row[position == 0]))
+    before = folded_len.index_fill(0, begun, 0).numpy()[table_row]
+    first = before - begin[request]
+    assert (first >= 0).all(), f"records of unfolded tokens are gone: {begin=} {before=}"
+    unfolded = [path[i:] for path, i in zip(paths, first, strict=True)]
+    assert all(len(path) == size for path, size in zip(unfolded, position + 1 - before, strict=True)), f"{position=}"
+    places, written = torch.from_numpy(np.flatnonzero(exists)), torch.from_numpy(write[numbers])
+    return ForwardRows(places, written, begun, table_row, certain[request], before, unfolded)
 
 
 class NewestInputs(NamedTuple):
@@ -141,88 +98,83 @@ class NewestInputs(NamedTuple):
 
 def newest_inputs(rows: ForwardRows, taps: int) -> NewestInputs:
     """Locate the inputs."""
-    folded_len = rows.folded_len
-    states = np.array([rows.requests[request].row for request in rows.request], dtype=np.int64)
-    positions = rows.position[:, None] + np.arange(1 - taps, 1)  # [n, taps]
-    back = folded_len[states][:, None] - positions
-    slots = np.zeros_like(positions)
-    for row, (first, last) in enumerate(zip(positions[:, 0].tolist(), positions[:, -1].tolist(), strict=True)):
-        begin = max(first, int(folded_len[states[row]]))
-        slots[row, begin - first :] = rows.path(row, begin, last + 1)
-    found = slots, back <= 0, states[:, None].repeat(taps, axis=1), back.clip(min=1)
+    slots = np.zeros((len(rows.paths), taps), dtype=np.int64)
+    for line, path in zip(slots, rows.paths, strict=True):
+        line[taps - len(path[-taps:]) :] = path[-taps:]
+    unfolded = np.array([len(path) for path in rows.paths], dtype=np.int64)[:, None]
+    back = taps - unfolded - np.arange(taps)
+    found = slots, back <= 0, rows.table_row[:, None].repeat(taps, axis=1), back.clip(min=1)
     return NewestInputs(*(torch.from_numpy(np.ascontiguousarray(x)) for x in found))
 
 
-@dataclass(slots=True)
-class _Block:
-    """A block under construction. base: key of the previous block; None: it begins with the request's state."""
+class Wave(NamedTuple):
+    """X blocks that do not depend on each other.
 
-    request: int
-    begin: int
-    slots: IntArray
-    base: int | None
-    rows: list[tuple[int, int]] = field(default_factory=list)  # (row of the forward, place)
+    base [X]: in the first wave, the row of the request table with whose state a block begins; in a later wave, the
+    number of a block of the previous wave. slots [X, FOLD]: slot of each place, if present [X, FOLD]. rows [X, R]: the
+    forward's rows at places [X, R], if exists [X, R]. certain [Z]: blocks whose folds replace the states of rows `into`
+    [Z], with `folded_len` [Z] tokens folded then.
+    """
+
+    base: torch.Tensor
+    slots: torch.Tensor
+    present: torch.Tensor
+    rows: torch.Tensor
+    place: torch.Tensor
+    exists: torch.Tensor
+    certain: torch.Tensor
+    into: torch.Tensor
+    folded_len: torch.Tensor
+
+
+class _Block(NamedTuple):
+    """A block of the path of `row`, with its number in its wave. base: see `Wave`. new: (row of the forward, place)."""
+
+    number: int
+    row: int
+    base: int
+    slots: Sequence[int]
+    new: Sequence[tuple[int, int]]
 
 
 def waves_of(rows: ForwardRows) -> list[Wave]:
-    """Make the waves."""
-    levels: list[dict[int, _Block]] = []  # keyed by the slot of a block's last place
+    """Cut the paths into blocks; paths with a common beginning share its blocks."""
+    waves: list[dict[int, _Block]] = []  # blocks by the slot of their last place
     row_at = {slot: row for row, slot in enumerate(rows.write.tolist())}
-    covered = np.zeros(len(rows.write), dtype=np.bool_)
-
-    def add(row: int, begin: int, end: int) -> int:
-        """Add the block at positions `begin` to `end` of a row's path. Returns its key."""
-        request = int(rows.request[row])
-        level, odd = divmod(begin - int(rows.folded_len[rows.requests[request].row]), FOLD)
-        assert level >= 0 and not odd, f"position {begin} of {rows.requests[request]} is folded already"
-        slots = rows.path(row, begin, end)
-        key = int(slots[-1])
-        while len(levels) <= level:
-            levels.append({})
-        if key not in levels[level]:
-            base = None if level == 0 else add(row, begin - FOLD, begin)
-            block = levels[level][key] = _Block(request, begin, slots, base)
-            for place, slot in enumerate(slots.tolist()):
-                if (found := row_at.get(slot)) is not None:
-                    block.rows.append((found, place))
-                    covered[found] = True
-        return key
-
-    for row in reversed(range(len(covered))):
-        if not covered[row]:
-            position = int(rows.position[row])
-            add(row, position // FOLD * FOLD, position + 1)
-    waves: list[Wave] = []
-    fold_of: dict[int, int] = {}  # key of a block -> its number in `folds` of its wave
-    for level, following in zip(levels, [*levels[1:], {}], strict=True):
-        needed = {block.base for block in following.values()}
-        bases = [
-            rows.requests[block.request].row if block.base is None else fold_of[block.base] for block in level.values()
-        ]
-        folds = [number for number, key in enumerate(level) if key in needed]
-        fold_of = {key: i for i, key in enumerate(key for key in level if key in needed)}
-        waves.append(_wave(rows, list(level.values()), bases, folds))
-    return waves
+    covered = set[int]()
+    for row in reversed(range(len(rows.paths))):  # an ancestor comes after its descendants, whose blocks have it
+        if row in covered:
+            continue
+        path, base = rows.paths[row].tolist(), int(rows.table_row[row])
+        for number, begin in enumerate(range(0, len(path), FOLD)):
+            slots = path[begin : begin + FOLD]
+            if number == len(waves):
+                waves.append({})
+            if (block := waves[number].get(slots[-1])) is None:
+                new = [(row_at[slot], place) for place, slot in enumerate(slots) if slot in row_at]
+                covered.update(found for found, _ in new)
+                block = waves[number][slots[-1]] = _Block(len(waves[number]), row, base, slots, new)
+            base = block.number
+    return [_wave(rows, (number + 1) * FOLD, list(blocks.values())) for number, blocks in enumerate(waves)]
 
 
-def _wave(rows: ForwardRows, blocks: Sequence[_Block], bases: Sequence[int], folds: Sequence[int]) -> Wave:
-    width = max(len(block.rows) for block in blocks)
+def _wave(rows: ForwardRows, end: int, blocks: Sequence[_Block]) -> Wave:
+    """Make a wave of blocks that end `end` places after the folded tokens."""
     slots = np.zeros((len(blocks), FOLD), dtype=np.int64)
     present = np.zeros((len(blocks), FOLD), dtype=np.bool_)
-    cells = np.zeros((3, len(blocks), width), dtype=np.int64)  # row, place, exists
-    for number, block in enumerate(blocks):
-        slots[number, : len(block.slots)] = block.slots
-        present[number, : len(block.slots)] = True
-        for i, (row, place) in enumerate(block.rows):
-            cells[:, number, i] = row, place, 1
-    replaced = np.zeros((3, 0), dtype=np.int64)  # number in `folds`, row of the request table, length
-    for i, number in enumerate(folds):
-        request, end = rows.requests[blocks[number].request], blocks[number].begin + FOLD
-        if end <= request.certain:
-            replaced = np.append(replaced, [[i], [request.row], [end]], axis=1)
-    parts = (np.array(bases, dtype=np.int64), slots, present, cells[0], cells[1], cells[2] == 1)
-    tensors = (*parts, np.array(folds, dtype=np.int64), *replaced)
-    return Wave(*(torch.from_numpy(np.ascontiguousarray(part)) for part in tensors))
+    cells = np.zeros((3, len(blocks), max(len(block.new) for block in blocks)), dtype=np.int64)  # row, place, exists
+    for block in blocks:
+        slots[block.number, : len(block.slots)] = block.slots
+        present[block.number, : len(block.slots)] = True
+        for i, (row, place) in enumerate(block.new):
+            cells[:, block.number, i] = row, place, 1
+    row_of = np.array([block.row for block in blocks])
+    length = rows.folded_len[row_of] + end
+    certain = np.flatnonzero(present[:, -1] & (length <= rows.certain[row_of]))
+    base = np.array([block.base for block in blocks])
+    replaced = certain, rows.table_row[row_of[certain]], length[certain]
+    parts = base, slots, present, cells[0], cells[1], cells[2] == 1, *replaced
+    return Wave(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
 
 
 def _host(x: torch.Tensor) -> IntArray:
@@ -301,11 +253,12 @@ class RecurrentForward:
                 out[done] = answers[wave.exists]
                 blocks = torch.arange(len(u))[:, None].expand_as(wave.place)[wave.exists]
                 pool_u.index_copy_(0, mine.write[done], u[blocks, wave.place[wave.exists]])
-            if len(wave.folds):
-                before = folded(RecordBlock(*(x[wave.folds] for x in block)))
-                if len(wave.into):
-                    inputs = last_inputs(layer_kv, wave, state)
-                    state.fold(wave.into, before[wave.certain], inputs, wave.folded_len)
+            if wave is not self._waves[-1] or len(wave.into):
+                before = folded(block)
+            if len(wave.into):
+                assert before is not None
+                inputs = last_inputs(layer_kv, wave, state)
+                state.fold(wave.into, before[wave.certain], inputs, wave.folded_len)
         return _spread(out, mine.numbers, len(rows.v))
 
 
@@ -334,8 +287,8 @@ def _stored(layer_kv: LayerKV, wave: Wave, base: torch.Tensor) -> RecordBlock:
 
 
 def last_inputs(layer_kv: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
-    """Inputs [Z, taps, C] of the last places of those blocks whose folds are final (`Wave.certain`)."""
-    slots = wave.slots[wave.folds][wave.certain][:, FOLD - state.inputs.shape[1] :]
+    """Inputs [Z, taps, C] of the last places of the certain blocks."""
+    slots = wave.slots[wave.certain][:, FOLD - state.inputs.shape[1] :]
     return rows_at(layer_kv.fields[0], slots)[:, :, 0]
 
 
