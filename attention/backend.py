@@ -30,8 +30,8 @@ from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
-from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
-from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
+from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels, fold_row
+from specdec.attention.recurrence.torch_recurrence import RecurrentForward, fold_committed
 from specdec.attention.trees.tree_builder import (
     TreeBackend,
     expand,

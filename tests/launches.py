@@ -20,7 +20,7 @@ from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.plan import KVPlan, Pack, PackTables, RunSlots
-from specdec.attention.recurrence.kernel_forward import RecurrentKernels
+from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels
 from specdec.attention.trees.tree import DraftTree, tree_fields
 from specdec.attention.trees.tree_builder import Candidates, expand, select_tree
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample

@@ -13,7 +13,7 @@ from tape import record
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.plan import Pack
-from specdec.attention.recurrence.kernel_forward import Spans
+from specdec.attention.recurrence.gpu_recurrence import Spans
 from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.layer_context import Recurrence
 

@@ -7,7 +7,7 @@ token always has the same bits. The kernels:
     tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
               (`fast_tree_kernel` in the fast mode, up to 49 nodes: another order of sums)
 
-`run_kernel.py` has the first three, `tree_kernel.py` both kernels for trees.
+`fold_kernels.py` has the first three, `tree_kernel.py` both kernels for trees.
 
 A forward first folds each state to the last multiple of FOLD among committed tokens, wherever it stood before. Drafts
 never enter a state, so a rejected draft leaves nothing to undo. If a path of drafts crosses the next multiple, it needs

@@ -94,7 +94,7 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
 
 
 def _recurrent(spec: LayerSpec, context: GeometryContext) -> LayerSpec:
-    """The cache of a recurrent layer: its records, in the order of `recurrence/forward.py`, and its state."""
+    """The cache of a recurrent layer: its records, in the order of `recurrence/torch_recurrence.py`, and its state."""
     channels, taps = context.convolutions[spec.layer]
     inputs = CacheField("inputs", 1, channels)
     if spec.layer not in context.recurrences:

@@ -19,7 +19,7 @@ from specdec.attention.recurrence.convolution_kernels import (
     run_inputs_kernel,
     tree_convolution_kernel,
 )
-from specdec.attention.recurrence.run_kernel import begin_kernel, fold_kernel, run_kernel
+from specdec.attention.recurrence.fold_kernels import begin_kernel, fold_kernel, run_kernel
 from specdec.attention.recurrence.span_kernels import (
     SPAN,
     SPAN_COLUMNS,
