@@ -86,25 +86,14 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
     return ForwardRows(places, written, begun, table_row, certain[request], before, unfolded)
 
 
-class NewestInputs(NamedTuple):
-    """Places of the newest inputs of each row's path, its own last: [n, taps] each. Recorded inputs are at `slots`. The
-    others are in the state of row `states` of the request table; `back` counts from its end (1: the last)."""
-
-    slots: torch.Tensor
-    recorded: torch.Tensor
-    states: torch.Tensor
-    back: torch.Tensor
-
-
-def newest_inputs(rows: ForwardRows, taps: int) -> NewestInputs:
-    """Locate the inputs."""
+def newest_inputs(rows: ForwardRows, taps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Locate the newest inputs of each row's path, its own last -> slots and back, [n, taps] each. An input is recorded
+    at its slot, or where back > 0 in the state, so many places before its end."""
     slots = np.zeros((len(rows.paths), taps), dtype=np.int64)
     for line, path in zip(slots, rows.paths, strict=True):
         line[taps - len(path[-taps:]) :] = path[-taps:]
-    unfolded = np.array([len(path) for path in rows.paths], dtype=np.int64)[:, None]
-    back = taps - unfolded - np.arange(taps)
-    found = slots, back <= 0, rows.table_row[:, None].repeat(taps, axis=1), back.clip(min=1)
-    return NewestInputs(*(torch.from_numpy(np.ascontiguousarray(x)) for x in found))
+    unfolded = torch.tensor([len(path) for path in rows.paths], dtype=torch.int64)
+    return torch.from_numpy(slots), taps - torch.arange(taps) - unfolded[:, None]
 
 
 class Wave(NamedTuple):
@@ -191,7 +180,7 @@ class RecurrentForward:
         self._plan = plan
         self._view = view
         self._part = part
-        self._newest: dict[int, NewestInputs] = {}  # keyed by taps
+        self._newest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keyed by taps
 
     @cached_property
     def _rows(self) -> ForwardRows:
@@ -217,9 +206,9 @@ class RecurrentForward:
         pool.index_copy_(0, mine.write, inputs[mine.numbers][:, None])
         if taps not in self._newest:
             self._newest[taps] = newest_inputs(mine, taps)
-        newest = self._newest[taps]
-        before = state.inputs[newest.states, state.inputs.shape[1] - newest.back]
-        path = torch.where(newest.recorded[:, :, None], rows_at(pool, newest.slots)[:, :, 0], before)  # [n, K, C]
+        slots, back = self._newest[taps]
+        folded_inputs = state.inputs[mine.table_row[:, None], state.inputs.shape[1] - back.clamp(min=1)]
+        path = torch.where((back > 0)[:, :, None], folded_inputs, rows_at(pool, slots)[:, :, 0])  # [n, K, C]
         if not state.matrices.shape[1]:
             self._fold_inputs(layer_kv, state)
         return _spread(convolved(path, weight, bias), mine.numbers, len(inputs))
