@@ -13,7 +13,7 @@ from tape import record
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.plan import Pack
-from specdec.attention.recurrence.gpu_recurrence import Spans
+from specdec.attention.recurrence.gpu_recurrence import spans_of
 from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.layer_context import Recurrence
 
@@ -97,8 +97,8 @@ def test_prompts_in_spans_are_the_recurrence_in_float64(corrected, seed) -> None
 def test_spans_are_those_of_their_runs() -> None:
     """Runs that begin within a block of 16, an empty one, and places of padding."""
     start, length = torch.tensor([5, 16, 64, 3]), torch.tensor([60, 0, 64, 1])
-    spans = Spans.of_pack(Pack.from_lengths(torch.arange(4), start, length, 130))
-    assert spans.run_of.tolist() == [0, 0, 2, 3, 3, 3] and spans.position.tolist() == [0, 64, 64, 0, 64, 128]
+    run_of, position = spans_of(Pack.from_lengths(torch.arange(4), start, length, 130))
+    assert run_of.tolist() == [0, 0, 2, 3, 3, 3] and position.tolist() == [0, 64, 64, 0, 64, 128]
 
 
 # bits

@@ -6,7 +6,7 @@ last multiple of FOLD: block by block with the bits of decoding, or span by span
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,23 +48,12 @@ RUN_ROWS, RUN_CHANNELS = 8, 256
 """Tokens and channels per program in a convolution of runs."""
 
 
-class KernelForm(NamedTuple):
-    """Launch parameters of the kernels for trees, folds, and runs in decoding's order. columns: value channels per
-    program. stages: chunks of a state that are loaded or used at one time. precision "ieee": exactly rounded float32;
-    "tf32x3": three tensor-core products instead."""
+COLUMNS = 32
+"""Value channels per program of the kernels for trees, folds, and runs in decoding's order."""
 
-    precision: str
-    columns: int
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages}
-
-
-FORM = KernelForm("ieee", 32, 4, 3)
-"""The form that is batch-invariant."""
+FORM: dict[str, Any] = {"PRECISION": "ieee", "num_warps": 4, "num_stages": 3}
+"""Launch parameters of these kernels, which make them batch-invariant. num_stages: chunks of a state that are loaded or
+used at one time. "ieee" is exactly rounded float32; "tf32x3" is three tensor-core products instead."""
 
 MAX_RECORDS = 64
 """Upper bound on committed records (at most 15) plus nodes of a request in `fast_tree_kernel`: it takes 49 nodes.
@@ -93,25 +82,16 @@ class PrefixSlots:
         return cls(*plan.prefix.pages(group), plan.page_size)
 
 
-class Spans(NamedTuple):
-    """The X spans of the runs of a pack: see `span_kernels.py`. X is an upper bound; unused spans at the end have no
-    token.
-
-    run_of, position [X]: the run of each span, and the position of its first place.
-    """
-
-    run_of: torch.Tensor
-    position: torch.Tensor
-
-    @classmethod
-    def of_pack(cls, pack: Pack) -> "Spans":
-        first = pack.start // FOLD * FOLD
-        counts = ((pack.start + pack.length - first + SPAN - 1) // SPAN).masked_fill(pack.length == 0, 0)
-        cu_spans = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        most = len(pack.rows) + len(pack.run_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
-        numbers = torch.arange(most, device=first.device)
-        run_of = torch.searchsorted(cu_spans[1:], numbers, right=True).clamp(max=len(pack.rows) - 1)
-        return cls(run_of, first[run_of] + (numbers - cu_spans[run_of]) * SPAN)
+def spans_of(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    """The X spans of the runs of a pack (see `span_kernels.py`): the run of each and the position of its first place,
+    [X]. X is an upper bound; unused spans at the end have no token."""
+    first = pack.start // FOLD * FOLD
+    counts = ((pack.start + pack.length - first + SPAN - 1) // SPAN).masked_fill(pack.length == 0, 0)
+    cu_spans = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    most = len(pack.rows) + len(pack.run_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
+    numbers = torch.arange(most, device=first.device)
+    run_of = torch.searchsorted(cu_spans[1:], numbers, right=True).clamp(max=len(pack.rows) - 1)
+    return run_of, first[run_of] + (numbers - cu_spans[run_of]) * SPAN
 
 
 class RecurrentKernels:
@@ -125,7 +105,7 @@ class RecurrentKernels:
         self._plan = plan
         self._view = view
         self._deterministic = deterministic
-        self._spans: Spans | None = None
+        self._spans: tuple[torch.Tensor, torch.Tensor] | None = None
         self._slots: PrefixSlots | None = None
 
     def convolve(
@@ -142,15 +122,14 @@ class RecurrentKernels:
         blocks = triton.cdiv(channels, shape["BLOCK"])
         bias_given = weight if bias is None else bias
         if plan.pack is None:
-            tree = _tree_arguments(plan)
+            tree, tree_strides, num_nodes = _tree_arguments(plan)
             tree_convolution_kernel[(len(inputs), blocks)](
                 *(inputs, weight, bias_given, out, state.inputs, layer_kv.fields[0], plan.rows, plan.committed_len),
-                *(slots.table, slots.begin, write, *tree.tensors),
-                *(inputs.stride(0), slots.table.stride(0), *tree.strides, *weight.stride()),
-                tree.num_nodes,
+                *(slots.table, slots.begin, write, *tree),
+                *(inputs.stride(0), slots.table.stride(0), *tree_strides, *weight.stride(), num_nodes),
                 **shape,
                 BIAS=bias is not None,
-                NODES=tree.padded,
+                NODES=max(FOLD, triton.next_power_of_2(num_nodes)),
                 PAGE=slots.page_size,
                 num_warps=4,
             )
@@ -184,7 +163,7 @@ class RecurrentKernels:
         _, pool_k, pool_u, pool_g = layer_kv.fields
         heads, v_dim = v.shape[1:]
         write = plan.write_slots(layer_kv.group)
-        block = _block(v_dim, FORM.columns)
+        block = _block(v_dim, COLUMNS)
         tiles = triton.cdiv(v_dim, block)
         shape: dict[str, Any] = {
             "HEADS": heads,
@@ -193,20 +172,20 @@ class RecurrentKernels:
             "CORRECTED": rows.beta is not None,
             "FOLD": FOLD,
         }
-        sizes = {"V_DIM": v_dim, "CHUNK": CHUNK, "BLOCK_V": block, **FORM.options}
+        sizes = {"V_DIM": v_dim, "CHUNK": CHUNK, "BLOCK_V": block, **FORM}
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
         out = make(v.shape, dtype=torch.float32, device=v.device)
         given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
         if plan.pack is None:
-            tree = _tree_arguments(plan)
+            tree, tree_strides, num_nodes = _tree_arguments(plan)
             requests = plan.rows, plan.committed_len, slots.table, slots.begin, write
             grid = heads, tiles, len(plan.rows)
-            records = triton.next_power_of_2(FOLD - 1 + tree.num_nodes)
+            records = triton.next_power_of_2(FOLD - 1 + num_nodes)
             if not self._deterministic and records <= MAX_RECORDS:
                 block_k = _block(k.shape[2], 4096)
                 fast_tree_kernel[grid](
-                    *(*given, *requests, tree.tensors[1], *strides, *tree.strides[1:], tree.num_nodes),
+                    *(*given, *requests, tree[1], *strides, *tree_strides[1:], num_nodes),
                     **shape,
                     V_DIM=v_dim,
                     PAGE=slots.page_size,
@@ -217,13 +196,13 @@ class RecurrentKernels:
                     **pdl_options(v.device, behind_library=not convolved),
                 )
                 return out
-            many = tree.num_nodes > FOLD
+            many = num_nodes > FOLD
             totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.float32, device=v.device)
             tree_kernel[grid](
-                *(*given, totals, *requests, *tree.tensors, *strides, *tree.strides, tree.num_nodes),
+                *(*given, totals, *requests, *tree, *strides, *tree_strides, num_nodes),
                 **shape,
                 **sizes,
-                NODES=tree.padded,
+                NODES=max(FOLD, triton.next_power_of_2(num_nodes)),
                 PAGE=slots.page_size,
             )
             return out
@@ -232,7 +211,7 @@ class RecurrentKernels:
         if self._deterministic:
             run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)
             return out
-        spans = self._spans = self._spans or Spans.of_pack(pack)
+        spans = self._spans = self._spans or spans_of(pack)
         parts, dtype = SPAN_PARTS
         keys = torch.empty((2, parts, *k.shape), dtype=dtype, device=v.device)
         weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
@@ -241,8 +220,8 @@ class RecurrentKernels:
         shape |= {"SPAN": SPAN, "PARTS": parts}
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
-        weights_kernel[(heads, len(spans.run_of))](
-            *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
+        weights_kernel[(heads, len(spans[0]))](
+            *(q, k, g, beta, *made, *spans, pack.start, pack.length, pack.cu_len),
             *(x.stride(0) for x in (q, k, g, beta)),
             *of_parts,
             **shape,
@@ -301,10 +280,10 @@ def fold_states(
         CHANNELS=shape.channels,
         PAGE=slots.page_size,
         FOLD=FOLD,
-        BLOCK_V=_block(max(shape.v_dim, 1), FORM.columns),
+        BLOCK_V=_block(max(shape.v_dim, 1), COLUMNS),
         BLOCK_C=block,
         CHUNK=CHUNK,
-        **FORM.options,
+        **FORM,
     )
 
 
@@ -324,24 +303,14 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     store.ranks.join()
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """The nodes of a plan as kernels read them: positions and ancestors, with strides."""
-
-    tensors: tuple[torch.Tensor, torch.Tensor]
-    strides: tuple[int, int, int]
-    num_nodes: int
-    padded: int
-
-
-def _tree_arguments(plan: KVPlan) -> _Tree:
+def _tree_arguments(plan: KVPlan) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int, int], int]:
+    """Positions and ancestors of a plan's nodes as kernels read them, their strides, and the number of nodes."""
     assert plan.tree is not None, "recurrent layers run over trees or packed runs"
     positions, ancestors = plan.positions, plan.tree.ancestors
-    num_nodes = positions.shape[1]
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     ancestors = ancestors if ancestors.stride(2) == 1 else ancestors.contiguous()
     strides = positions.stride(0), ancestors.stride(0), ancestors.stride(1)
-    return _Tree((positions, ancestors), strides, num_nodes, max(FOLD, triton.next_power_of_2(num_nodes)))
+    return (positions, ancestors), strides, positions.shape[1]
 
 
 def _by_row(x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from bench.verify import attempt, attempt_all, bits_row, distance
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.plan import KVPlan, Pack, plan_packed, plan_verify
 from specdec.attention.recurrence import gpu_recurrence
-from specdec.attention.recurrence.gpu_recurrence import FORM, KernelForm, RecurrentKernels
+from specdec.attention.recurrence.gpu_recurrence import FORM, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS
 from specdec.attention.trees.tree import DraftTree
 from specdec.config import SamplingParams
@@ -68,7 +68,8 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
         parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
         given = dict(zip(("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES"), numbers[1:], strict=False))
         return mock.patch.multiple(gpu_recurrence, SPAN_PARTS=parts, **given)
-    return mock.patch.object(gpu_recurrence, "FORM", KernelForm(kind, *numbers, *FORM[1 + len(numbers) :]))  # type: ignore[arg-type]
+    options = FORM | {"PRECISION": kind} | dict(zip(("num_warps", "num_stages"), numbers[1:], strict=False))
+    return mock.patch.multiple(gpu_recurrence, FORM=options, COLUMNS=(*numbers, gpu_recurrence.COLUMNS)[0])
 
 
 def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row]:
