@@ -64,29 +64,25 @@ class FinishedTexts:
     def __init__(self, size: int, num_rows: int, device: torch.device) -> None:
         self.size = size
         self.salt_of_row = MirroredArray((num_rows,), device)  # number of each row's salt
-        self._salts: list[bytes] = [b""] * num_rows
-        self._numbers: dict[bytes, int] = {}
+        self._salts = [b""] * num_rows
         self._count = itertools.count()
         self._texts: deque[tuple[int, bytes]] = deque()  # (cells, salt) of each, oldest first
-        self._first = self._used = 0  # first cell of the oldest text, cells in use
         self._ring = max(size, MATCH)  # cells; a context never wraps around fully
         self._cells: IntArray = np.full(self._ring, NOTHING, dtype=np.int64)
-        self._order: IntArray = np.zeros(0, dtype=np.int64)  # replaced as a whole
-        self._sent = self._order  # the device's copy
         self._stale = np.zeros(self._ring, dtype=bool)  # cells changed since then: their places left the order
         self._fresh = np.zeros(self._ring, dtype=bool)  # places that joined since then
         self._device = torch.zeros(2 * self._ring + 1, dtype=torch.int64, device=device)  # cells, order, its length
-        self._changed = False
         self.clear()
 
     def clear(self) -> None:
         self._texts.clear()
-        self._numbers = {b"": next(self._count)}
+        self._numbers = {b"": next(self._count)}  # of each salt
         self._salts = [b""] * len(self._salts)
         self.salt_of_row[:] = self._numbers[b""]
-        self._first = self._used = 0
+        self._first = self._used = 0  # first cell of the oldest text, cells in use
         self._cells[:] = NOTHING
-        self._sent = self._order = self._order[:0]
+        self._order: IntArray = np.zeros(0, dtype=np.int64)  # replaced as a whole
+        self._sent = self._order  # the device's copy
         self._stale[:] = self._fresh[:] = False
         self._device[: self._ring].fill_(NOTHING)
         self._device[self._ring :].zero_()

@@ -84,8 +84,8 @@ def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tens
     positions = torch.arange(6, device=DEVICE).view(2, 3) * 7
     hidden = torch.randn((2, 1, spec.hidden_size), generator=random).to(DEVICE)
     with capturable():
-        first = form.extend(tokens, states, positions, EchoContext())
-        second = form.step(tokens[:, :1], hidden.expand(-1, 1, -1), positions[:, :1], EchoContext())
+        first = form.run(tokens, form.features(states), positions, EchoContext())
+        second = form.run(tokens[:, :1], hidden.expand(-1, 1, -1), positions[:, :1], EchoContext())
         return first, second, form.logits(form.norm(second.state))
 
 

@@ -111,7 +111,7 @@ def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_
     make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:left])
-    says = rf"{shard.name} cannot be read .* is cut off or damaged, so download or copy it again"
+    says = rf"{shard.name} cannot be read .* is cut off or damaged; download or copy it again"
     for given in ((str(tmp_path),), (make_target("llama"), str(tmp_path))):
         with pytest.raises(CheckpointError, match=says):
             Engine.from_pretrained(*given, config=CONFIG)

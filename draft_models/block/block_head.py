@@ -47,6 +47,7 @@ from specdec.draft_models.heads.head_modules import (
     HeadModule,
     HeadSpec,
     attend_in,
+    embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
@@ -247,24 +248,13 @@ class KeptTaps:
         return self.kept.permute(2, 0, 1, 3, 4).flatten(1)
 
 
-class StoredRows(nn.Module):
-    """The stored rows of an embedding table, without the scaling or norm of its class."""
-
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(tokens, self.table.weight)
-
-
 class PlainBlock(HeadForm):
     """A head that runs its own modules. `FusedBlock` is the other form."""
 
     def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(head, table, lm_head)
         if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
-            self.table = StoredRows(table)
+            self.table = lambda tokens: embed_raw(table.weight, tokens)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""

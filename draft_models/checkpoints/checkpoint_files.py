@@ -160,17 +160,11 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(_unreadable(file, error)) from error
-
-
-def _unreadable(file: Path, error: Exception) -> str:
-    if not file.exists():
-        return f"{file.name} is not there, though an index names it; download or copy it again"
-    size = file.stat().st_size if file.is_file() else 0
-    return (
-        f"{file.name} cannot be read ({first_line(error)}); it has {size:,} bytes and is cut off or damaged, so "
-        "download or copy it again"
-    )
+        fault = "is not there, though an index names it"
+        if file.exists():
+            size = file.stat().st_size if file.is_file() else 0
+            fault = f"cannot be read ({first_line(error)}); it has {size:,} bytes and is cut off or damaged"
+        raise CheckpointError(f"{file.name} {fault}; download or copy it again") from error
 
 
 def write_folder(folder: str | Path, config: Mapping[str, Any], state: StateDict) -> None:

@@ -62,7 +62,7 @@ class Eagle3Worker(StoreWorker):
         drafter, plan = self.drafter, self.plan_of(seen)
         states, next_tokens = self.rows_of(seen)
         context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
-        return drafter.form.extend(next_tokens, states, plan.positions, context).state
+        return drafter.form.run(next_tokens, drafter.form.features(states), plan.positions, context).state
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -84,7 +84,7 @@ class Eagle3Worker(StoreWorker):
             hidden = continued(out.normed if drafter.spec.norm_output else out.state, origin)
             block.enter_level(origin if level else None)
             context = DraftContext(block, backend, topk, range(drafter.spec.num_layers))
-            out = drafter.form.step(beam, hidden, node_pos[level], context)
+            out = drafter.form.run(beam, hidden, node_pos[level], context)
         return builder.select()
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -33,6 +32,7 @@ from specdec.draft_models.heads.head_modules import (
     HeadModule,
     HeadSpec,
     attend_in,
+    embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
@@ -137,12 +137,6 @@ class Eagle3Head(HeadModule):
         return self.norm(a) if self.spec.norm_output else a
 
 
-def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Stored rows of an embedding table. Gemma's module scales them by sqrt(H), but heads are trained without the
-    scale."""
-    return F.embedding(tokens, table)
-
-
 class HeadOutput(NamedTuple):
     """a [B, N, H], and norm(a), which lm_head reads."""
 
@@ -156,18 +150,14 @@ class PlainHead(HeadForm):
     tokens, positions: [B, N]. The token of a row is the one after its position.
     """
 
-    def extend(
-        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
-    ) -> HeadOutput:
-        """Run rows that the target has processed: states [B, N, A * Ht] of the target."""
-        return self.step(tokens, self.head.features(states), positions, context)
+    def features(self, states: torch.Tensor) -> Any:
+        """Target states [B, N, A * Ht] -> g, from which `run` computes rows that the target has processed."""
+        return self.head.features(states)
 
-    def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
-    ) -> HeadOutput:
-        """Run a level of a draft: hidden [B, N, H] is the head's feedback."""
-        weight: torch.Tensor = self.table.weight  # type: ignore[assignment]
-        state = self.head(embed_raw(weight, tokens), hidden, positions, attend_in(context, self.head.spec.scaling))
+    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+        """Run rows of `features`, or a level of a draft: hidden [B, N, H] is the head's feedback."""
+        embeds = embed_raw(self.table.weight, tokens)
+        state = self.head(embeds, hidden, positions, attend_in(context, self.head.spec.scaling))
         return HeadOutput(state, self.norm(state))
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
@@ -185,8 +175,8 @@ class PlainHead(HeadForm):
         random = torch.Generator().manual_seed(0)
         states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
-        first = self.extend(tokens, states, tokens * 100, EchoContext())
-        second = self.step(tokens, first.state, tokens * 100, EchoContext())
+        first = self.run(tokens, self.features(states), tokens * 100, EchoContext())
+        second = self.run(tokens, first.state, tokens * 100, EchoContext())
         rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()
 
@@ -209,24 +199,13 @@ class FusedHead(PlainHead):
         self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
         self.layers = FusedLayers(head, self.final_gain, weights, ops, beside=list(head.fc_norm or ()))
 
-    def extend(
-        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
-    ) -> HeadOutput:
-        self.layers.keep_in_step()
-        return self._run(tokens, self._features(states.flatten(0, 1)), positions, context)
-
-    def step(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
-    ) -> HeadOutput:
-        self.layers.keep_in_step()
-        return self._run(tokens, Product.from_value(hidden.flatten(0, 1)), positions, context)
-
     def norm(self, state: torch.Tensor) -> torch.Tensor:
         return self.ops(norm)(Product.from_value(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
 
-    def _features(self, states: torch.Tensor) -> Product:
-        """g [T, H] of states [T, A * Ht], before fc's split sum is finished."""
-        head, ops = self.head, self.ops
+    def features(self, states: torch.Tensor) -> Product:
+        """g [T, H], before fc's split sum is finished."""
+        self.layers.keep_in_step()
+        head, ops, states = self.head, self.ops, states.flatten(0, 1)
         if self.layers.gain is not None:
             rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed separately
             _, normed = ops(norm)(Product.from_value(rows), pre=Norm(None, head.spec.rms_norm_eps))
@@ -235,11 +214,13 @@ class FusedHead(PlainHead):
             _, states = ops(norm)(Product.from_value(states), pre=LLAMA.gain_of(head.input_norm))
         return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
-    def _run(self, tokens: torch.Tensor, hidden: Product, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+        if not isinstance(hidden, Product):  # else `features` looked for weights that have moved
+            self.layers.keep_in_step()
+            hidden = Product.from_value(hidden.flatten(0, 1))
         spec = self.head.spec
-        table: torch.Tensor = self.table.weight  # type: ignore[assignment]
         angles = self.layers.angles(positions, hidden.dtype)
-        inputs = tokens.reshape(-1), table, hidden, self.token_gain, self.state_gain
+        inputs = tokens.reshape(-1), self.table.weight, hidden, self.token_gain, self.state_gain
         state, x = self.ops(embed_and_norm)(*inputs)  # [T, H], [T, 2H]
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
@@ -115,7 +116,7 @@ class HeadForm(ABC):
 
     def __init__(self, head: Any, table: nn.Module, lm_head: nn.Module) -> None:
         self.head = head
-        self.table = table if head.embed_tokens is None else head.embed_tokens
+        self.table: Any = table if head.embed_tokens is None else head.embed_tokens
         self.lm_head = lm_head if head.lm_head is None else head.lm_head
 
     @abstractmethod
@@ -130,6 +131,12 @@ def attend_in(context: HeadContext, scaling: float) -> DraftAttend:
         return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
 
     return attend
+
+
+def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Stored rows of an embedding table, without the scaling or norm of its module, since most heads are trained
+    without these."""
+    return F.embedding(tokens, table)
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:

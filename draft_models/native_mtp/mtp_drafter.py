@@ -18,7 +18,7 @@ For training and measurement, `chained_rows` drafts from every place of texts in
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.modules.weight_watch import Weights
 
@@ -154,31 +155,18 @@ class NativeMtpWorker(StoreWorker):
         return ModuleRows(*(kept[rows][:, None] for kept in self._last[k]))
 
     @torch.inference_mode()
-    def observe(self, seen: Observation) -> None:
-        rows = seen.rows.index
-        last = torch.arange(len(rows), device=rows.device), (seen.length - 1).clamp(min=0)
-        first = torch.arange(seen.path.shape[1], device=rows.device) == 0
-        self._commit(seen, first.expand_as(seen.path), rows[:, None].expand_as(seen.path), rows, last)
-
-    @torch.inference_mode()
-    def observe_prompts(self, seen: PromptObservation) -> None:
-        pack = seen.pack
-        first = (pack.positions == pack.start[pack.run_of])[None]
-        self._commit(seen, first, pack.rows[pack.run_of][None], pack.rows, (0, pack.last))
-
-    def _commit(
-        self,
-        seen: Observation | PromptObservation,
-        first: torch.Tensor,
-        before: torch.Tensor,
-        rows: torch.Tensor,
-        last: tuple[torch.Tensor | int, torch.Tensor],
-    ) -> None:
-        """Run every module over the observed tokens [B, N].
-
-        first: mask of each request's first token, [B, N]. before: request-table row of each token. last: index of the
-        last token of each of `rows` [R].
-        """
+    def observe(self, seen: Observation | PromptObservation) -> None:
+        """Run every module over the observed tokens [B, N]."""
+        last: tuple[torch.Tensor | int, torch.Tensor]  # index of the last token of each of `rows` [R]
+        if isinstance(seen, PromptObservation):
+            pack, rows = seen.pack, seen.pack.rows
+            first = (pack.positions == pack.start[pack.run_of])[None]  # [B, N]: is it its request's first token?
+            before, last = rows[pack.run_of][None], (0, pack.last)  # before [B, N]: each token's row
+        else:
+            rows = seen.rows.index
+            last = torch.arange(len(rows), device=rows.device), (seen.length - 1).clamp(min=0)
+            first = (torch.arange(seen.path.shape[1], device=rows.device) == 0).expand_as(seen.path)
+            before = rows[:, None].expand_as(seen.path)
         drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
         state, tokens = self.rows_of(seen)
         for k in range(len(drafter.modules)):
@@ -192,6 +180,8 @@ class NativeMtpWorker(StoreWorker):
         for kept, out in zip(self._last, made, strict=True):
             for part, rows_of in zip(kept, out, strict=True):
                 part[rows] = rows_of[last]
+
+    observe_prompts = observe
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -236,20 +226,13 @@ class ChainContext:
         """None: nothing is stored."""
 
     def attend_tokens(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """q [B * T, Hq, D], k and v [B * T, Hkv, D] -> [B * T, Hq, D]."""
         assert k is not None and v is not None, "a module has K/V of its own"
         q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
-        return self.chains(layer, q * scaling, k, v, softcap, sinks).flatten(0, 1).contiguous()
+        out = self.chains(layer, q * options["scaling"], k, v, options.get("softcap"), options.get("sinks"))
+        return out.flatten(0, 1).contiguous()
 
 
 def chained_rows(

@@ -25,8 +25,8 @@ from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import embed_raw
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
+from specdec.draft_models.heads.head_modules import embed_raw
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
 from specdec.kvcache.layer_context import Recurrence
 from specdec.models.probe import ProbeContext

@@ -23,7 +23,8 @@ from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states, spread_layers
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.heads.head_modules import embed_raw
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
