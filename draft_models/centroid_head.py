@@ -10,6 +10,7 @@ dtype, as in a dense head. `select_kernel` picks the centroids, `gather_kernel` 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
@@ -40,13 +41,9 @@ class CentroidHead(NamedTuple):
         return self.top_k * self.ordering.shape[1]
 
 
-def reference_centroid_logits(
-    hidden: torch.Tensor, head: CentroidHead, centroid_scores: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Logits of hidden [B, M, H] -> [B, M, V], -inf outside the best centroids. centroid_scores: [B, M, C], if already
-    computed."""
-    centroid_scores = hidden @ head.centroids.T if centroid_scores is None else centroid_scores
-    ordered = centroid_scores.sort(dim=-1, descending=True, stable=True)
+def reference_centroid_logits(hidden: torch.Tensor, head: CentroidHead) -> torch.Tensor:
+    """Logits of hidden [B, M, H] -> [B, M, V], -inf outside the best centroids."""
+    ordered = F.linear(hidden, head.centroids).sort(dim=-1, descending=True, stable=True)
     selected = head.ordering[ordered.indices[..., : head.top_k]].flatten(2)  # [B, M, k V / C]
     scores = torch.einsum("bmkh,bmh->bmk", head.weight[selected], hidden)
     return scores.new_full((*hidden.shape[:2], len(head.weight)), -torch.inf).scatter_(2, selected, scores)

@@ -14,6 +14,7 @@ refused. The head is dense, or scores only the tokens of the best centroids (`us
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.draft_models.heads.draft_context import DraftTreeBuilder, continued
-from specdec.draft_models.heads.fused_layers import EchoContext, why_unfused
+from specdec.draft_models.heads.fused_layers import EchoContext, Parts, fuse_in_place
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
@@ -141,20 +142,16 @@ class Gemma4MTPDrafter(Drafter):
 
     def _fuse(self, ops: Operations) -> str | None:
         """Install fused layers. Returns the reason if they cannot be used."""
-        model, embed = self.model, self.embed
-        plain = {name: getattr(model, name) for name in ("model", "pre_projection", "post_projection", "lm_head")}
+        model, linears = self.model, ("pre_projection", "post_projection", "lm_head")
 
-        def fuse_parts() -> None:
-            for name, module in plain.items():
-                setattr(model, name, fuse(module, ops) if name == "model" else fuse_linear(module, ops))
-            self.embed = fuse_embedding(embed, ops)
+        def fused() -> Parts:
+            return [
+                (self, "embed", fuse_embedding(self.embed, ops)),
+                (model, "model", fuse(model.model, ops)),
+                *((model, name, fuse_linear(getattr(model, name), ops)) for name in linears),
+            ]
 
-        reason = why_unfused(self.name, model, len(self.windows), self._probed, fuse_parts)
-        if reason is not None:
-            for name, module in plain.items():
-                setattr(model, name, module)
-            self.embed = embed
-        return reason
+        return fuse_in_place(self.name, model, len(self.windows), self._probed, fused)
 
     def _probed(self) -> torch.Tensor:
         """Logits and next states of six tokens under `EchoContext`: [6, V + Ht] float32."""
@@ -169,7 +166,7 @@ class Gemma4MTPDrafter(Drafter):
         if head is None:
             dense: torch.Tensor = self.model.lm_head(hidden)
             return dense
-        return reference_centroid_logits(hidden, head, self.model.masked_embedding.centroids(hidden))
+        return reference_centroid_logits(hidden, head)
 
 
 class Gemma4MTPWorker:
@@ -194,25 +191,22 @@ class Gemma4MTPWorker:
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
+        """Draft the tree. All nodes attend to the same frozen prefix: only tokens, states and scores branch."""
         if self.drafter.ops is not None:
             self.drafter.weights.generation()
         hidden = self._seed_hidden[batch.rows.index][:, None]  # [B, M, Ht], M = 1, then topk
         allocator, store = self.binding.cache.allocator, self.binding.target_store
-        with frozen_kv(allocator, store, self, self.drafter.layer_map) as view:
-            return self._propose(batch, hidden, view)
-
-    def _propose(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
-        """Draft the tree. All nodes attend to the same frozen prefix: only tokens, states and scores branch."""
-        draws = partial(self.drafter.draw, batch), partial(self.drafter.best, batch)
-        builder = DraftTreeBuilder(batch, self.binding.backend, *draws)
+        from_states = replace(batch, sample=partial(self.drafter.draw, batch), best=partial(self.drafter.best, batch))
+        builder = DraftTreeBuilder(from_states, self.binding.backend)
         tokens = batch.root[:, None]
-        for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
-            if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk queries
-                context = self._context(batch, view, tokens.shape[1])
-            out, hidden = self.drafter.step(tokens, hidden, context.plan.positions, context)
-            tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
-            hidden = continued(hidden, origin)
-        return builder.select()
+        with frozen_kv(allocator, store, self, self.drafter.layer_map) as view:
+            for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
+                if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk queries
+                    context = self._context(batch, view, tokens.shape[1])
+                out, hidden = self.drafter.step(tokens, hidden, context.plan.positions, context)
+                tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
+                hidden = continued(hidden, origin)
+            return builder.select()
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
         """The context of `num_queries` queries per request, all at one position and on one prefix."""

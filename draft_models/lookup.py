@@ -79,13 +79,15 @@ class SuffixWorker(DraftWorker):
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         newest = newest_tokens(batch.history, batch.history_len)
-        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
-        matches = Matches(find_matches(batch.history, batch.history_len, newest), stored)
+        matches: list[OwnMatches | StoredMatches] = [find_matches(batch.history, batch.history_len, newest)]
+        if self.finished is not None:
+            matches.append(self.finished.matches(newest, batch.rows.index))
         builder = TreeBuilder(batch.root, self.backend, batch.num_steps)
-        followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
+        weight = weight_of(side_by_side([each.matched for each in matches]))
+        followed = weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
         for level in range(batch.num_steps):
-            next_token = matches.tokens_at(level)  # [B, P]
+            next_token = side_by_side([each.tokens_at(level) for each in matches])  # [B, P]
             followed = followed * (next_token != NOTHING)[:, None]
             tokens, log_probs = children(next_token, followed, batch.topk)
             beam = builder.add_level(tokens, log_probs)
@@ -114,25 +116,14 @@ class OwnMatches(NamedTuple):
         return self.history.gather(1, self.after + level % self.period)
 
 
-class Matches(NamedTuple):
-    """All P places that continue a text: in the text itself and in finished texts."""
+def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers [B, ..] of the matches in the text itself and of those in finished texts, if there are any -> [B, P]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    own: OwnMatches
-    stored: StoredMatches | None
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """Weight of each match, [B, P] float32; 0: no match."""
-        matched = self.own.matched
-        if self.stored is not None:
-            matched = torch.cat([matched, self.stored.matched], dim=1)
-        return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
-
-    def tokens_at(self, level: int) -> torch.Tensor:
-        """The token `level` places after the first token that follows each place, [B, P]; NOTHING: the text has
-        ended."""
-        own = self.own.tokens_at(level)
-        return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
+def weight_of(matched: torch.Tensor) -> torch.Tensor:
+    """Weight of each match [B, P] by its number of equal tokens, float32; 0: no match."""
+    return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
 
 
 def newest_tokens(history: torch.Tensor, length: torch.Tensor, count: int = MATCH) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,7 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.native_mtp.mtp_checkpoint import (
-    has_modules,
-    is_mtp_speculator,
-    native_mtp_drafter,
-)
+from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
@@ -118,15 +115,14 @@ def _drafter_of_target(
 def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, Any]) -> Iterator[str]:
     """Drafters that "auto" tries for a target of `num_layers`: "mtp", and published names that are on disk. here:
     options of a checkpoint that is not downloaded."""
-    try:
-        if has_modules(checkpoint.config_file.parent, num_layers):
+    with suppress(CheckpointError):  # missing or damaged
+        if module_count(checkpoint.config_file.parent, num_layers):
             yield MTP
-    except CheckpointError:
-        pass  # missing or damaged
     for pair in PAIRS:
-        named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
-        if named and _is_found(Checkpoint.from_name(pair.drafter, here)):
-            yield pair.drafter
+        if pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path:
+            with suppress(CheckpointError):  # not on disk
+                if Checkpoint.from_name(pair.drafter, here).config:
+                    yield pair.drafter
 
 
 def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
@@ -148,13 +144,6 @@ def _modules_of(checkpoint: Checkpoint, target: TargetModel) -> Drafter:
     return native_mtp_drafter(checkpoint.folder(), target, load)
 
 
-def _is_found(checkpoint: Checkpoint) -> bool:
-    try:
-        return bool(checkpoint.config)
-    except CheckpointError:
-        return False
-
-
 def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[], Path]) -> bool:
     """Do the MTP modules in a checkpoint draft for the target: of an export of modules, of its base or a finetuned one?
 
@@ -167,7 +156,7 @@ def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
     is_like_target = all(text.get(name) == getattr(target.config, name, None) for name in sizes)
-    return is_like_target and has_modules(folder(), len(target.layout.layers))
+    return is_like_target and module_count(folder(), len(target.layout.layers)) > 0
 
 
 def _model_and_lookup(

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.gpu.operations import Operations
 from specdec.models.target import TargetModel
 
@@ -73,5 +72,5 @@ def written_block(folder: Path, model: PreTrainedModel, kind: str = "dflash", **
     """A checkpoint of random weights in a folder."""
     target = TargetModel(model)
     head = random_head(target, kind, **changes)
-    write_block(folder, head, TargetShape.of_target(target))
+    write_block(folder, head, target)
     return head

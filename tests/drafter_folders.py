@@ -4,6 +4,7 @@ them."""
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, LAYER_KEYS
 from specdec.draft_models.eagle3.checkpoint import read_head, write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 
-TARGET = TargetShape(name="target", num_layers=8, hidden_size=16, vocab_size=60)
+
+def target_of(name: str, num_layers: int, hidden_size: int, vocab_size: int) -> Any:
+    layout = SimpleNamespace(layers=range(num_layers))
+    return SimpleNamespace(name=name, layout=layout, hidden_size=hidden_size, vocab_size=vocab_size)
+
+
+TARGET = target_of("target", 8, 16, 60)
 SPEC = Eagle3Spec(
     hidden_size=16,
     target_hidden_size=16,
@@ -205,7 +211,7 @@ def read_drafter(kind: str, folder: Path) -> Any:
     """The spec that is read."""
     if kind not in PUBLISHED:
         return read_head(folder, TARGET).spec
-    return read_block(folder, TargetShape("target", PUBLISHED[kind][0], 32, VOCAB)).spec
+    return read_block(folder, target_of("target", PUBLISHED[kind][0], 32, VOCAB)).spec
 
 
 def change_drafter(folder: Path, changes: Mapping[str, Any]) -> Path:

@@ -12,14 +12,13 @@ import pytest
 import torch
 from block_heads import written_block
 from block_reference import Checkpoint, accepted_lengths, draft
-from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow
+from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow, target_of
 from transformers import MuseGlimmerAssistantModel, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
 from transformers.cache_utils import DFlashCache
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.model_shapes import SHAPES, Shrink
@@ -154,7 +153,7 @@ def test_configs_are_told_apart(config: dict[str, Any], block: bool, eagle: bool
     assert (is_block_config(config), is_eagle3_config(config)) == (block, eagle)
 
 
-SHAPE = TargetShape("small", 36, 32, VOCAB)
+SHAPE = target_of("small", 36, 32, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
 def test_what_is_written_is_read(kind: str, tmp_path: Path, make_target: Callable[..., Any]) -> None:
     model = make_target("qwen3")
     head = written_block(tmp_path, model, kind)
-    read = read_block(tmp_path, TargetShape.of_target(TargetModel(model)))
+    read = read_block(tmp_path, TargetModel(model))
     assert read.spec == head.spec
     torch.testing.assert_close(read.state_dict(), head.state_dict(), rtol=0, atol=0)
     drafter = load_any_drafter(str(tmp_path), TargetModel(model))

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from capturable import capturable
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, FusedHead, HeadOutput, PlainHead
-from specdec.draft_models.heads.fused_layers import EchoContext, proved_form
+from specdec.draft_models.heads.fused_layers import EchoContext, fuse_in_place
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.description.decoder_parts import Unfusable
@@ -76,6 +77,12 @@ def fuse(plain: PlainHead, ops: Operations) -> FusedHead:
     return FusedHead(plain, Weights("head", plain.head), ops)
 
 
+def chosen(plain: PlainHead, ops: Operations) -> tuple[PlainHead, str | None]:
+    at = SimpleNamespace(form=plain)
+    reason = fuse_in_place("head", plain.head, 1, lambda: at.form.probed(), lambda: [(at, "form", fuse(plain, ops))])
+    return at.form, reason
+
+
 @torch.inference_mode()
 def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tensor]:
     spec, random = form.head.spec, torch.Generator().manual_seed(5)
@@ -133,17 +140,17 @@ def test_what_fused_layers_cannot_say_runs_by_its_modules(
     with pytest.raises(Unfusable, match=why):
         fuse(plain, REFERENCE)
     with caplog.at_level(logging.INFO, logger="specdec"):
-        form, reason = proved_form("head", plain, lambda: fuse(plain, REFERENCE))
+        form, reason = chosen(plain, REFERENCE)
     assert form is plain and reason is not None and why in reason and why in caplog.text
     torch.testing.assert_close(run(plain), want)
 
 
 def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     plain = plain_form(make_head())
-    form, reason = proved_form("head", plain, lambda: fuse(plain, REFERENCE))
+    form, reason = chosen(plain, REFERENCE)
     assert isinstance(form, FusedHead) and reason is None
     wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation, *_: x[:, : len(weight) // 2] * 0})
-    form, reason = proved_form("head", plain, lambda: fuse(plain, wrong))
+    form, reason = chosen(plain, wrong)
     assert form is plain and reason == "its fused layers compute something else than its own"
 
 

@@ -15,12 +15,12 @@ from specdec.draft_models import lookup
 from specdec.draft_models.finished_texts import MATCH
 from specdec.draft_models.lookup import (
     MATCHES,
-    Matches,
     NgramDrafter,
     SuffixWorker,
     children,
     find_matches,
     newest_tokens,
+    weight_of,
 )
 
 from marks import usual_cases
@@ -167,8 +167,8 @@ def test_shares_are_those_of_the_definition(seed, monkeypatch):
     topk, length = rng.choice((1, 2, 4)), max(map(len, texts))
     padded = torch.tensor([[*text, *[1] * (length - len(text))] for text in texts])
     lengths = torch.tensor([len(text) for text in texts])
-    matches = Matches(find_matches(padded, lengths, newest_tokens(padded, lengths)), None)
-    followed, paths = matches.weight[:, None], [[[]] for _ in texts]
+    matches = find_matches(padded, lengths, newest_tokens(padded, lengths))
+    followed, paths = weight_of(matches.matched)[:, None], [[[]] for _ in texts]
     for level in range(4):
         next_token = matches.tokens_at(level)
         tokens, log_probs = children(next_token, followed, topk)

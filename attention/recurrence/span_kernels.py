@@ -12,12 +12,10 @@ decays within it, and K, Q, V, U have its keys, queries, values and records as r
     O     e^G Q S + B U
     S     <- e^{G_end} S + sum_j e^{G_end - G_j} k_j u_j^T
 
-Operands of products are sums of one or two numbers of a smaller type (`OperandParts`). `weights` stores queries, keys,
+Operands of products are sums of one or two numbers of a smaller type (`SPAN_PARTS`). `weights` stores queries, keys,
 (I + A)^-1 - I and B in that form, by token. Records equal those of decoding up to rounding, since
 sums run in another order. The unfolded records at the end of a run are stored.
 """
-
-from typing import NamedTuple
 
 import torch
 
@@ -28,16 +26,9 @@ SPAN = 64
 """Places of a span: four blocks of FOLD, as `triangular_inverse` requires."""
 
 
-class OperandParts(NamedTuple):
-    """How operands of products are split: sums of `number` numbers of a type. With two parts, the product of the two
-    small parts is left out."""
-
-    number: int
-    dtype: torch.dtype
-
-
-SPAN_PARTS = OperandParts(1, torch.float32) if INTERPRETED else OperandParts(2, torch.bfloat16)
-"""Two bf16 parts are exact to 2^-16; one is exact to 2^-9, which is what other engines use. The interpreter has no
+SPAN_PARTS = (1, torch.float32) if INTERPRETED else (2, torch.bfloat16)
+"""Operands of products are sums of one or two parts of a type. With two, the product of the two small parts is left
+out. Two bf16 parts are exact to 2^-16; one is exact to 2^-9, which is what other engines use. The interpreter has no
 bf16."""
 
 SPAN_COLUMNS = 32

@@ -65,7 +65,7 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
     kind, *sizes = form.split("/")
     numbers = [int(size) for size in sizes]
     if kind == FAST:
-        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
+        parts = SPAN_PARTS if ON_CPU or not numbers else (numbers[0], SPAN_PARTS[1])
         given = dict(zip(("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES"), numbers[1:], strict=False))
         return mock.patch.multiple(gpu_recurrence, SPAN_PARTS=parts, **given)
     options = FORM | {"PRECISION": kind} | dict(zip(("num_warps", "num_stages"), numbers[1:], strict=False))

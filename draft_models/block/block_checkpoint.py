@@ -6,10 +6,10 @@
 from pathlib import Path
 from typing import Any
 
+from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.block_layers import KINDS
 from specdec.draft_models.checkpoints.checkpoint_files import (
-    TargetShape,
     fill_head,
     take_target_ids,
     write_folder,
@@ -28,7 +28,7 @@ CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
 OUTPUT_IDS, ENTERED_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 
 
-def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
+def read_block(folder: str | Path, target: TargetInfo) -> BlockHead:
     """Read a block drafter for `target`: a head with the weights of its checkpoint, on the CPU.
 
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target) and
@@ -43,7 +43,7 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
         return head
 
 
-def write_block(folder: str | Path, head: BlockHead, target: TargetShape) -> None:
+def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None:
     """Write a head in DFlash's format, with JetSpec's `causal_head` if blocks are causal."""
     spec, state = head.spec, head.state_dict()
     special = (spec.is_gemma4, spec.shifted, spec.anchored, spec.skips_embed_norm, spec.successor)
@@ -52,7 +52,7 @@ def write_block(folder: str | Path, head: BlockHead, target: TargetShape) -> Non
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **spec.stored_fields(),
-        "num_target_layers": target.num_layers,
+        "num_target_layers": len(target.layout.layers),
         "attention_bias": spec.attention_bias,
         **spec.stored_windows(),
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
@@ -87,7 +87,7 @@ def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTP
     return tuple(i - first for i in ids)
 
 
-def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
+def _make_spec(files: HeadFiles, target: TargetInfo) -> BlockSpec:
     """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
     shapes."""
     settings, state = files.settings, files.state
@@ -95,7 +95,7 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
         raise CheckpointError("there are no tensors layers.N.*")
     drafted = len(state["lm_head.weight"]) if "lm_head.weight" in state else None
     stated = {
-        ("num_target_layers", f"target {target.name}"): target.num_layers,
+        ("num_target_layers", f"target {target.name}"): len(target.layout.layers),
         ("hidden_size", f"target {target.name}"): target.hidden_size,
         ("draft_vocab_size", "the file, by its lm_head.weight,"): drafted or target.vocab_size,
     }
@@ -124,7 +124,7 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
         **files.fields(),
         **layers,
         vocab_size=target.vocab_size,
-        aux_layers=resolve_layer_ids(settings.get(key), target.num_layers, key),
+        aux_layers=resolve_layer_ids(settings.get(key), len(target.layout.layers), key),
         shifted=shifted,
         owns_embed="embed_tokens.weight" in state,
         draft_vocab_size=drafted,

@@ -9,14 +9,13 @@ row d. With a successor head (DSpark), candidates also depend on the previous to
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, FusedBlock, PlainBlock, TapContext
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.checkpoint_files import equals_weight
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
 
 
@@ -97,17 +96,9 @@ class BlockWorker(StoreWorker):
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     """Read the head in `folder` and fit it to `target`."""
-    head = read_block(folder, TargetShape.of_target(target)).place(target.device, target.dtype).eval()
+    head = read_block(folder, target).place(target.device, target.dtype).eval()
     for name, theirs in (("embed_tokens", target.embed), ("lm_head", target.head)):
-        if _equal(getattr(head, name), theirs):
-            setattr(head, name, None)  # DSpark's files hold copies of the target's
+        own = getattr(head, name)  # DSpark's files hold copies of the target's, but never of scaled or packed ones
+        if type(own) is type(theirs) and getattr(theirs, "bias", None) is None and equals_weight(own.weight, theirs):
+            setattr(head, name, None)
     return BlockDrafter(head, target)
-
-
-def _equal(own: nn.Module | None, theirs: nn.Module) -> bool:
-    """Are both plain modules of one class with equal weights? Scaled embeddings and packed heads never are."""
-    if own is None or type(own) is not type(theirs) or getattr(theirs, "bias", None) is not None:
-        return False
-    a, b = own.weight, theirs.weight
-    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

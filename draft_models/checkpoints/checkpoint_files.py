@@ -89,17 +89,8 @@ StateDict = Mapping[str, torch.Tensor]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
-class TargetShape(NamedTuple):
-    """The properties of a target that readers of drafters need."""
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-
-    @classmethod
-    def of_target(cls, target: TargetInfo) -> "TargetShape":
-        return cls(target.name, len(target.layout.layers), target.hidden_size, target.vocab_size)
+def is_unquantised(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -196,14 +187,21 @@ def fill_head(
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise CheckpointError(f"tensor {faults[0]}{more}{explain(faults[0])}")
     for key, tensor in state.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        if not is_unquantised(tensor):
             raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
     head = make()
     head.load_state_dict(state)
     return head
 
 
-def take_target_ids(state: dict[str, torch.Tensor], target: TargetShape) -> torch.Tensor | None:
+def equals_weight(tensor: Any, module: nn.Module | None) -> bool:
+    """Is it a copy of the module's weight? A packed module has none."""
+    weight: Any = getattr(module, "weight", None)
+    same_kind = weight is not None and tensor.shape == weight.shape and is_unquantised(tensor)
+    return same_kind and torch.equal(tensor.to(weight), weight)
+
+
+def take_target_ids(state: dict[str, torch.Tensor], target: TargetInfo) -> torch.Tensor | None:
     """Target token of each draft token (row of `lm_head.weight`); None: the full vocabulary. Removes d2t and t2d from
     `state`. d2t holds offsets: draft token j is target token j + d2t[j]."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers.activations import ACT2FN
 
+from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import (
     ANY,
     NUMBER,
     POSITIVE,
-    TargetShape,
     ValueKind,
     read_config_json,
     read_tensors,
@@ -127,7 +127,7 @@ class HeadFiles(NamedTuple):
             raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
         return fields
 
-    def require_same(self, stated: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
+    def require_same(self, stated: Mapping[tuple[str, str], Any], target: TargetInfo) -> None:
         """Raise CheckpointError if a key contradicts another source. stated: (key, the other source) -> the value that
         a set key must have; None: any value."""
         everywhere: Mapping[tuple[str, str], Any] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import (
-    TargetShape,
     fill_head,
     take_target_ids,
     write_folder,
@@ -36,7 +36,7 @@ FIRST_AFTER_CHANGE = (5, 18)
 """The first release of transformers after SpecForge changed what `norm_output` means, on 2026-09-15."""
 
 
-def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int] | None = None) -> Eagle3Head:
+def read_head(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Head:
     """Read a head for `target`, in float32 on the CPU. `aux_layers` overrides the target states that it reads (see
     `Eagle3Spec.aux_layers`).
 
@@ -66,7 +66,7 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
         return head
 
 
-def write_head(folder: str | Path, head: Eagle3Head, target: TargetShape) -> None:
+def write_head(folder: str | Path, head: Eagle3Head, target: TargetInfo) -> None:
     """Write a head in the SpecForge format, so that every reader finds the same target states in it."""
     spec, state = head.spec, head.state_dict()
     eagle_config: dict[str, Any] = {AUX_IDS: [entered - 1 for entered in spec.aux_layers], "use_aux_hidden_state": True}
@@ -86,10 +86,11 @@ def write_head(folder: str | Path, head: Eagle3Head, target: TargetShape) -> Non
         config["norm_output"] = eagle_config["norm_output"] = True
     if not spec.final_norm:
         eagle_config["use_last_layernorm"] = False
-    if not spec.aux_layers or resolve_aux_ids(config, target.num_layers, None) != spec.aux_layers:
+    count = len(target.layout.layers)
+    if not spec.aux_layers or resolve_aux_ids(config, count, None) != spec.aux_layers:
         raise UnsupportedModelError(
             f"a head on target states {list(spec.aux_layers)} cannot be told from another in the SpecForge format; "
-            f"begin with state 2, as in {[2, target.num_layers // 2, target.num_layers - 3]}"
+            f"begin with state 2, as in {[2, count // 2, count - 3]}"
         )
     tensors = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in state.items()}
     if head.target_ids is not None:
@@ -173,14 +174,14 @@ def _was_saved_by(config: Config, first: tuple[int, int]) -> bool:
 # config, tensors and target together
 
 
-def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] | None) -> Eagle3Spec:
+def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] | None) -> Eagle3Spec:
     """Make the spec from config and tensors. Checks everything that two of config, tensors and target state, except
     shapes."""
     settings, state = files.settings, files.state
     if FIRST_TENSOR not in state:
         raise UnsupportedModelError(f"there is no {FIRST_TENSOR} (or midlayer); specdec runs Llama-type layers")
     reads_states = settings.get("use_aux_hidden_state", True)
-    ids = resolve_aux_ids(files.config, target.num_layers, aux_layers) if reads_states else ()
+    ids = resolve_aux_ids(files.config, len(target.layout.layers), aux_layers) if reads_states else ()
     lm_head_normed, fed_back = read_norm_output(files.config, state.get("norm.weight"))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
     biases = frozenset(key.removesuffix(".bias") for key in state if key.endswith(".bias"))

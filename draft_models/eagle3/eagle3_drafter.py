@@ -15,7 +15,6 @@ from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.head import Eagle3Head, FusedHead, HeadOutput, PlainHead
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
@@ -90,7 +89,7 @@ class Eagle3Worker(StoreWorker):
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: those of the files."""
-    head = read_head(folder, TargetShape.of_target(target), aux_layers)
+    head = read_head(folder, target, aux_layers)
     drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
     drafter.source = str(folder)
     return drafter

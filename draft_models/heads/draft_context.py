@@ -13,18 +13,16 @@ from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import TreeBuilder, num_candidates
 from specdec.draft_models.base import (
-    BestOf,
     Binding,
     DraftBatch,
     Drafter,
     Fit,
     Observation,
     PromptObservation,
-    SampleFunction,
     TargetInfo,
 )
-from specdec.draft_models.heads.fused_layers import Form, proved_form
-from specdec.draft_models.heads.head_modules import HeadModule
+from specdec.draft_models.heads.fused_layers import Parts, fuse_in_place
+from specdec.draft_models.heads.head_modules import HeadForm, HeadModule
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
@@ -33,6 +31,7 @@ from specdec.layers.accepted_path import path_rows
 from specdec.modules.weight_watch import Weights
 
 Head = TypeVar("Head", bound=HeadModule)
+Form = TypeVar("Form", bound=HeadForm)
 
 
 class HeadDrafter(Drafter, Generic[Head, Form]):
@@ -53,10 +52,14 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.fit = Fit.of(target)
         self.dtype = target.dtype
         self.weights = Weights(self.name, head)
-        self.form = self.plain = own = plain(head, target.embed, target.head)
+        self.form = self.plain = plain(head, target.embed, target.head)
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
-            self.form, self.unfused = proved_form(self.name, own, lambda: fused(own, self.weights, self.ops))
+
+            def parts() -> Parts:
+                return [(self, "form", fused(self.plain, self.weights, self.ops))]
+
+            self.unfused = fuse_in_place(self.name, head, head.spec.num_layers, lambda: self.form.probed(), parts)
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Spread logits [B, M, draft V] to [B, M, V]; -inf for tokens outside the draft vocabulary."""
@@ -122,16 +125,10 @@ class DraftContext:
 
 
 class DraftTreeBuilder:
-    """The chain or tree of a batch, drawn level by level with K = `batch.topk` nodes each.
+    """The chain or tree of a batch, drawn level by level with K = `batch.topk` nodes each."""
 
-    sample, best: by default the batch's; others may draw from another input than logits.
-    """
-
-    def __init__(
-        self, batch: DraftBatch, backend: Backend, sample: SampleFunction | None = None, best: BestOf | None = None
-    ) -> None:
+    def __init__(self, batch: DraftBatch, backend: Backend) -> None:
         self.batch = batch
-        self.sample, self.best = sample or batch.sample, best or batch.best
         self.tree = TreeBuilder(batch.root, backend, batch.num_steps)
         self.chain = [batch.root[:, None]]
 
@@ -139,9 +136,9 @@ class DraftTreeBuilder:
         """Draw the next level from logits [B, M, V] of the M current nodes. positions [B, M]: of the drawn tokens.
         Returns the level's tokens [B, K], and the parent of each among the M nodes (None: a chain has one)."""
         if self.batch.topk == 1:
-            self.chain.append(self.sample(logits, positions))
+            self.chain.append(self.batch.sample(logits, positions))
             return self.chain[-1], None
-        return self.tree.add_level(*self.best(logits, positions, self.batch.topk))
+        return self.tree.add_level(*self.batch.best(logits, positions, self.batch.topk))
 
     def select(self) -> DraftTree:
         """The chain, or the best tree of the requested size."""

@@ -7,13 +7,13 @@ compute the same as the drafter's own modules.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall
-from specdec.draft_models.heads.head_modules import HeadContext, HeadForm
+from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, SharedInputs
 from specdec.layers.description.decoder_parts import Unfusable
@@ -25,7 +25,8 @@ from specdec.modules.weight_watch import Weights
 
 logger = logging.getLogger("specdec")
 
-Form = TypeVar("Form", bound=HeadForm)
+Parts = Sequence[tuple[Any, str, object]]
+"""(owner, name of its attribute, what it is set to)."""
 LLAMA = FAMILIES["llama.LlamaModel"]
 
 FUSED_BOUND = 0.03
@@ -50,18 +51,20 @@ class EchoContext:
         return q if v is None else q[..., : v.shape[-1]]
 
 
-def why_unfused(
-    name: str, module: nn.Module, num_layers: int, probed: Callable[[], torch.Tensor], fuse: Callable[[], object]
+def fuse_in_place(
+    name: str, module: nn.Module, num_layers: int, probed: Callable[[], torch.Tensor], fused: Callable[[], Parts]
 ) -> str | None:
-    """Compare both forms. If the fused layers of `module` may not run, log and return the reason; None: they may.
+    """Put fused parts of `module` in place if they compute the same. If not, log and return the reason; else None.
 
-    probed: returns rows [R, W] float32 of the form in place. fuse: puts fused layers in place, which merges weights.
+    probed: returns rows [R, W] float32 of the form in place. fused: makes the fused parts, which merges weights.
     """
-    held = held_storages(module)
+    held, plain = held_storages(module), list[tuple[Any, str, object]]()
     level = logging.WARNING
     try:
         expected = _undisturbed(probed, module)
-        fuse()
+        for owner, part, form in fused():
+            plain.append((owner, part, getattr(owner, part)))
+            setattr(owner, part, form)
         error = (_undisturbed(probed, module) - expected).norm(dim=-1) / expected.norm(dim=-1)
         bound = FUSED_BOUND * math.sqrt(1 + num_layers)
         reason = None if error.median() <= bound else "its fused layers compute something else than its own"
@@ -72,6 +75,8 @@ def why_unfused(
         level = logging.INFO if isinstance(refusal, Unfusable) else level
     del held
     if reason is not None:
+        for owner, part, form in plain:
+            setattr(owner, part, form)
         logger.log(level, "drafter %s runs unfused: %s", name, reason)
     return reason
 
@@ -81,13 +86,6 @@ def _undisturbed(probed: Callable[[], torch.Tensor], module: nn.Module) -> torch
     """The rows of a form, whatever the caller's autocast."""
     with torch.autocast(next(module.parameters()).device.type, enabled=False):
         return probed()
-
-
-def proved_form(name: str, plain: Form, fused: Callable[[], Form]) -> tuple[Form, str | None]:
-    """The fused form if it computes the same as the plain one; else the plain form and the reason."""
-    made, head = [plain], plain.head
-    reason = why_unfused(name, head, len(head.layers), lambda: made[-1].probed(), lambda: made.append(fused()))
-    return (made[-1], None) if reason is None else (plain, reason)
 
 
 class FusedLayers:

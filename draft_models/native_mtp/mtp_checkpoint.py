@@ -6,10 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from specdec.draft_models.checkpoints.checkpoint_files import (
+    equals_weight,
+    is_unquantised,
     read_config_json,
     stored_tensor,
     tensor_files,
@@ -18,13 +19,12 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
-    LOOKED_FOR,
     REQUIRED,
     SPECULATORS,
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, is_unquantised
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
@@ -41,13 +41,8 @@ NAMES = {
 """Names, after "mtp.", of the parts of a module that `write_module` writes."""
 
 
-def has_modules(folder: Path, num_layers: int) -> bool:
-    """Does this folder have MTP modules for a target of `num_layers` layers?"""
-    return module_count(folder, num_layers) > 0
-
-
 def module_count(folder: Path, num_layers: int) -> int:
-    """The number of MTP modules in a folder."""
+    """The number of MTP modules in a folder for a target of `num_layers` layers."""
     return len(module_tensors(tensor_files(folder), num_layers))
 
 
@@ -85,7 +80,7 @@ def native_mtp_drafter(
                     f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}"
                 )
             for part, own in (("embed", target.embed), ("head", target.user_head)):
-                if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
+                if (tensor := state.get(f"{part}.weight")) is not None and equals_weight(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's weight
             with about(f"its MTP module {number}"):
                 made.append(MtpModule(state, decoder, family.like, number, names, load_packed))
@@ -96,7 +91,8 @@ def native_mtp_drafter(
 
 def no_modules() -> CheckpointError:
     return CheckpointError(
-        f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such as the "
+        "no MTP modules there (looked for mtp.*, model.mtp.layers.*, model.mtp_layers.*, model.mtp_block.*, and "
+        "model.layers.* beyond the last layer); give drafter=DIR of a checkpoint that has them, such as the "
         "base of a finetuned or quantised one"
     )
 
@@ -179,10 +175,3 @@ def _renamed(place: str, family: MtpFamily) -> str:
     block, _, rest = place.partition(".")
     first, dot, more = rest.partition(".")
     return f"{block}.{family.renamed.get(first, first)}{dot}{more}" if block == "block" else place
-
-
-def _equal(tensor: torch.Tensor, own: Any) -> bool:
-    weight: torch.Tensor | None = getattr(own, "weight", None)  # a packed head has none
-    if weight is None or tensor.shape != weight.shape or not is_unquantised(tensor):
-        return False
-    return bool(torch.equal(tensor.to(weight), weight))

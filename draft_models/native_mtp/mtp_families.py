@@ -88,9 +88,6 @@ PARTS = {
 
 PART_OF = {name: part for part, names in PARTS.items() for name in names}
 REQUIRED = ("enorm", "hnorm", "proj")
-LOOKED_FOR = (
-    "mtp.*, model.mtp.layers.*, model.mtp_layers.*, model.mtp_block.*, and model.layers.* beyond the last layer"
-)
 
 
 def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:

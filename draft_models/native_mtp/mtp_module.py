@@ -16,7 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.draft_models.heads.fused_layers import EchoContext, why_unfused
+from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised
+from specdec.draft_models.heads.fused_layers import EchoContext, Parts, fuse_in_place
 from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
@@ -28,10 +29,6 @@ State = Mapping[str, torch.Tensor]
 LoadPacked = Callable[[PreTrainedModel, State, Mapping[str, str], list[Any]], Any]
 """Loads a model whose tensors may be packed: (model, tensors by the model's names, their keys in the checkpoint,
 conversions) -> transformers' loading report."""
-
-
-def is_unquantised(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 class MtpModule(nn.Module):
@@ -104,18 +101,14 @@ class MtpModule(nn.Module):
 
     def fuse(self, name: str, ops: Operations) -> str | None:
         """Run the block by fused layers if they compute the same. Returns the reason if they do not, else None."""
-        plain = self.block, self.proj, self.enorm, self.hnorm
 
-        def fuse_parts() -> None:
-            self.block = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
-            self.block.layers[0].index = self.number
-            self.proj = fuse_linear(plain[1], ops)
-            self.enorm, self.hnorm = (FusedNorm(norm, self._source[0], ops) for norm in plain[2:])
+        def fused() -> Parts:
+            block: Any = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
+            block.layers[0].index = self.number
+            norms = [(self, name, FusedNorm(getattr(self, name), self._source[0], ops)) for name in ("enorm", "hnorm")]
+            return [(self, "block", block), (self, "proj", fuse_linear(self.proj, ops)), *norms]
 
-        reason = why_unfused(name, self, 1, self.probed, fuse_parts)
-        if reason is not None:
-            self.block, self.proj, self.enorm, self.hnorm = plain
-        return reason
+        return fuse_in_place(name, self, 1, self.probed, fused)
 
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext, first: bool

@@ -14,14 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
+from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised, tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
-from specdec.draft_models.native_mtp.mtp_module import is_unquantised
 from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
 from specdec.drafter_loading import AUTO, MTP, continues_text, drafts_by_modules, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line

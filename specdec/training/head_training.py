@@ -21,7 +21,6 @@ import torch
 from specdec.attention.draft_attention import ChainAttention
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states, spread_layers
-from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.heads.head_modules import embed_raw
@@ -76,7 +75,7 @@ class TrainableEagle3(TrainableDrafter):
         return scores
 
     def save(self, folder: Path) -> None:
-        write_head(folder, self.module, TargetShape.of_target(self.target))
+        write_head(folder, self.module, self.target)
 
 
 BLOCKS = 64
@@ -113,7 +112,7 @@ class TrainableBlock(TrainableDrafter):
         return scores
 
     def save(self, folder: Path) -> None:
-        write_block(folder, self.module, TargetShape.of_target(self.target))
+        write_block(folder, self.module, self.target)
 
 
 def trainable_eagle3(target: TargetModel, settings: TrainSettings) -> TrainableEagle3:
