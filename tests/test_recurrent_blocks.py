@@ -65,10 +65,10 @@ def in_block(rows: dict[str, torch.Tensor], begin: int, first: int, last: int, k
 
     u = torch.zeros(1, FOLD, HEADS, V_DIM) if known is None else known
     block = RecordBlock(state, placed(rows["k"]), u, placed(rows["g"]))
-    place = torch.arange(first, last)[None]
-    new = (rows[name][begin + first : begin + last][None] for name in ("q", "v", "beta"))
-    out, u = run_blocks(block, NewPlaces(place, torch.ones_like(place, dtype=torch.bool), *new))
-    return out[0], u, block._replace(u=u)
+    place = torch.arange(FOLD)[None]
+    new = (placed(rows[name]) for name in ("q", "v", "beta"))
+    out, u = run_blocks(block, NewPlaces((place >= first) & (place < last), *new))
+    return out[0, first:last], u, block._replace(u=u)
 
 
 def run(rows: dict[str, torch.Tensor], cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,10 +107,10 @@ def test_a_block_has_the_same_bits_in_company() -> None:
         in_block(one, 0, 5, 11, torch.randn(1, FOLD, HEADS, V_DIM).mul(0.1), torch.ones(1, 4, 8, 12)) for one in rows
     ]
     blocks = RecordBlock(*(torch.cat(parts) for parts in zip(*(each[2] for each in alone), strict=True)))
-    place = torch.arange(5, 11).expand(3, -1)
-    new = [torch.stack([one[name][5:11] for one in rows]) for name in ("q", "v", "beta")]
-    out, u = run_blocks(blocks, NewPlaces(place, torch.ones_like(place, dtype=torch.bool), *new))
-    assert torch.equal(out, torch.stack([each[0] for each in alone]))
+    place = torch.arange(FOLD).expand(3, -1)
+    new = [torch.stack([one[name] for one in rows]) for name in ("q", "v", "beta")]
+    out, u = run_blocks(blocks, NewPlaces((place >= 5) & (place < 11), *new))
+    assert torch.equal(out[:, 5:11], torch.stack([each[0] for each in alone]))
     assert torch.equal(u, torch.cat([each[1] for each in alone]))
     assert torch.equal(folded(blocks), torch.cat([folded(each[2]) for each in alone]))
 

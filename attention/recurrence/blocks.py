@@ -31,13 +31,13 @@ class RecordBlock(NamedTuple):
 
 
 class NewPlaces(NamedTuple):
-    """The places [X, R] to compute in each block, in the order of the path, and a mask [X, R] of the places that exist.
+    """The places to compute in each block.
 
-    q [X, R, HK, DK], v [X, R, HV, DV] and beta [X, R, HV]; beta None: no delta rule.
+    is_new: mask [X, FOLD] of these. q [X, FOLD, HK, DK], v [X, FOLD, HV, DV] and beta [X, FOLD, HV] are ignored
+    elsewhere. beta None: no delta rule.
     """
 
-    place: torch.Tensor
-    exists: torch.Tensor
+    is_new: torch.Tensor
     q: torch.Tensor
     v: torch.Tensor
     beta: torch.Tensor | None
@@ -52,47 +52,43 @@ def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def run_blocks(block: RecordBlock, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the new places -> their outputs [X, R, HV, DV], and u [X, FOLD, HV, DV] with their records added. `block`
-    must already have k and g of the new places; its u at these places is ignored."""
+    """Compute the new places -> their outputs [X, FOLD, HV, DV] (undefined elsewhere), and u [X, FOLD, HV, DV] with
+    their records added. `block` must already have k and g of the new places; its u at these places is ignored."""
     count, _, key_heads, _ = block.k.shape
     heads, v_dim = block.u.shape[2:]
-    blocks = torch.arange(count, device=block.k.device)
-    cells = blocks[:, None], torch.where(new.exists, new.place, FOLD)  # an extra place takes absent rows
-
-    def at_places(rows: torch.Tensor) -> torch.Tensor:
-        """[X, R, Y, Z] -> [X, FOLD, Y, Z], 0 elsewhere."""
-        placed = rows.new_zeros((count, FOLD + 1, *rows.shape[2:]))
-        placed[cells] = rows
-        return placed[:, :FOLD]
 
     def by_head(x: torch.Tensor) -> torch.Tensor:
         """[X * HK, FOLD, Y] -> [X * HV, FOLD, Y]."""
         return x.view(count, key_heads, 1, FOLD, -1).expand(-1, -1, heads // key_heads, -1, -1).flatten(0, 2)
 
-    k, q = (x.transpose(1, 2).flatten(0, 1) for x in (block.k, at_places(new.q)))  # [X * HK, FOLD, DK]
+    k, q = (x.transpose(1, 2).flatten(0, 1) for x in (block.k, new.q))  # [X * HK, FOLD, DK]
     state = block.state.flatten(0, 1)  # [X * HV, DK, DV]
     total = block.g.cumsum(1).transpose(1, 2)  # [X, HV, FOLD]: G
     from_start = total.exp()[..., None]  # [X, HV, FOLD, 1]
     causal = torch.ones((FOLD, FOLD), dtype=torch.bool, device=k.device).tril()
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()  # [X, HV, i, j]
-    is_new = at_places(torch.ones_like(new.v[..., :1, :1], dtype=torch.bool))
+    is_new = new.is_new[:, :, None, None]
     u = block.u.masked_fill(is_new, 0.0).transpose(1, 2).contiguous()  # [X, HV, FOLD, DV]
     if new.beta is None:
-        u = u + at_places(new.v).transpose(1, 2)
+        u = u + new.v.masked_fill(~is_new, 0.0).transpose(1, 2)
     else:
         keys = by_head(torch.bmm(k, k.transpose(1, 2))).view_as(decay) * decay
         keys = keys.masked_fill(~causal.tril(-1), 0.0)
         read = torch.bmm(by_head(k), state).view_as(u) * from_start
-        for step in range(new.place.shape[1]):
-            place = blocks, slice(None), new.place[:, step]
+        blocks = torch.arange(count, device=k.device)
+        num_new = new.is_new.sum(1)
+        order = new.is_new.to(torch.int8).argsort(dim=1, descending=True, stable=True)  # new places first
+        for step in range(int(num_new.max())):
+            cell = blocks, order[:, step]
+            place = blocks, slice(None), order[:, step]
             row = keys[place].reshape(-1, 1, FOLD)  # [X * HV, 1, FOLD]
             known = read[place] + torch.bmm(row, u.flatten(0, 1)).view(count, heads, v_dim)
-            record = new.beta[:, step, :, None] * (new.v[:, step] - known)
-            u[place] = torch.where(new.exists[:, step, None, None], record, u[place])
+            record = new.beta[cell][..., None] * (new.v[cell] - known)
+            u[place] = torch.where((step < num_new)[:, None, None], record, u[place])
     queries = by_head(torch.bmm(q, k.transpose(1, 2))).view_as(decay) * decay
     out = torch.bmm(by_head(q), state).view_as(u) * from_start
     out = out + torch.bmm(queries.flatten(0, 1), u.flatten(0, 1)).view_as(u)
-    return out.transpose(1, 2)[blocks[:, None], new.place], u.transpose(1, 2)
+    return out.transpose(1, 2), u.transpose(1, 2)
 
 
 def folded(block: RecordBlock) -> torch.Tensor:

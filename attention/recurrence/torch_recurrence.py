@@ -100,30 +100,30 @@ class Wave(NamedTuple):
     """X blocks that do not depend on each other.
 
     base [X]: in the first wave, the row of the request table with whose state a block begins; in a later wave, the
-    number of a block of the previous wave. slots [X, FOLD]: slot of each place, if present [X, FOLD]. rows [X, R]: the
-    forward's rows at places [X, R], if exists [X, R]. certain [Z]: blocks whose folds replace the states of rows `into`
-    [Z], with `folded_len` [Z] tokens folded then.
+    number of a block of the previous wave. slots [X, FOLD]: slot of each place, if present [X, FOLD]. rows [X, FOLD]:
+    the forward's row at each place, if is_new [X, FOLD]. certain [Z]: blocks whose folds replace the states of rows
+    `into` [Z], with `folded_len` [Z] tokens folded then.
     """
 
     base: torch.Tensor
     slots: torch.Tensor
     present: torch.Tensor
     rows: torch.Tensor
-    place: torch.Tensor
-    exists: torch.Tensor
+    is_new: torch.Tensor
     certain: torch.Tensor
     into: torch.Tensor
     folded_len: torch.Tensor
 
 
 class _Block(NamedTuple):
-    """A block of the path of `row`, with its number in its wave. base: see `Wave`. new: (row of the forward, place)."""
+    """A block of the path of `row`, with its number in its wave. base: see `Wave`. rows: the forward's row at each of
+    `slots`; -1: none."""
 
     number: int
     row: int
     base: int
     slots: Sequence[int]
-    new: Sequence[tuple[int, int]]
+    rows: Sequence[int]
 
 
 def waves_of(rows: ForwardRows) -> list[Wave]:
@@ -140,29 +140,26 @@ def waves_of(rows: ForwardRows) -> list[Wave]:
             if number == len(waves):
                 waves.append({})
             if (block := waves[number].get(slots[-1])) is None:
-                new = [(row_at[slot], place) for place, slot in enumerate(slots) if slot in row_at]
-                covered.update(found for found, _ in new)
-                block = waves[number][slots[-1]] = _Block(len(waves[number]), row, base, slots, new)
+                found = [row_at.get(slot, -1) for slot in slots]
+                covered.update(found)
+                block = waves[number][slots[-1]] = _Block(len(waves[number]), row, base, slots, found)
             base = block.number
     return [_wave(rows, (number + 1) * FOLD, list(blocks.values())) for number, blocks in enumerate(waves)]
 
 
 def _wave(rows: ForwardRows, end: int, blocks: Sequence[_Block]) -> Wave:
     """Make a wave of blocks that end `end` places after the folded tokens."""
-    slots = np.zeros((len(blocks), FOLD), dtype=np.int64)
-    present = np.zeros((len(blocks), FOLD), dtype=np.bool_)
-    cells = np.zeros((3, len(blocks), max(len(block.new) for block in blocks)), dtype=np.int64)  # row, place, exists
+    slots, new = np.full((2, len(blocks), FOLD), -1, dtype=np.int64)
     for block in blocks:
         slots[block.number, : len(block.slots)] = block.slots
-        present[block.number, : len(block.slots)] = True
-        for i, (row, place) in enumerate(block.new):
-            cells[:, block.number, i] = row, place, 1
+        new[block.number, : len(block.slots)] = block.rows
+    present = slots >= 0
     row_of = np.array([block.row for block in blocks])
     length = rows.folded_len[row_of] + end
     certain = np.flatnonzero(present[:, -1] & (length <= rows.certain[row_of]))
     base = np.array([block.base for block in blocks])
     replaced = certain, rows.table_row[row_of[certain]], length[certain]
-    parts = base, slots, present, cells[0], cells[1], cells[2] == 1, *replaced
+    parts = base, slots.clip(min=0), present, new.clip(min=0), new >= 0, *replaced
     return Wave(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
 
 
@@ -233,15 +230,13 @@ class RecurrentForward:
         for wave in self._waves:
             base = state.matrices[wave.base] if before is None else before[wave.base]
             block = _stored(layer_kv, wave, base)
-            if wave.rows.shape[1]:
+            if wave.is_new.any():
                 beta = None if new.beta is None else new.beta[wave.rows]
-                places = NewPlaces(wave.place, wave.exists, new.q[wave.rows], new.v[wave.rows], beta)
-                answers, u = run_blocks(block, places)
+                answers, u = run_blocks(block, NewPlaces(wave.is_new, new.q[wave.rows], new.v[wave.rows], beta))
                 block = block._replace(u=u)
-                done = wave.rows[wave.exists]
-                out[done] = answers[wave.exists]
-                blocks = torch.arange(len(u))[:, None].expand_as(wave.place)[wave.exists]
-                pool_u.index_copy_(0, mine.write[done], u[blocks, wave.place[wave.exists]])
+                done = wave.rows[wave.is_new]
+                out[done] = answers[wave.is_new]
+                pool_u.index_copy_(0, mine.write[done], u[wave.is_new])
             if wave is not self._waves[-1] or len(wave.into):
                 before = folded(block)
             if len(wave.into):

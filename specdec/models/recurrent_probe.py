@@ -74,9 +74,8 @@ class RecurrentProbe:
             tile = slice(begin, begin + ROWS)
             exist, q, k, v, g, beta = (None if x is None else pad_rows(x[tile]) for x in (paths.exist, *found))
             assert exist is not None and q is not None and k is not None and v is not None and g is not None
-            places = torch.arange(FOLD, device=k.device).expand_as(exist)
             state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
-            out, _ = run_blocks(RecordBlock(state, k, torch.zeros_like(v), g), NewPlaces(places, exist, q, v, beta))
+            out, _ = run_blocks(RecordBlock(state, k, torch.zeros_like(v), g), NewPlaces(exist, q, v, beta))
             tiles.append(out[torch.arange(len(out), device=out.device), exist.sum(1) - 1])
         return torch.cat(tiles)[: len(paths.exist)]
 
@@ -101,7 +100,7 @@ def recurred_text(rows: Recurrence) -> torch.Tensor:
             if whole is not None and own is not None:
                 own[0, :count] = whole[begin : begin + count]
         block = RecordBlock(state, part.k, torch.zeros_like(part.v), part.g)
-        out, u = run_blocks(block, NewPlaces(places, places < count, part.q, part.v, part.beta))
+        out, u = run_blocks(block, NewPlaces(places < count, part.q, part.v, part.beta))
         state = folded(block._replace(u=u))
         outs.append(out[0, :count])
     return torch.cat(outs)
