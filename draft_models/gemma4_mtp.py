@@ -68,13 +68,11 @@ class Gemma4MTPDrafter(Drafter):
         assistant: nn.Module,
         target: TargetInfo,
         *,
-        query_offset: int | None = None,
-        window_shift: int | None = None,
+        query_offset: int = QUERY_POSITION_OFFSET,
+        window_shift: int = WINDOW_SHIFT,
     ) -> None:
-        """query_offset, window_shift: needed if an assistant was trained with other conventions than the defaults
-        `QUERY_POSITION_OFFSET` and `WINDOW_SHIFT`."""
-        self.query_offset = QUERY_POSITION_OFFSET if query_offset is None else query_offset
-        self.window_shift = WINDOW_SHIFT if window_shift is None else window_shift
+        """query_offset, window_shift: needed if an assistant was trained with other conventions than the defaults."""
+        self.query_offset, self.window_shift = query_offset, window_shift
         self.extra_keys = max(self.window_shift - self.query_offset, 0)
         self.assistant: Any = assistant
         self.model: Any = private_copy(assistant)

@@ -374,8 +374,8 @@ CONVENTIONS, INDEX = "mtp_conventions.json", "model.safetensors.index.json"
         *(({}, INDEX, text, "cannot be read") for text in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}')),
         # files that a user writes: another layer or type was an IndexError, and "no" was yes
         ({}, CONVENTIONS, "{", "cannot be read: Expecting"),
-        ({}, CONVENTIONS, "[]", r"cannot be read: it holds \[\]; an object with some of the fields form, normed_state"),
-        ({}, CONVENTIONS, '{"carry": 1}', "cannot be read: it holds {'carry': 1}; an object with some of the fields"),
+        ({}, CONVENTIONS, "[]", "cannot be read: .* not list; an object with some of the fields form, normed_state"),
+        ({}, CONVENTIONS, '{"carry": 1}', "cannot be read: .* 'carry'; an object with some of the fields"),
         ({}, CONVENTIONS, '{"normed_state": "no"}', "normed_state='no'; a value like True is expected"),
         ({}, CONVENTIONS, '{"like": 1.0}', "like=1.0; a value like -1 is expected"),
         ({}, CONVENTIONS, '{"form": "R"}', "form='R'; the form of several modules is 'C' or 'T'"),

@@ -167,13 +167,10 @@ def _host(x: torch.Tensor) -> IntArray:
     return x.cpu().numpy()
 
 
-EVERYTHING = slice(None), slice(None)
-
-
 class RecurrentForward:
     """The rows of a plan or of a part of it. `part`: a slice of requests and a slice of columns."""
 
-    def __init__(self, plan: KVPlan, view: KVView, part: tuple[slice, slice] = EVERYTHING) -> None:
+    def __init__(self, plan: KVPlan, view: KVView, part: tuple[slice, slice] = (slice(None), slice(None))) -> None:
         self._plan = plan
         self._view = view
         self._part = part
@@ -206,16 +203,12 @@ class RecurrentForward:
         slots, back = self._newest[taps]
         folded_inputs = state.inputs[mine.table_row[:, None], state.inputs.shape[1] - back.clamp(min=1)]
         path = torch.where((back > 0)[:, :, None], folded_inputs, rows_at(pool, slots)[:, :, 0])  # [n, K, C]
-        if not state.matrices.shape[1]:
-            self._fold_inputs(layer_kv, state)
+        if not state.matrices.shape[1]:  # the layer is only a convolution
+            for wave in self._waves:
+                if len(wave.into):
+                    newest = last_inputs(layer_kv, wave, state)
+                    state.fold(wave.into, state.matrices[wave.into], newest, wave.folded_len)
         return _spread(convolved(path, weight, bias), mine.numbers, len(inputs))
-
-    def _fold_inputs(self, layer_kv: LayerKV, state: RecurrentState) -> None:
-        """Fold certain tokens into the states of a layer that is only a convolution."""
-        for wave in self._waves:
-            if len(wave.into):
-                matrices = state.matrices[wave.into]
-                state.fold(wave.into, matrices, last_inputs(layer_kv, wave, state), wave.folded_len)
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """Run the recurrence -> [T, HV, DV] in float32, 0 on padding."""
@@ -229,7 +222,9 @@ class RecurrentForward:
         before: torch.Tensor | None = None
         for wave in self._waves:
             base = state.matrices[wave.base] if before is None else before[wave.base]
-            block = _stored(layer_kv, wave, base)
+            absent = ~wave.present[:, :, None, None]
+            k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in layer_kv.fields[1:])
+            block = RecordBlock(base, k, u, g[..., 0])
             if wave.is_new.any():
                 beta = None if new.beta is None else new.beta[wave.rows]
                 answers, u = run_blocks(block, NewPlaces(wave.is_new, new.q[wave.rows], new.v[wave.rows], beta))
@@ -261,13 +256,6 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
                 matrices = folded(RecordBlock(matrices, k, u, g[..., 0]))
             newest = inputs[:, FOLD - state.inputs.shape[1] :, 0]
             state.fold(rows, matrices, newest, torch.tensor([begin + FOLD]))
-
-
-def _stored(layer_kv: LayerKV, wave: Wave, base: torch.Tensor) -> RecordBlock:
-    """The blocks of a wave, with their stored records."""
-    absent = ~wave.present[:, :, None, None]
-    k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in layer_kv.fields[1:])
-    return RecordBlock(base, k, u, g[..., 0])
 
 
 def last_inputs(layer_kv: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:

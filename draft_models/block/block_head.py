@@ -23,7 +23,7 @@ express a head, it runs as a `PlainBlock`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -53,13 +53,12 @@ from specdec.draft_models.heads.head_modules import (
 from specdec.gpu.operations import Operations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Destination
-from specdec.layers.decoder import FusedLayer
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.norm import norm
-from specdec.layers.rope_store import Rotary, rope_store
+from specdec.layers.rope_store import rope_store
 from specdec.modules.weight_watch import Weights
 
 
@@ -312,15 +311,11 @@ class FusedBlock(PlainBlock):
         _, taps = self.ops(norm)(product, pre=LLAMA.gain_of(self.head.hidden_norm))
         angles = self.layers.angles(positions, taps.dtype)
         for layer in self.layers.layers:
-            self.store_keys(layer, taps, angles, context.destination(layer.index))
-
-    def store_keys(self, layer: FusedLayer, taps: torch.Tensor, angles: Rotary, destination: Destination) -> None:
-        """Compute and store K/V of taps [T, H] with the last rows of the layer's merged weight."""
-        parts = layer.parts
-        heads, first = parts.heads._replace(num_q=0), parts.heads.num_q * parts.heads.head_dim
-        weight: Any = parts.qkv
-        bias = None if parts.qkv_bias is None else parts.qkv_bias[first:]
-        self.ops(rope_store)(self.ops(linear)(taps, weight[first:], bias), heads, angles, destination)
+            parts, weight = layer.parts, cast(torch.Tensor, layer.parts.qkv)
+            first = parts.heads.num_q * parts.heads.head_dim  # the last rows of the merged weight are those of K and V
+            bias = None if parts.qkv_bias is None else parts.qkv_bias[first:]
+            keys_values = self.ops(linear)(taps, weight[first:], bias)
+            self.ops(rope_store)(keys_values, parts.heads._replace(num_q=0), angles, context.destination(layer.index))
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
         self.layers.keep_in_step()

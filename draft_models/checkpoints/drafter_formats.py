@@ -57,11 +57,6 @@ def harmless(*names: str) -> re.Pattern[str]:
     return re.compile(f"{HARMLESS_NAME}|^({'|'.join(sorted({*HARMLESS, *names}))})$")
 
 
-def rows_of(key: Key, *names: str) -> dict[str, Key]:
-    """Repeat a row for several keys."""
-    return dict.fromkeys(names, key)
-
-
 LAYER_KEYS: dict[str, Key] = {
     # fields of `HeadSpec`
     "hidden_size": Key(COUNT, "hidden_size", required=True),
@@ -73,31 +68,33 @@ LAYER_KEYS: dict[str, Key] = {
     "rms_norm_eps": Key(NUMBER, "rms_norm_eps"),
     "hidden_act": Key(TEXT, "hidden_act"),
     # windows and RoPE
-    **rows_of(Key(FLAG), "use_sliding_window"),
-    **rows_of(Key(NUMBER), "max_window_layers", "rope_theta"),
-    **rows_of(Key(OBJECT), "rope_parameters", "rope_scaling"),
-    **rows_of(Key(), "layer_types", "model_type", "sliding_window"),
+    "use_sliding_window": Key(FLAG),
+    **dict.fromkeys(("max_window_layers", "rope_theta"), Key(NUMBER)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), Key(OBJECT)),
+    **dict.fromkeys(("layer_types", "model_type", "sliding_window"), Key()),
     # compared with the tensors and the target
-    **rows_of(Key(COUNT), "vocab_size", "num_hidden_layers", "target_hidden_size"),
+    **dict.fromkeys(("vocab_size", "num_hidden_layers", "target_hidden_size"), Key(COUNT)),
 }
 """Keys of decoder layers, common to all formats."""
 EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
     "norm_before_residual": Key(FLAG, "norm_before_residual"),
     "norm_before_fc": Key(FLAG, "norm_before_fc"),
     "fc_norm": Key(FLAG, "fc_norm"),
-    **rows_of(Key(FLAG), "use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"),
-    **rows_of(Key(COUNT), "draft_vocab_size", "num_aux_hidden_states"),
-    **rows_of(Key(NUMBER), "query_pre_attn_scalar", "rotary_dim"),
-    **rows_of(Key(OBJECT), LAYER_CONFIG, EAGLE_CONFIG),
+    **dict.fromkeys(
+        ("use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"), Key(FLAG)
+    ),
+    **dict.fromkeys(("draft_vocab_size", "num_aux_hidden_states"), Key(COUNT)),
+    **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim"), Key(NUMBER)),
+    **dict.fromkeys((LAYER_CONFIG, EAGLE_CONFIG), Key(OBJECT)),
     # their meaning depends on their place: `resolve_aux_ids`, `read_norm_output`
     AUX_IDS: Key(LIST, places=("", EAGLE_CONFIG), merged=False),
     "norm_output": Key(FLAG, places=("", EAGLE_CONFIG), merged=False),
     # the values with which a head computes the same as `Eagle3Head`
-    **rows_of(
-        Key(only=(False,)), "add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"
+    **dict.fromkeys(
+        ("add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"), Key(only=(False,))
     ),
-    **rows_of(Key(only=(True,)), "is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"),
-    **rows_of(Key(only=(1.0,)), "logit_scale", "partial_rotary_factor", "rotary_pct"),
+    **dict.fromkeys(("is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"), Key(only=(True,))),
+    **dict.fromkeys(("logit_scale", "partial_rotary_factor", "rotary_pct"), Key(only=(1.0,))),
     "parallel_draft_step": Key(only=(1,)),
     "position_embedding_type": Key(only=("rope",)),
     "pruned_heads": Key(only=({}, [])),
@@ -111,7 +108,7 @@ BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     "num_target_layers": Key(COUNT),
     "markov_rank": Key(INDEX),
     "markov_head_type": Key(TEXT),
-    **rows_of(Key(FLAG), "causal_head", "causal", "is_causal"),
+    **dict.fromkeys(("causal_head", "causal", "is_causal"), Key(FLAG)),
     DFLASH_CONFIG: Key(OBJECT),
 }
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
@@ -222,8 +219,8 @@ GEMMA4_BLOCK = replace(
     layers=GEMMA4_TYPES,
     keys={name: key for name, key in BLOCK_KEYS.items() if name != "hidden_act"}
     | {"hidden_activation": Key(TEXT, "hidden_act"), "layer_types": Key(LIST)}
-    | rows_of(Key(only=(False,)), "enable_moe_block", "use_double_wide_mlp", "use_bidirectional_attention")
-    | rows_of(Key(only=(0,)), "hidden_size_per_layer_input"),
+    | dict.fromkeys(("enable_moe_block", "use_double_wide_mlp", "use_bidirectional_attention"), Key(only=(False,)))
+    | {"hidden_size_per_layer_input": Key(only=(0,))},
     harmless=harmless(*TRAINING, *GEMMA4_SHAPES, "hidden_act"),
 )
 SPECULATORS_BLOCK = replace(
@@ -233,7 +230,7 @@ SPECULATORS_BLOCK = replace(
     layers=(*QWEN3_TYPES, "llama"),  # speculators builds Qwen3 layers from both
     keys={name: key for name, key in BLOCK_KEYS.items() if name not in ("target_layer_ids", DFLASH_CONFIG)}
     | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
-    | rows_of(Key(FLAG), "sample_from_anchor", "sliding_window_non_causal")
+    | dict.fromkeys(("sample_from_anchor", "sliding_window_non_causal"), Key(FLAG))
     | {"draft_vocab_size": Key(COUNT)},
     harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
     tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),

@@ -134,18 +134,15 @@ def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
 
 def stated_family(file: Path, num_layers: int) -> MtpFamily:
     """Read the conventions in a file, for a target of `num_layers` layers. Raises CheckpointError."""
-    try:
-        stated = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
     known = asdict(MtpFamily())
-    if not isinstance(stated, dict) or not stated.keys() <= known.keys():
+    try:
+        family = MtpFamily(**json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         fields = f"an object with some of the fields {', '.join(known)} is expected"
-        raise CheckpointError(f"{file.name} cannot be read: it holds {shown(stated)}; {fields}")
-    for name, value in stated.items():
+        raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}; {fields}") from error
+    for name, value in asdict(family).items():
         if type(value) is not type(known[name]):
             raise CheckpointError(f"{file.name}: {name}={shown(value)}; a value like {known[name]!r} is expected")
-    family = MtpFamily(**stated)
     if family.form not in ("C", "T"):
         raise CheckpointError(f"{file.name}: form={family.form!r}; the form of several modules is 'C' or 'T'")
     if not -num_layers <= family.like < num_layers:

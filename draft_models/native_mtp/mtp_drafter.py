@@ -150,10 +150,6 @@ class NativeMtpWorker(StoreWorker):
         shape = (len(drafter.modules), 3, table.max_requests + 1, drafter.width)
         self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)
 
-    def last(self, k: int, rows: torch.Tensor) -> ModuleRows:
-        """Row S - 1 of module k for rows [B] of the request table: [B, 1, H] each."""
-        return ModuleRows(*(kept[rows][:, None] for kept in self._last[k]))
-
     @torch.inference_mode()
     def observe(self, seen: Observation | PromptObservation) -> None:
         """Run every module over the observed tokens [B, N]."""
@@ -194,7 +190,7 @@ class NativeMtpWorker(StoreWorker):
             self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count)
         )
         block = backend.draft_block(self.store, draft) if levels > 1 else None
-        outs = {k: self.last(k, batch.rows.index) for k in range(count)}
+        outs = {k: ModuleRows(*kept[:, batch.rows.index, None]) for k, kept in enumerate(self._last)}  # [B, 1, H] each
         builder = DraftTreeBuilder(batch, backend)
         for level in range(levels):
             logits = drafter.logits(min(level, count - 1), outs[min(level, count - 1)])

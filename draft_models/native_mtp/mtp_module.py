@@ -72,7 +72,7 @@ class MtpModule(nn.Module):
         self.layer, self.proj, self.head = filled.layers[0], filled.proj, filled.head
         self.number = number
         self._source = decoder, like
-        self.block: Any = one_layer_decoder(decoder, like, self._numbered(self.layer), nn.Identity())
+        self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity(), number)
 
     def like_layer(self, like: int) -> "MtpModule":
         """A module of these weights (packed ones stay packed) with a block like another layer. Raises CheckpointError
@@ -83,15 +83,8 @@ class MtpModule(nn.Module):
         made._source = decoder, like
         made.enorm, made.hnorm, made.proj = parts["enorm"], parts["hnorm"], parts["proj"]  # the unfused forms
         made.layer = layer_like(decoder, like, parts["layer"])
-        made.block = one_layer_decoder(decoder, like, made._numbered(made.layer), nn.Identity())
+        made.block = one_layer_decoder(decoder, like, made.layer, nn.Identity(), self.number)
         return made
-
-    def _numbered(self, layer: Any) -> Any:
-        """Make a layer keep K/V under the module's number."""
-        for part in layer.modules():
-            if hasattr(part, "layer_idx"):
-                part.layer_idx = self.number
-        return layer
 
     def parts(self) -> dict[str, nn.Module]:
         """The module's own parts by name; `block` is the layer with the weights."""
@@ -103,7 +96,7 @@ class MtpModule(nn.Module):
         """Run the block by fused layers if they compute the same. Returns the reason if they do not, else None."""
 
         def fused() -> Parts:
-            block: Any = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
+            block: Any = fuse(one_layer_decoder(*self._source, self.layer, self.norm, self.number), ops)
             block.layers[0].index = self.number
             norms = [(self, name, FusedNorm(getattr(self, name), self._source[0], ops)) for name in ("enorm", "hnorm")]
             return [(self, "block", block), (self, "proj", fuse_linear(self.proj, ops)), *norms]
@@ -201,8 +194,13 @@ def beside(decoder: Any, device: torch.device) -> Any:
     return made
 
 
-def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
-    """A private copy of a text model with only this layer, which is like its layer `like`, and this final norm."""
+def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module, number: int) -> nn.Module:
+    """A private copy of a text model with only this layer, which is like its layer `like`, and this final norm. The
+    layer keeps K/V under `number`."""
+    parts: list[Any] = list(layer.modules())
+    for part in parts:
+        if hasattr(part, "layer_idx"):
+            part.layer_idx = number
     single = object.__new__(type(decoder))
     single.__dict__ = dict(decoder.__dict__)
     single.config = own_config(decoder)
