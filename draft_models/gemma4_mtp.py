@@ -310,22 +310,18 @@ def constructible_assistants() -> Iterator[None]:
     as an assistant. The right answer is that every layer reuses K/V. Within the block the class's property is replaced
     by one that answers so, for this thread only; one block runs at a time.
     """
+    loader = threading.get_ident()
     config_classes: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
     with _LOADING, ExitStack() as stack:
         for config_class in config_classes:
             if (stock := vars(config_class).get("kv_sharing_modes")) is not None:
+
+                def kv_sharing_modes(config: Any, stock: property = stock) -> list[str | None]:
+                    if threading.get_ident() == loader and config.num_kv_shared_layers >= config.num_hidden_layers:
+                        return ["reuse"] * config.num_hidden_layers
+                    modes: list[str | None] = stock.__get__(config)
+                    return modes
+
                 stack.callback(setattr, config_class, "kv_sharing_modes", stock)
-                config_class.kv_sharing_modes = _where_all_layers_may_share(stock)
+                config_class.kv_sharing_modes = property(kv_sharing_modes)
         yield
-
-
-def _where_all_layers_may_share(stock: property) -> property:
-    loader = threading.get_ident()
-
-    def kv_sharing_modes(config: Any) -> list[str | None]:
-        if threading.get_ident() == loader and config.num_kv_shared_layers >= config.num_hidden_layers:
-            return ["reuse"] * config.num_hidden_layers
-        modes: list[str | None] = stock.__get__(config)
-        return modes
-
-    return property(kv_sharing_modes)

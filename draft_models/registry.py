@@ -1,4 +1,4 @@
-"""The list of all drafters: how each is recognised, and how it is made from a checkpoint or a loaded module.
+"""The list of all drafters: how each is recognised, and how it is made from a checkpoint.
 
 To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
 """
@@ -74,16 +74,7 @@ def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
     for family in FAMILIES:
         if family.matches(checkpoint.config):
             return family.load(checkpoint, target)
-    raise _not_a_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
-
-
-def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
-    """Make a drafter from a loaded assistant of Gemma 4. Raises UnsupportedModelError for any other module."""
-    config: Any = getattr(module, "config", None)
-    described: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
-    if is_assistant_config(described):
-        return Gemma4MTPDrafter(module, target)
-    raise _not_a_drafter(f"drafter of class {type(module).__name__}", described)
+    raise not_a_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
@@ -104,7 +95,7 @@ def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
     return constructible_assistants() if is_assistant_config(config) else nullcontext()
 
 
-def _not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
+def not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} has model_type {config.get('model_type')!r}; supported are "
         f"{', '.join(family.title for family in FAMILIES)}, causal language models, and by name {', '.join(WORDS)}"

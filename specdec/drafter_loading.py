@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
-from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
+from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, not_a_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
@@ -66,13 +67,15 @@ def load_any_drafter(
     if callable(getattr(drafter, "bind", None)):
         bound: Drafter = drafter
         return bound
-    module = unwrapped(drafter, "drafter")
+    module, described = unwrapped(drafter, "drafter"), dict[str, Any]()
     if isinstance(module, PreTrainedModel):
         described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
+        if is_assistant_config(described):
+            return Gemma4MTPDrafter(module, target)
         if continues_text(described) and not is_drafter_config(described):
             return _language_model(module, target, None, None)
     if isinstance(module, nn.Module):
-        return wrap_drafter(module, target)
+        raise not_a_drafter(f"drafter of class {type(module).__name__}", described)
     raise ConfigError(
         f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, "
         f"{', '.join(map(repr, (*WORDS, *TARGET_WORDS)))}, 'none', a module or None"
@@ -103,8 +106,6 @@ def _drafter_of_target(
     here = {**(options or {}), "local_files_only": True}
     for found in [] if checkpoint is None else meant_by_auto(checkpoint, len(target.layout.layers), here):
         try:
-            if found == MTP:
-                return _own_modules(checkpoint, target)
             return load_any_drafter(found, target, here, tokenizer)
         except (CheckpointError, ConfigError, UnsupportedModelError) as error:
             what = "its MTP modules are" if found == MTP else f"drafter {found} is"

@@ -172,11 +172,9 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], state: StateDict
         raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
 
 
-def fill_head(
-    make: Callable[[], AnyModule], state: StateDict, explain: Callable[[str], str] = lambda fault: ""
-) -> AnyModule:
+def fill_head(make: Callable[[], AnyModule], state: StateDict) -> AnyModule:
     """Make a head and load these tensors. Raises CheckpointError unless names and shapes match and all types are
-    floating with 16 bits or more. explain: adds to the message for the first fault."""
+    floating with 16 bits or more."""
     with torch.device("meta"):
         expected = make().state_dict()
     shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
@@ -185,7 +183,7 @@ def fill_head(
     faults += [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise CheckpointError(f"tensor {faults[0]}{more}{explain(faults[0])}")
+        raise CheckpointError(f"tensor {faults[0]}{more}")
     for key, tensor in state.items():
         if not is_unquantised(tensor):
             raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")

@@ -52,16 +52,15 @@ def read_head(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] 
             state.pop("norm.weight", None)  # SpecForge writes an unused one
         if spec.owns_embed and "embed_tokens.weight" in state:  # the table may be padded
             state["embed_tokens.weight"] = state["embed_tokens.weight"][: spec.vocab_size]
-
-        def explain(fault: str) -> str:
+        try:
+            head = fill_head(lambda: Eagle3Head(spec), state)
+        except CheckpointError as error:
             hint = ""
-            if fault.startswith("fc.weight is ["):
+            if str(error).startswith("tensor fc.weight is ["):
                 states = list(spec.aux_layers) or "after the final norm"
                 hint = f"; trained on other states than {states}? Then give eagle3_drafter(..., aux_layers=[...])"
             says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
-            return f"{hint}; config.json has {says}"
-
-        head = fill_head(lambda: Eagle3Head(spec), state, explain)
+            raise CheckpointError(f"{error}{hint}; config.json has {says}") from error
         head.target_ids = target_ids
         return head
 
