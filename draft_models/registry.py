@@ -5,10 +5,7 @@ To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (wit
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.block.block_drafter import block_drafter
@@ -24,61 +21,34 @@ from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
 
 
-class DrafterCheckpoint(Protocol):
-    """A checkpoint that a user named but that is not loaded yet: its name, and the content of its config.json."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    def folder(self) -> Path:
-        """The folder with all its files; a hub checkpoint is downloaded."""
-
-    def module(self, target: TargetInfo) -> nn.Module:
-        """Load it by transformers, in the dtype and on the device of the target."""
-
-
 class DrafterFamily(NamedTuple):
-    """A kind of drafter that has checkpoints. matches: does this config.json belong to it? load: makes the drafter."""
+    """A kind of drafter that has checkpoints. matches: does this config.json belong to it? load: makes the drafter for
+    a target, from the folder of its files; if `is_module`, from the module that transformers loads."""
 
     title: str
     matches: Callable[[Mapping[str, Any]], bool]
-    load: Callable[[DrafterCheckpoint, TargetInfo], Drafter]
+    load: Callable[[Any, TargetInfo], Drafter]
+    is_module: bool = False
 
 
+ASSISTANTS = f"Gemma 4 MTP assistants ({', '.join(ASSISTANT_TYPES)})"
 FAMILIES = (
-    DrafterFamily(
-        f"Gemma 4 MTP assistants ({', '.join(ASSISTANT_TYPES)})",
-        is_assistant_config,
-        lambda checkpoint, target: Gemma4MTPDrafter(checkpoint.module(target), target),
-    ),
-    DrafterFamily(
-        "block drafters (DFlash, DSpark, JetSpec)",
-        is_block_config,
-        lambda checkpoint, target: block_drafter(checkpoint.folder(), target),
-    ),
-    DrafterFamily(
-        "EAGLE-3 heads",
-        is_eagle3_config,
-        lambda checkpoint, target: eagle3_drafter(checkpoint.folder(), target),
-    ),
+    DrafterFamily(ASSISTANTS, is_assistant_config, Gemma4MTPDrafter, is_module=True),
+    DrafterFamily("block drafters (DFlash, DSpark, JetSpec)", is_block_config, block_drafter),
+    DrafterFamily("EAGLE-3 heads", is_eagle3_config, eagle3_drafter),
 )
 
 WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 """Drafters that a word selects."""
 
 
-def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
-    """Load the drafter in a checkpoint. Raises UnsupportedModelError if the checkpoint is no drafter."""
-    for family in FAMILIES:
-        if family.matches(checkpoint.config):
-            return family.load(checkpoint, target)
-    raise not_a_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
+def drafter_family(config: Mapping[str, Any]) -> DrafterFamily | None:
+    """The family of a config.json; None: it is no drafter's."""
+    return next((family for family in FAMILIES if family.matches(config)), None)
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
-    return any(family.matches(config) for family in FAMILIES)
+    return drafter_family(config) is not None
 
 
 def require_target(what: str, config: Mapping[str, Any]) -> None:

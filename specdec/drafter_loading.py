@@ -13,11 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.draft_models.base import Drafter
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
-from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, not_a_drafter
+from specdec.draft_models.registry import WORDS, drafter_family, is_drafter_config, not_a_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
@@ -58,8 +57,11 @@ def load_any_drafter(
             checkpoint = Checkpoint.from_name(drafter, options)
             if drafts_by_modules(checkpoint.config, target, checkpoint.folder):
                 return _modules_of(checkpoint, target)
-            if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
-                return load_drafter(checkpoint, target)
+            if (family := drafter_family(checkpoint.config)) is not None:
+                source = checkpoint.load(target.dtype, target.device) if family.is_module else checkpoint.folder()
+                return family.load(source, target)
+            if not continues_text(checkpoint.config):
+                raise not_a_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
@@ -70,9 +72,10 @@ def load_any_drafter(
     module, described = unwrapped(drafter, "drafter"), dict[str, Any]()
     if isinstance(module, PreTrainedModel):
         described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
-        if is_assistant_config(described):
-            return Gemma4MTPDrafter(module, target)
-        if continues_text(described) and not is_drafter_config(described):
+        family = drafter_family(described)
+        if family is not None and family.is_module:
+            return family.load(module, target)
+        if family is None and continues_text(described):
             return _language_model(module, target, None, None)
     if isinstance(module, nn.Module):
         raise not_a_drafter(f"drafter of class {type(module).__name__}", described)

@@ -21,12 +21,10 @@ from urllib.request import getproxies, proxy_bypass
 import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
-from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, read_config_json
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
@@ -199,10 +197,6 @@ class Checkpoint:
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place modules themselves
         ready: PreTrainedModel = (model if placed else model.to(device=device)).eval()
         return ready
-
-    def module(self, target: TargetInfo) -> nn.Module:
-        """Load a drafter in the dtype and on the device of its target."""
-        return self.load(target.dtype, target.device)
 
 
 def _understood(options: Mapping[str, Any]) -> dict[str, Any]:

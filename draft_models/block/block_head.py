@@ -148,10 +148,7 @@ class BlockHead(HeadModule):
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         rows = spec.draft_vocab_size
         self.lm_head = None if rows is None else nn.Linear(hidden, rows, bias=False)
-        self.markov_head: SuccessorHead | None = None
-        if spec.successor is not None:
-            sizes = spec.vocab_size, rows or spec.vocab_size, hidden, spec.successor_rank
-            self.markov_head = SuccessorHead(spec.successor, *sizes)
+        self.markov_head = None if spec.successor is None else SuccessorHead(spec)
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
         """cos and sin [B, N, D] of positions [B, N], in the dtype of x."""

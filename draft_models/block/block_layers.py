@@ -65,18 +65,18 @@ KINDS = ("vanilla", "gated", "rnn")
 
 
 class SuccessorHead(nn.Module):
-    """DSpark's successor head. Its modules have the names of the checkpoints."""
+    """The successor head of a `BlockSpec`. Its modules have the names of the checkpoints."""
 
-    def __init__(self, kind: str, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+    def __init__(self, spec: Any) -> None:
         super().__init__()
-        assert kind in KINDS, kind
-        self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        if kind == "gated":
-            self.gate_proj = nn.Linear(hidden_size + rank, rank)
-        if kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+        self.kind, rank = spec.successor, spec.successor_rank
+        assert self.kind in KINDS, self.kind
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.draft_vocab_size or spec.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
 
     def forward(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
