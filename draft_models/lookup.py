@@ -83,11 +83,11 @@ class SuffixWorker(DraftWorker):
         if self.finished is not None:
             matches.append(self.finished.matches(newest, batch.rows.index))
         builder = TreeBuilder(batch.root, self.backend, batch.num_steps)
-        weight = weight_of(side_by_side([each.matched for each in matches]))
+        weight = match_weights(join_matches([each.matched for each in matches]))
         followed = weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
         for level in range(batch.num_steps):
-            next_token = side_by_side([each.tokens_at(level) for each in matches])  # [B, P]
+            next_token = join_matches([each.tokens_at(level) for each in matches])  # [B, P]
             followed = followed * (next_token != NOTHING)[:, None]
             tokens, log_probs = children(next_token, followed, batch.topk)
             beam = builder.add_level(tokens, log_probs)
@@ -116,12 +116,12 @@ class OwnMatches(NamedTuple):
         return self.history.gather(1, self.after + level % self.period)
 
 
-def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
+def join_matches(parts: list[torch.Tensor]) -> torch.Tensor:
     """Numbers [B, ..] of the matches in the text itself and of those in finished texts, if there are any -> [B, P]."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def weight_of(matched: torch.Tensor) -> torch.Tensor:
+def match_weights(matched: torch.Tensor) -> torch.Tensor:
     """Weight of each match [B, P] by its number of equal tokens, float32; 0: no match."""
     return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
 

@@ -19,8 +19,8 @@ from specdec.draft_models.lookup import (
     SuffixWorker,
     children,
     find_matches,
+    match_weights,
     newest_tokens,
-    weight_of,
 )
 
 from marks import usual_cases
@@ -168,7 +168,7 @@ def test_shares_are_those_of_the_definition(seed, monkeypatch):
     padded = torch.tensor([[*text, *[1] * (length - len(text))] for text in texts])
     lengths = torch.tensor([len(text) for text in texts])
     matches = find_matches(padded, lengths, newest_tokens(padded, lengths))
-    followed, paths = weight_of(matches.matched)[:, None], [[[]] for _ in texts]
+    followed, paths = match_weights(matches.matched)[:, None], [[[]] for _ in texts]
     for level in range(4):
         next_token = matches.tokens_at(level)
         tokens, log_probs = children(next_token, followed, topk)
