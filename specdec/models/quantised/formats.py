@@ -18,7 +18,6 @@ import torch
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.packed.packed_weight import PackedWeight, pack_words
-from specdec.models.quantised.stored_tensors import StoredTensor
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_TYPES = (torch.int32, torch.int64)
@@ -79,9 +78,7 @@ class WeightFormat:
         """Map each name in the checkpoint to its name in `tensors`."""
         return {name: name for name in names}
 
-    def compare(
-        self, stem: str, given: Mapping[str, StoredTensor], shape: torch.Size, num_experts: int | None = None
-    ) -> None:
+    def compare(self, stem: str, given: Tensors, shape: torch.Size, num_experts: int | None = None) -> None:
         """Raise CheckpointError for a missing tensor, UnsupportedModelError for any other difference.
 
         stem: the weight's name in the checkpoint. num_experts: each tensor holds this many experts, in its first

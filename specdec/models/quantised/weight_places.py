@@ -24,7 +24,6 @@ from transformers.core_model_loading import (
 from specdec.errors import UnsupportedModelError
 from specdec.layers.description.moe_families import MIXTURES, holds_experts
 from specdec.models.quantised.formats import WeightFormat, dtype_name
-from specdec.models.quantised.stored_tensors import StoredTensor
 
 OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -56,7 +55,7 @@ class StoredWeight:
 
     stem: str
     format: WeightFormat
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, torch.Tensor]
     place: WeightPlace
 
     @property
@@ -131,7 +130,7 @@ class WeightPlaces:
                 f"{weight.stem} is quantised, and the config ties its weight to {other}; set tie_word_embeddings to "
                 "false in config.json if the checkpoint has both, or leave it out when quantising"
             )
-        self.keys.update(tensor.key for tensor in weight.tensors.values())
+        self.keys.update(f"{weight.stem}{weight.format.joint}{name}" for name in weight.tensors)
         if place.num_experts is None:
             self.linears[place.path] = weight
             return
