@@ -32,7 +32,6 @@ from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.models.quantised.comparison import place_quantised
-from specdec.models.quantised.formats import Int4
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces
 
@@ -94,7 +93,6 @@ class PackedQuantizer(HfQuantizer):
         place_quantised(self.stored, self.promised, places)
         if not places.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
-        _require_plain_groups(places)
         self.experts: dict[str, Experts] = {}  # descriptions by path
         for path in places.experts:
             module: Any = places.modules[path]
@@ -144,16 +142,6 @@ class PackedQuantizer(HfQuantizer):
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = module.eval()
-
-
-def _require_plain_groups(places: WeightPlaces) -> None:
-    """Refuse reordered columns (`desc_act`) after looking at one weight, before gigabytes are read."""
-    for weight in places.linears.values():
-        for name, tensor in weight.tensors.items():
-            if name.endswith("g_idx") and isinstance(weight.format, Int4):
-                with about(weight.stem):
-                    weight.format.require_in_order(tensor)
-                return
 
 
 class OnlyBiases(nn.Module):
