@@ -118,10 +118,6 @@ class Recital(GrammarState):
         return self.inner
 
     @property
-    def num_words(self) -> int:
-        return self.words
-
-    @property
     def mask(self) -> Words:
         return token_bits(self.ids[min(self.at, len(self.ids) - 1) :][:1], self.words)
 

@@ -97,7 +97,7 @@ def test_masks_of_a_tree_are_those_of_its_nodes(start, allowed, byte_tokenizer):
     root = start("r", choice=["row", "rowboat", "rat"])
     tokens, parents = [r, o, a, w, x, w], [-1, 0, 0, 1, 1, 4]
     other = start("", regex="[xy]")
-    masks = tree_masks([(root, tokens, parents), (other, [0, x, x, -1, 0, 0], [-1, 0, 1, 0, 0, 0])])
+    masks = tree_masks([(root, tokens, parents), (other, [0, x, x, -1, 0, 0], [-1, 0, 1, 0, 0, 0])], -(-WIDE // 32))
     assert masks.shape == (2, 6, -(-WIDE // 32)) and masks.dtype == np.int32
     assert [allowed(mask) for mask in masks[0, :4]] == ["ao", "w", "t", "$b"]
     assert (masks[0, 4:] == -1).all()

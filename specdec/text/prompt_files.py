@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
-from specdec.text.prompts import require_text
+from specdec.errors import ConfigError, require_text
 
 BOM = b"\xef\xbb\xbf"
 QUESTION_KEYS = ("question", "prompt", "turns")

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.errors import ConfigError, first_line, shown
+from specdec.errors import ConfigError, first_line, require_text, shown
 from specdec.text.content_tokens import content_tokens, require_handling
 
 Prompt = str | Sequence[int]
@@ -56,17 +56,6 @@ def as_token_ids(value: Any) -> list[int]:
         if token < 0:
             raise ConfigError(f"token id {token} is negative; take padding out before decoding")
     return ids
-
-
-def require_text(name: str, text: Any) -> str:
-    """The text, if a tokenizer can read it: a string without halves of surrogate pairs."""
-    if not isinstance(text, str):
-        raise ConfigError(f"{name} is {shown(text)}; a string is expected")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} holds half a surrogate pair at character {error.start + 1}") from error
-    return text
 
 
 def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:

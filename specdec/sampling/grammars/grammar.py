@@ -12,7 +12,8 @@ import copy
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
-from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
+from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bits
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
 """White space between the parts of JSON: nothing, one space, or a new line with its indent. Otherwise a small model may
@@ -127,6 +128,9 @@ class GrammarLibrary:
         self._one_at_a_time = threading.Lock()
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
+        # the library's own end tokens, and ids beyond the model's
+        foreign = [*self._tokenizer.eos_tokens, *range(vocab_size, 32 * self.num_words)]
+        self._own = ~token_bits([token for token in foreign if token < 32 * self.num_words], self.num_words)
 
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
@@ -167,25 +171,25 @@ class GrammarLibrary:
     def goes_on(self, matcher: Any) -> bool:
         """Is any token of the model allowed next?"""
         twin = matcher.deep_copy()
-        bits = np.frombuffer(twin.compute_bitmask(), dtype=np.int32).copy()
-        for token in (*self._tokenizer.eos_tokens, *range(self.vocab_size, 32 * len(bits))):
-            bits[token // 32] &= ~token_bit(token)
-        return bool(bits.any()) and not twin.is_error()
+        return bool(self._texts([twin]).any()) and not twin.is_error()
 
     def masks(self, states: "Sequence[GrammarState]") -> Words:
         """Masks of M states, [M, words], computed on several threads."""
-        bits = np.zeros((len(states), self._width), dtype=np.int32)
-        going_on = [(state.matcher, i) for i, state in enumerate(states)]
-        self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
-        for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
-            bits[:, end // 32] &= ~token_bit(end)  # the library's own end tokens, and ids beyond the model's
+        bits = self._texts([state.matcher for state in states])
         for mask, state in zip(bits, states, strict=True):
-            may_end = state.may_end
-            for end in state.ends:
-                mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
-            if not mask[: self.num_words].any():
+            ends = token_bits(state.ends, self.num_words)
+            mask[:] = mask | ends if state.may_end else mask & ~ends
+            if not mask.any():
                 mask[:] = -1  # the round must draw some token here; `after` will refuse it
-        return np.ascontiguousarray(bits[:, : self.num_words])
+        return bits
+
+    def _texts(self, matchers: Sequence[Any]) -> Words:
+        """Tokens of the model with which these texts go on, [M, words]; none of them is the library's own end."""
+        bits = np.zeros((len(matchers), self._width), dtype=np.int32)
+        numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
+        self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, numbered, bits)
+        own: Words = bits[:, : self.num_words] & self._own
+        return own
 
 
 class GrammarState:
@@ -223,11 +227,6 @@ class GrammarState:
     def grammar(self) -> "GrammarState | None":
         """The state whose mask the library computes; None: there is no grammar."""
         return self
-
-    @property
-    def num_words(self) -> int:
-        num_words: int = self.library.num_words
-        return num_words
 
     @property
     def may_end(self) -> bool:
@@ -281,39 +280,40 @@ def compute_masks(states: Sequence[GrammarState | None]) -> None:
             raise
 
 
-def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]]) -> Words:
-    """Masks of every node of T trees, [T, N, words]. Each tree is given by the state after its root, its tokens [N] and
-    its parents [N].
+@contextmanager
+def _blaming(root: GrammarState) -> Iterator[None]:
+    """An error of the library in the block becomes the `fault` of this root."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        root.fault = error
+
+
+def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]], num_words: int) -> Words:
+    """Masks of every node of T trees, [T, N, num_words]. Each tree is given by the state after its root, its tokens [N]
+    and its parents [N].
 
     All bits are set for a node that the grammar does not allow, or whose ancestor it does not allow. If the library
     fails for a tree, the error becomes the `fault` of its root; other trees are not affected.
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
-    masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
+    masks = np.full((len(trees), num_nodes, num_words), -1, dtype=np.int32)
     reached: list[tuple[int, int, GrammarState]] = []
     for number, (root, tokens, parents) in enumerate(trees):
-        try:
-            masks[number, 0] = root.mask
+        with _blaming(root):
             states: list[GrammarState | None] = [root]
             for node in range(1, len(tokens)):
                 above = states[parents[node]]
                 state = None if above is None or tokens[node] < 0 else above.after(tokens[node])
                 states.append(state)
-                if state is not None and not state.over:
-                    reached.append((number, node, state))
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            root.fault = error
-            reached = [each for each in reached if each[0] != number]
+            live = ((node, state) for node, state in enumerate(states) if state is not None and not state.over)
+            reached += [(number, node, state) for node, state in live]
     compute_masks([state for _, _, state in reached])
     for number, node, state in reached:
-        try:
+        with _blaming(trees[number][0]):
             masks[number, node] = state.mask
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            trees[number][0].fault = error
     return masks
 
 

@@ -33,7 +33,7 @@ class TokenRules(NamedTuple):
 
 class RuledState(GrammarState):
     """The state after some output tokens. remaining: tokens before the output may end. inner: the state in the grammar;
-    None: there is no grammar."""
+    None: there is no grammar. A request with a grammar has no `allowed_token_ids`."""
 
     __slots__ = ("inner", "remaining", "rules")
 
@@ -50,10 +50,6 @@ class RuledState(GrammarState):
     @property
     def grammar(self) -> GrammarState | None:
         return self.inner
-
-    @property
-    def num_words(self) -> int:
-        return len(self.rules.open)
 
     @property
     def mask(self) -> Words:
@@ -73,7 +69,7 @@ class RuledState(GrammarState):
         if (self.inner is None or token in self.ends) and not self.mask[token // 32] & token_bit(token):
             return None
         inner = None if self.inner is None else self.inner.after(token)
-        if self.inner is not None and (inner is None or (self.rules.anything and self.remaining <= 1)):
+        if self.inner is not None and (inner is None or self.remaining <= 1):
             return inner  # None if the grammar forbids the token; otherwise only the grammar restricts from here on
         return RuledState(self.rules, max(0, self.remaining - 1), inner, over=token in self.ends)
 
