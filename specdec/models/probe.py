@@ -19,7 +19,7 @@ from torch import nn
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
-from specdec.errors import SpecDecError, UnsupportedModelError
+from specdec.errors import SpecDecError, UnsupportedModelError, error_summary
 from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.models.recurrent_probe import TextPaths
@@ -162,8 +162,7 @@ class ProbeContext:
         if k is None or v is None:
             _, k, v = self.rows[spec.owner]
         self.rows[layer] = q, k, v
-        seen = self._seen()
-        keys, values = (torch.cat([context.rows[spec.owner][i] for context in seen]) for i in (1, 2))
+        keys, values = (torch.cat([context.rows[spec.owner][kind] for context in self._seen()]) for kind in (1, 2))
         text, positions = self._places()
         distance = self.positions[:, None] - positions
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
@@ -333,9 +332,8 @@ def prove(
     texts: [2, T] tokens. own: tokens [B, T] -> logits [B, T, V] of the model's own forward. exact: a row's product does
     not depend on other rows.
     """
-    device = texts.device
     own_logits = _centred(own(texts).flatten(0, 1))
-    steps = torch.arange(texts.shape[1], device=device)
+    steps = torch.arange(texts.shape[1], device=texts.device)
     alone = [ProbeContext(layout, torch.full_like(steps, i), steps) for i in range(len(texts))]
     states = []
     for i, context in enumerate(alone):
@@ -399,6 +397,4 @@ def refusing(name: str, what: str) -> Iterator[None]:
     except (SpecDecError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise UnsupportedModelError(f"{name}: {what} ({reason[:200]})") from error
+        raise UnsupportedModelError(f"{name}: {what} ({error_summary(error)})") from error

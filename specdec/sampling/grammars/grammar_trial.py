@@ -150,11 +150,6 @@ def _why(worker: "subprocess.Popen[bytes]") -> str:
 
 
 def _stop(worker: "subprocess.Popen[bytes]", pid: int) -> None:
-    if os.getpid() != pid:  # in a fork, whose parent has the worker
-        return
-    worker.kill()
-    worker.wait()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    if os.getpid() == pid:  # otherwise in a fork, whose parent has the worker
+        with contextlib.suppress(OSError), worker:
+            worker.kill()
