@@ -26,8 +26,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
-from specdec.layers.description.moe_families import experts_of
-from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight
@@ -93,14 +91,6 @@ class PackedQuantizer(HfQuantizer):
         place_quantised(self.stored, self.promised, places)
         if not places.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
-        self.experts: dict[str, Experts] = {}  # descriptions by path
-        for path in places.experts:
-            module: Any = places.modules[path]
-            with about(path):
-                experts = experts_of(module)
-                if experts is None:
-                    raise UnsupportedModelError(f"{type(module).__name__} of another activation")
-            self.experts[path] = experts
         for path in (*places.linears, *places.experts):
             _put(self.model, path, OnlyBiases(places.modules[path]))
         loaded: Any = self.model
@@ -118,7 +108,9 @@ class PackedQuantizer(HfQuantizer):
         for path, weights in self.places.experts.items():
             biases = model.get_submodule(path)._parameters
             names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
-            experts = self.experts[path]._replace(
+            described = self.places.descriptions[path]
+            assert described is not None, path
+            experts = described._replace(
                 gate_up=_stacked([weights[name] for name in names], self.dtype, device),
                 down=_stacked([weights["down_proj"]], self.dtype, device),
                 gate_up_bias=biases.get("gate_up_proj_bias"),
