@@ -12,7 +12,6 @@ from typing import Any
 
 from specdec.errors import ConfigError, require_text
 
-BOM = b"\xef\xbb\xbf"
 QUESTION_KEYS = ("question", "prompt", "turns")
 KEYS_IN_WORDS = "'question', 'prompt' or 'turns'"
 
@@ -52,13 +51,13 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {KEYS_IN_WORDS} is expected")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line := (line.removeprefix(BOM) if number == 1 else line).strip():
+            if line := line.strip():
                 yield number, _object(line, f"{path}:{number}")
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))  # without the mark that may begin a file
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} is 0x{line[error.start]:02x}"
         raise ConfigError(f"{where}: not UTF-8 ({byte}); convert the file") from error

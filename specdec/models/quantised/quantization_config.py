@@ -199,10 +199,10 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
     given = weights.values.get("group_size")
     default = "group" if size else "tensor" if given is None else "channel"
     strategy = weights.get("strategy", default=default)
-    if strategy in ("group", "tensor_group") and size is None:
-        raise weights.wrong("group_size", f"a whole number above 0, as its strategy is {strategy}")
-    if strategy not in ("group", "tensor_group") and size is not None:
-        raise weights.wrong("group_size", f"null, as its strategy is {strategy}")
+    grouped = strategy in ("group", "tensor_group")
+    if grouped != (size is not None):
+        expected = "a whole number above 0" if grouped else "null"
+        raise weights.wrong("group_size", f"{expected}, as its strategy is {strategy}")
     if strategy == "block" and block is None:
         raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
     about = f"compressed-tensors, {kind}, strategy {strategy}"
