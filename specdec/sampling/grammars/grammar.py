@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -51,7 +52,6 @@ class Grammars:
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._library: GrammarLibrary | None = None
         self._kept: OrderedDict[tuple[str, Any], CompiledGrammar] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # guards `_kept`
 
@@ -66,8 +66,6 @@ class Grammars:
             return None
         if self._tokenizer is None:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
-        if self._library is None:
-            self._library = GrammarLibrary(self._tokenizer, self._vocab_size)
         special = frozenset(
             token
             for token in ends
@@ -81,6 +79,10 @@ class Grammars:
             raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
         return state
 
+    @cached_property
+    def _library(self) -> "GrammarLibrary":
+        return GrammarLibrary(self._tokenizer, self._vocab_size)
+
     @property
     def kept_bytes(self) -> int:
         """Memory of the kept grammars, by their estimates."""
@@ -88,7 +90,6 @@ class Grammars:
 
     def _compile(self, name: str, value: Any) -> Any:
         """The library's matcher at the beginning of a grammar: a kept one, or a new one."""
-        assert self._library is not None
         with self._lock:
             if (name, value) in self._kept:
                 self._kept.move_to_end((name, value))
@@ -199,16 +200,12 @@ class GrammarState:
     for a draft after this state; the tokens that the round then draws are not valid.
     """
 
-    __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
-
     def __init__(self, matcher: Any, library: Any, ends: frozenset[int], *, over: bool = False) -> None:
         self.over = over
         self.fault: BaseException | None = None
         self.matcher = matcher
         self.library = library
         self.ends = ends
-        self._mask: Words | None = None
-        self._forced: tuple[int, ...] | None = None
 
     @property
     def free(self) -> bool:
@@ -241,40 +238,37 @@ class GrammarState:
         matcher = self.matcher.deep_copy()
         return GrammarState(matcher, self.library, self.ends) if matcher.consume_token(token) else None
 
-    @property
+    @cached_property
     def mask(self) -> Words:
         """Tokens that are allowed next, [words]."""
-        if self._mask is None:
-            [self._mask] = self.library.masks([self])
-        return self._mask
+        mask: Words = self.library.masks([self])[0]
+        return mask
 
-    @property
+    @cached_property
     def forced(self) -> tuple[int, ...]:
         """The next tokens, up to the first place where the grammar allows several."""
-        if self._forced is None:
-            tokens: list[int] = []
-            state: GrammarState | None = self
-            while state is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
-                only = only_bit(state.mask)
-                if only is None:
-                    break
-                tokens.append(only)
-                state = state.after(only)
-            self._forced = tuple(tokens)
-        return self._forced
+        tokens: list[int] = []
+        state: GrammarState | None = self
+        while state is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
+            only = only_bit(state.mask)
+            if only is None:
+                break
+            tokens.append(only)
+            state = state.after(only)
+        return tuple(tokens)
 
 
 def compute_masks(states: Sequence[GrammarState | None]) -> None:
     """Compute the masks of these states in one call of the library, so that `mask` only returns them. If the library
     fails, none is set, and `mask` of the faulty state raises the error."""
     grammars = [state.grammar for state in states if state is not None]
-    missing = {id(state.matcher): state for state in grammars if state is not None and state._mask is None}
+    missing = {id(state.matcher): state for state in grammars if state is not None and "mask" not in vars(state)}
     if not missing:
         return
     chosen = list(missing.values())
     try:
         for state, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
-            state._mask = mask
+            state.mask = mask
     except BaseException as error:
         if not is_fault(error):
             raise

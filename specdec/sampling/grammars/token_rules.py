@@ -8,6 +8,7 @@ node of a tree, like a grammar's. If the grammar can only end, the text ends, ev
 restricts nothing, it is `free`, and its request costs no more than one without rules.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,6 @@ class RuledState(GrammarState):
     """The state after some output tokens. remaining: tokens before the output may end. inner: the state in the grammar;
     None: there is no grammar. A request with a grammar has no `allowed_token_ids`."""
 
-    __slots__ = ("inner", "remaining", "rules")
-
     def __init__(self, rules: TokenRules, remaining: int, inner: GrammarState | None, *, over: bool = False) -> None:
         super().__init__(None if inner is None else inner.matcher, None, rules.ends, over=over)
         self.rules = rules
@@ -51,7 +50,7 @@ class RuledState(GrammarState):
     def grammar(self) -> GrammarState | None:
         return self.inner
 
-    @property
+    @cached_property
     def mask(self) -> Words:
         own = self.rules.closed if self.remaining else self.rules.open
         if self.inner is None:
@@ -59,7 +58,7 @@ class RuledState(GrammarState):
         both: Words = self.inner.mask & own
         return both if both.any() else self.inner.mask
 
-    @property
+    @cached_property
     def forced(self) -> tuple[int, ...]:
         return () if self.inner is None else self.inner.forced
 
