@@ -66,15 +66,16 @@ class Grammars:
             return None
         if self._tokenizer is None:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
+        library = self._library
         special = frozenset(
             token
             for token in ends
-            if 0 <= token < self._vocab_size and (token in own_ends or self._library.is_special(token))
+            if 0 <= token < self._vocab_size and (token in own_ends or library.is_special(token))
         )
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        state = GrammarState(self._compile(name, value), self._library, special)
+        state = GrammarState(self._compile(name, value), library, special)
         if state.is_dead:
             raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
         return state
