@@ -76,7 +76,7 @@ class Grammars:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
         state = GrammarState(self._compile(name, value), library, special)
-        if state.is_dead:
+        if not state.may_end and not library.goes_on(state.matcher):
             raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
         return state
 
@@ -173,7 +173,7 @@ class GrammarLibrary:
     def goes_on(self, matcher: Any) -> bool:
         """Is any token of the model allowed next?"""
         twin = matcher.deep_copy()
-        return bool(self._texts([twin]).any()) and not twin.is_error()
+        return not twin.is_error() and bool(self._texts([twin]).any()) and not twin.is_error()
 
     def masks(self, states: "Sequence[GrammarState]") -> Words:
         """Masks of M states, [M, words], computed on several threads."""
@@ -212,14 +212,6 @@ class GrammarState:
     def free(self) -> bool:
         """Are all tokens allowed from here on?"""
         return False
-
-    @property
-    def is_dead(self) -> bool:
-        """Is neither an end nor any token allowed next?"""
-        if self.over or self.may_end:
-            return False
-        dead = self.matcher.is_error() or not self.library.goes_on(self.matcher)
-        return bool(dead)
 
     @property
     def grammar(self) -> "GrammarState | None":
