@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first, min_tokens_of
+from specdec.text.stop_strings import cut_at_stop, find_first
 
 REPLACEMENT = "\ufffd"
 
@@ -101,7 +101,7 @@ class Detokenizer:
         reach = max(map(len, stops), default=0)
         text = self._context + self.update(output_ids, reach)
         self.pending = ""  # nothing is handed out here: growing text would be copied for each token
-        least = min_tokens_of(stops)
+        least = getattr(stops, "min_tokens", 0)
         if len(output_ids) <= least:
             return False
         in_text = any(stop in text for stop in stops)
@@ -153,7 +153,7 @@ class Detokenizer:
 
     def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
         """Number of leading characters within which no stop string counts: see `StopStrings.min_tokens`."""
-        least = min_tokens_of(stops)
+        least = getattr(stops, "min_tokens", 0)
         return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
 
     def update(self, tokens: Sequence[int], reach: int) -> str:
@@ -217,8 +217,9 @@ class Detokenizer:
         if end < len(output_ids) and output_ids[end] not in self._kinds().special:
             new = written[len(head) : at]
             text += new if self._decode(output_ids[: end + 1]).startswith(text + new) else new.lstrip()
-        included = isinstance(stops, StopStrings) and stops.included
-        return text + written[found.begin : found.end] if found is not None and included else text
+        if found is None or not getattr(stops, "included", False):
+            return text
+        return text + written[found.begin : found.end]
 
     def _kinds(self) -> Kinds:
         tokenizer: Any = self.tokenizer

@@ -16,7 +16,7 @@ import numpy as np
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars.grammar import GrammarState
-from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
+from specdec.sampling.grammars.mask_bits import Words, token_bits
 
 
 class TokenRules(NamedTuple):
@@ -65,7 +65,7 @@ class RuledState(GrammarState):
     def after(self, token: int) -> GrammarState | None:
         if self.over:
             return None
-        if (self.inner is None or token in self.ends) and not self.mask[token // 32] & token_bit(token):
+        if (self.inner is None or token in self.ends) and not self.mask[token // 32] >> token % 32 & 1:
             return None
         inner = None if self.inner is None else self.inner.after(token)
         if self.inner is not None and (inner is None or self.remaining <= 1):
