@@ -74,10 +74,8 @@ def check_rows() -> Iterator[Row]:
     torch.manual_seed(0)
     logits, positions = logits_of("zipf", 6), torch.arange(6, device=DEVICE)[:, None]
     fast, slow = samplers_of([SamplingParams(temperature=t) for t in (0.0, 1.0)] * 3)
-    best, expected = (
-        best_tokens(LogitRows(logits, positions, fast), 4),
-        slow.log_scores(logits, positions).topk(4, dim=-1),
-    )
+    best = best_tokens(LogitRows(logits, positions, fast), 4)
+    expected = slow.log_scores(logits, positions).topk(4, dim=-1)
     error = float((best.scores - expected.values).abs().max())
     yield Row("sampling: 4 best, log-probabilities", f"{error:.1e}", ok=error < 1e-4)
 
