@@ -71,6 +71,5 @@ def random_block(
 def written_block(folder: Path, model: PreTrainedModel, kind: str = "dflash", **changes: Any) -> BlockHead:
     """A checkpoint of random weights in a folder."""
     target = TargetModel(model)
-    head = random_head(target, kind, **changes)
-    write_block(folder, head, target)
+    write_block(folder, head := random_head(target, kind, **changes), target)
     return head

@@ -1,5 +1,4 @@
-"""Folders of drafters in the published formats, at reduced width and with random weights; tests read and damage
-them."""
+"""Folders of drafters in the published formats, narrow and with random weights, which tests read and damage."""
 
 import json
 from collections.abc import Mapping
@@ -16,13 +15,7 @@ from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, LAYER_KEYS
 from specdec.draft_models.eagle3.checkpoint import read_head, write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 
-
-def target_of(name: str, num_layers: int, hidden_size: int, vocab_size: int) -> Any:
-    layout = SimpleNamespace(layers=range(num_layers))
-    return SimpleNamespace(name=name, layout=layout, hidden_size=hidden_size, vocab_size=vocab_size)
-
-
-TARGET = target_of("target", 8, 16, 60)
+TARGET: Any = SimpleNamespace(name="target", layout=SimpleNamespace(layers=range(8)), hidden_size=16, vocab_size=60)
 SPEC = Eagle3Spec(
     hidden_size=16,
     target_hidden_size=16,
@@ -211,7 +204,9 @@ def read_drafter(kind: str, folder: Path) -> Any:
     """The spec that is read."""
     if kind not in PUBLISHED:
         return read_head(folder, TARGET).spec
-    return read_block(folder, target_of("target", PUBLISHED[kind][0], 32, VOCAB)).spec
+    layout = SimpleNamespace(layers=range(PUBLISHED[kind][0]))
+    target: Any = SimpleNamespace(name="target", layout=layout, hidden_size=32, vocab_size=VOCAB)
+    return read_block(folder, target).spec
 
 
 def change_drafter(folder: Path, changes: Mapping[str, Any]) -> Path:

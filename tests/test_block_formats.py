@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_heads import written_block
 from block_reference import Checkpoint, accepted_lengths, draft
-from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow, target_of
+from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow, read_drafter
 from transformers import MuseGlimmerAssistantModel, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
 from transformers.cache_utils import DFlashCache
 
@@ -153,9 +153,6 @@ def test_configs_are_told_apart(config: dict[str, Any], block: bool, eagle: bool
     assert (is_block_config(config), is_eagle3_config(config)) == (block, eagle)
 
 
-SHAPE = target_of("small", 36, 32, VOCAB)
-
-
 @pytest.mark.parametrize(
     ("shape", "published"),
     [
@@ -166,7 +163,7 @@ SHAPE = target_of("small", 36, 32, VOCAB)
 def test_a_shape_is_what_its_drafter_is_read_as(shape: str, published: str, tmp_path: Path) -> None:
     """Apart from widths, which `narrow` reduces; the default draft is the whole block."""
     narrow(published, tmp_path)
-    read, made = read_block(tmp_path, SHAPE).spec, SHAPES[shape].drafter(SHAPES[shape].target(Shrink()), Shrink())
+    read, made = read_drafter(published, tmp_path), SHAPES[shape].drafter(SHAPES[shape].target(Shrink()), Shrink())
     same = ("aux_layers", "windows", "block_size", "causal", "shifted", "owns_embed", "successor", "rope", "qk_norm")
     assert [getattr(made, name) for name in same] == [getattr(read, name) for name in same]
     assert SHAPES[shape].drafts["block"].num_steps == read.num_drafts
@@ -176,7 +173,7 @@ def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
     """The key was accepted, and ignored unless the layers were Gemma 4's."""
     narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
     change_drafter(tmp_path, {"final_logit_softcapping": 30})
-    assert read_block(tmp_path, SHAPE).spec.softcap == 30.0
+    assert read_drafter("z-lab/Qwen3-8B-DFlash-b16", tmp_path).softcap == 30.0
 
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])

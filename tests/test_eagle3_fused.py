@@ -77,10 +77,9 @@ def fuse(plain: PlainHead, ops: Operations) -> FusedHead:
     return FusedHead(plain, Weights("head", plain.head), ops)
 
 
-def chosen(plain: PlainHead, ops: Operations) -> tuple[PlainHead, str | None]:
+def chosen(plain: PlainHead, ops: Operations) -> tuple[Any, str | None]:
     at = SimpleNamespace(form=plain)
-    reason = fuse_in_place("head", plain.head, 1, lambda: at.form.probed(), lambda: [(at, "form", fuse(plain, ops))])
-    return at.form, reason
+    return at, fuse_in_place("head", plain.head, 1, lambda: at.form.probed(), lambda: [(at, "form", fuse(plain, ops))])
 
 
 @torch.inference_mode()
@@ -140,18 +139,17 @@ def test_what_fused_layers_cannot_say_runs_by_its_modules(
     with pytest.raises(Unfusable, match=why):
         fuse(plain, REFERENCE)
     with caplog.at_level(logging.INFO, logger="specdec"):
-        form, reason = chosen(plain, REFERENCE)
-    assert form is plain and reason is not None and why in reason and why in caplog.text
+        at, reason = chosen(plain, REFERENCE)
+    assert at.form is plain and reason is not None and why in reason and why in caplog.text
     torch.testing.assert_close(run(plain), want)
 
 
 def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     plain = plain_form(make_head())
-    form, reason = chosen(plain, REFERENCE)
-    assert isinstance(form, FusedHead) and reason is None
+    assert isinstance(chosen(plain, REFERENCE)[0].form, FusedHead)
     wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation, *_: x[:, : len(weight) // 2] * 0})
-    form, reason = chosen(plain, wrong)
-    assert form is plain and reason == "its fused layers compute something else than its own"
+    at, reason = chosen(plain, wrong)
+    assert at.form is plain and reason == "its fused layers compute something else than its own"
 
 
 def test_embed_and_norm_by_eye() -> None:
