@@ -13,7 +13,7 @@ all ranks hold the same bits.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from specdec.gpu.exchange_kernels import (
     next_round_kernel,
     programs_of,
     pull_kernel,
-    words,
 )
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options, triton
@@ -146,7 +145,7 @@ class PeerRanks(Ranks):
         self._words: list[torch.Tensor] = []  # likewise, for tagged exchanges
         self._word_table: list[torch.Tensor] = []
         self._step = 0
-        self._held: list[torch.Tensor] = []  # tensors that peers may still read
+        self._held: list[Any] = []  # values whose tensors peers may still read
         self.max_polls = MAX_POLLS
         self._synchronize()
 
@@ -177,21 +176,14 @@ class PeerRanks(Ranks):
 
     def send(self, value: Any) -> list[Any]:
         with self.on(0):
-            whole: list[torch.Tensor] = []
-
-            def note(tensor: torch.Tensor) -> torch.Tensor:
-                whole.append(tensor.contiguous())
-                return tensor
-
-            map_tensors(value, note)
-            self._held += whole
+            whole = map_tensors(value, torch.Tensor.contiguous)
+            self._held.append(whole)
             self._push(0, None, 0)
         values = [value]
         for rank in range(1, len(self)):
             with self.on(rank):
                 self._wait(rank, 1, 0)
-                copies = iter([_pull(source, self.devices[rank]) for source in whole])
-                values.append(map_tensors(value, partial(_next_of, copies)))
+                values.append(map_tensors(whole, partial(_pull, device=self.devices[rank])))
         self._step += 1
         return values
 
@@ -352,17 +344,12 @@ class _Guarded:
         self._ranks.check()
 
 
-def _next_of(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
-    return next(tensors)
-
-
 def _pull(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A contiguous tensor of a peer, copied by the current device."""
     out = torch.empty(source.shape, dtype=source.dtype, device=device)
     if out.numel():
-        x, y = words(source), words(out)
-        if x.dtype != y.dtype:
-            x, y = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, out))
+        whole_words = source.nbytes % 4 == 0 and source.data_ptr() % 4 == 0
+        x, y = (tensor.view(-1).view(torch.int32 if whole_words else torch.uint8) for tensor in (source, out))
         pull_kernel[(triton.cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024, num_warps=4)
     return out
 

@@ -249,7 +249,7 @@ def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
     return {
         "head_gates": None if gates is None else weight_of(gates),
         "qkv": merged.linears(projections),
-        "qkv_bias": merged.rows(biases) if biases else None,
+        "qkv_bias": merged.join(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }

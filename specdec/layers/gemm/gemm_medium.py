@@ -27,7 +27,15 @@ from specdec.gpu.triton_shim import (
     triton,
     wait_for_previous,
 )
-from specdec.layers.gemm.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product, activate
+from specdec.layers.gemm.product import (
+    LOW_HEIGHT,
+    LOW_RANGE,
+    MAX_MEDIUM_ROWS,
+    MAX_SMALL_ROWS,
+    Product,
+    activate,
+    require_operands,
+)
 from specdec.layers.packed.packed_weight import Weight
 
 ONE_TILE_ROWS = 128
@@ -144,13 +152,6 @@ def is_described(matrix: torch.Tensor) -> bool:
     return supported and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 
-def require_described(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Assert that x [M, K] and weight [N, K] fit each other and descriptors, and bias [N] both."""
-    assert weight.shape[1] == x.shape[1] and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {weight.dtype=}"
-    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
-    assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()), f"{bias.shape=} {weight.shape=}"
-
-
 def descriptor(tensor: torch.Tensor, *tile: int) -> Any:
     """The descriptor with which a kernel loads tiles of a tensor."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
@@ -217,7 +218,7 @@ def gemm_medium(
     tiles: MediumTiles,
 ) -> Product:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
-    require_described(x, weight, bias)
+    require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     split_len = triton.cdiv(triton.cdiv(k, tiles.ranges), tiles.block_k) * tiles.block_k
     ranges = triton.cdiv(k, split_len)

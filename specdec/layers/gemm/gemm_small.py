@@ -20,7 +20,15 @@ from specdec.gpu.triton_shim import (
     triton,
     wait_for_previous,
 )
-from specdec.layers.gemm.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles, activate
+from specdec.layers.gemm.product import (
+    LOW_HEIGHT,
+    MAX_MEDIUM_ROWS,
+    MAX_SMALL_ROWS,
+    SplitK,
+    Tiles,
+    activate,
+    require_operands,
+)
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -260,11 +268,8 @@ def gemm_small(
 
     holds: no later kernel starts before x is written.
     """
-    (num_rows, k), (n, weight_k) = x.shape, weight.shape
-    assert k == weight_k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
-    if not isinstance(weight, PackedWeight):
-        assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
+    require_operands(x, weight, bias)
+    (num_rows, k), n = x.shape, len(weight)
     # each tile is within one range
     assert split_k.splits == 1 or split_k.split_len % tiles.block_k == 0, f"{split_k=} {tiles=}"
     # a tail has no accumulator per range
@@ -285,14 +290,9 @@ def gemm_small(
         WHOLE=split_k.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,
-        BLOCK_N=tiles.block_n,
-        BLOCK_M=tiles.block_m,
         TAIL_M=tiles.tail_m,
-        BLOCK_K=tiles.block_k,
         START="holds" if holds else "usual",
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        maxnreg=tiles.registers,
+        **tiles.options,
         **pdl_options(x.device),
     )
 

@@ -28,7 +28,7 @@ from specdec.layers.gemm.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
-from specdec.layers.gemm.product import Product, SplitK, split_k_of
+from specdec.layers.gemm.product import Product, SplitK, require_operands, split_k_of
 from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.experts import (
     ExpertLaunch,
@@ -188,11 +188,8 @@ def _launch_both(
     start: str,
 ) -> None:
     n, k = weight.shape
-    if not isinstance(weight, PackedWeight):
-        assert x.dtype == weight.dtype and x.stride(1) == weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
-    assert x.shape[1] == k and (split_k.splits == 1 or split_k.split_len % experts.options["BLOCK_K"] == 0), (
-        f"{x.shape=} {split_k=}"
-    )
+    require_operands(x, weight, None)
+    assert split_k.splits == 1 or split_k.split_len % experts.options["BLOCK_K"] == 0, f"{split_k=} {experts.options=}"
     tiles = triton.cdiv(n, experts.options["BLOCK_N"])
     num_dense = tiles * split_k.splits
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)

@@ -17,7 +17,7 @@ between lanes. With a, b, c in {0, 1}, word 4 J + t of a row has
 Scales are stored as [K / group, N]: a tile reads those of its rows in one piece.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -92,6 +92,23 @@ class PackedWeight:
     def __getitem__(self, expert: int) -> "PackedWeight":
         weight: PackedWeight = map_tensors(self, lambda part: part[expert])
         return weight
+
+    def rows(self, first: int, end: int) -> "PackedWeight":
+        """A view of rows [first, end) of a weight [N, K]."""
+        zeros = None if self.zeros is None else self.zeros[:, first:end]
+        return PackedWeight(self.code, self.words[first:end], self.scales[:, first:end], zeros, self.group)
+
+    @staticmethod
+    def join(parts: "Sequence[PackedWeight]", cat: Callable[..., torch.Tensor]) -> "PackedWeight":
+        """One weight with the rows of all parts, which are packed alike. cat: like `torch.cat`."""
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return PackedWeight(
+            parts[0].code,
+            cat([part.words for part in parts]),
+            cat([part.scales for part in parts], dim=-1),
+            cat(zeros, dim=-1) if zeros else None,
+            parts[0].group,
+        )
 
 
 Weight = torch.Tensor | PackedWeight

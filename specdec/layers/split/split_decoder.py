@@ -22,11 +22,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, described_layers, embed_inputs
+from specdec.layers.decoder import FusedLayer, LayerRun, SharedInputs, described_layers, embed_inputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.gemm.linear import linear
-from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish, split_k_of
+from specdec.layers.gemm.product import Product, RankShare, finish, split_k_of
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
@@ -64,30 +64,26 @@ def run_together(runs: Sequence[LayerRun], ranks: Ranks, ops: Operations) -> lis
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole: list[Any] = [None] * len(runs)
     while not ended:
-        products: list[Exchanged] = []
+        shares: list[RankShare] = []
         for rank, run in enumerate(runs):
             with ranks.on(rank):
                 try:
-                    products.append(run.send(whole[rank]))
+                    shares.append(run.send(whole[rank]))
                 except StopIteration as end:
                     ended.append(end.value)
-        if products:
-            assert len(products) == len(runs), "ranks take the same path"
-            whole = complete(products, ranks, ops)
+        if shares:
+            assert len(shares) == len(runs), "ranks take the same path"
+            whole = complete(shares, ranks, ops)
     return ended
 
 
-def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list[Product]:
+def complete(shares: Sequence[RankShare], ranks: Ranks, ops: Operations) -> list[Product]:
     """Exchange the ranks' shares of one product -> the whole product on each rank, in blocks of as many rows as there
     is room for."""
-    if isinstance(shares[0], RankColumns):
-        return side_by_side([share.own for share in shares if isinstance(share, RankColumns)], ranks)
-    products = [
-        share.product if isinstance(share, OwnedParts) else share
-        for share in shares
-        if not isinstance(share, RankColumns)
-    ]
-    owners = [share.owners for share in shares if isinstance(share, OwnedParts)]
+    products = [share.product for share in shares]
+    if shares[0].columns:
+        return side_by_side([product.parts[0] for product in products], ranks)
+    owners = [share.owners for share in shares if share.owners is not None]
     num_parts, num_rows, width = products[0].parts.shape
     at_once = ranks.room // (num_parts * width * (1 if owners else len(ranks)))
     assert at_once, f"{ranks.room=} {products[0].parts.shape=}"
