@@ -18,7 +18,7 @@ from tape import record
 import specdec.engine
 from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
-from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
+from specdec.gpu.captures import SPARE_POOL, CaptureMemory, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
@@ -47,14 +47,13 @@ class FailingTape:
         return record(broken if self.calls in self.failing else program)
 
 
-class WeighedTape(FailingTape):
+class WeighedTape(FailingTape, CaptureMemory):
     """Every captured program takes 10 bytes, and every pool 100 until it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
         gc.collect()
         gc.freeze()  # it collects at every look, and what was there before need not be visited each time
-        self.pool = ""
         self.pools: set[str] = set()
         self.captures: list[Any] = []
 

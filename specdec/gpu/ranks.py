@@ -140,14 +140,10 @@ class PeerRanks(Ranks):
         self._host_error = [torch.zeros(1, pin_memory=pinned, **ints) for _ in devices]
         self._errors = [error.numpy() for error in self._host_error]
         self._flag_table = self._addresses(self._flags)
-        self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
-        self._out_table: list[torch.Tensor] = []
-        self._words: list[torch.Tensor] = []  # likewise, for tagged exchanges
-        self._word_table: list[torch.Tensor] = []
         self._step = 0
         self._held: list[Any] = []  # values whose tensors peers may still read
         self.max_polls = MAX_POLLS
-        self._synchronize()
+        self.reserve(0)
 
     def on(self, rank: int) -> AbstractContextManager[object]:
         device = self.devices[rank]
@@ -157,7 +153,7 @@ class PeerRanks(Ranks):
         super().reserve(numbers)
         self._buffers = [torch.zeros(2 * numbers, dtype=torch.float32, device=device) for device in self.devices]
         self._out_table = self._addresses(self._buffers)
-        few = min(numbers, exchange_kernels.TAGGED)
+        few = min(numbers, exchange_kernels.TAGGED)  # for tagged exchanges
         self._words = [torch.full((2 * few,), EMPTY, dtype=torch.int64, device=device) for device in self.devices]
         self._word_table = self._addresses(self._words)
         self._synchronize()
@@ -178,11 +174,11 @@ class PeerRanks(Ranks):
         with self.on(0):
             whole = map_tensors(value, torch.Tensor.contiguous)
             self._held.append(whole)
-            self._push(0, None, 0)
+            self._launch(0, 0, len(self), halves="push")
         values = [value]
         for rank in range(1, len(self)):
             with self.on(rank):
-                self._wait(rank, 1, 0)
+                self._launch(rank, 0, 1, halves="wait")
                 values.append(map_tensors(whole, partial(_pull, device=self.devices[rank])))
         self._step += 1
         return values
@@ -244,7 +240,7 @@ class PeerRanks(Ranks):
             size = len(blocks[0])
             for rank, block in enumerate(blocks):
                 with self.on(rank):
-                    self._push(rank, block, rank * size, targets=1)
+                    self._launch(rank, size, 1, block, rank * size, halves="push")
             self._meet(size)
             out[:, first : first + size] = self._buffers[0][: len(self) * size].view(len(self), size)
         return out.view(dtype).view(len(self), *shape)
@@ -252,13 +248,13 @@ class PeerRanks(Ranks):
     def join(self) -> None:
         for rank in range(len(self)):
             with self.on(rank):
-                self._push(rank, None, 0, targets=1)
+                self._launch(rank, 0, 1, halves="push")
         self._meet(0)
 
     def _meet(self, num: int) -> None:
         """Rank 0 waits until every rank has pushed `num` numbers to it."""
         with self.on(0):
-            self._wait(0, len(self), num)
+            self._launch(0, num, len(self), halves="wait")
         self._step += 1
         self._held.clear()
 
@@ -274,14 +270,6 @@ class PeerRanks(Ranks):
     def guarded(self, event: Any) -> Any:
         return None if event is None else _Guarded(event, self)
 
-    def _push(self, rank: int, x: torch.Tensor | None, offset: int, targets: int | None = None) -> None:
-        """Push to the first `targets` ranks, or to all."""
-        self._launch(rank, 0 if x is None else x.numel(), targets or len(self), x, offset, halves="push")
-
-    def _wait(self, rank: int, sources: int, num: int) -> None:
-        """Wait for `num` numbers from each of the first `sources` ranks."""
-        self._launch(rank, num, sources, halves="wait")
-
     def _launch(
         self,
         rank: int,
@@ -293,11 +281,11 @@ class PeerRanks(Ranks):
         *,
         halves: str,
     ) -> None:
-        """One rank exchanges `num` numbers with each of the first `ranks` ranks."""
+        """One rank exchanges `num` numbers with each of the first `ranks` ranks. halves: "push", "wait", or both."""
         device = self.devices[rank]
         shape = (1, 1, num) if x is None or owners is None else x.shape
         exchange_kernel[(programs_of(num), ranks)](
-            *(x, owners, self._out_table[rank] if self._out_table else None, self._flag_table[rank]),
+            *(x, owners, self._out_table[rank], self._flag_table[rank]),
             *(self._round[rank], self._error[rank], self._host_error[rank]),
             *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
             ASM=device.type == "cuda" and torch.version.cuda is not None,

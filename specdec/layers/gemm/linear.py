@@ -222,10 +222,7 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Prod
     assert split_k.splits * split_k.split_len >= weight.shape[1] > (split_k.splits - 1) * split_k.split_len, (
         f"{split_k=} {weight.shape=}"
     )
-    tiles = tiles_of(x, weight, split_k)
-    parts = torch.empty((split_k.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    gemm_small(x, weight, None, parts, None, split_k, tiles, split=split_k.splits > 1)
-    return Product(parts, None, x.dtype)
+    return linear(x, weight, None, split_k, keep_parts=True)
 
 
 @op(reference=reference_gated_linear, vendor=vendor_gated_linear)

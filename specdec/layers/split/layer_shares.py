@@ -29,7 +29,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
 from specdec.layers.gemm.product import split_k_of
-from specdec.layers.latent import LatentParts
+from specdec.layers.latent import LatentParts, LatentProduct
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, place_weight, range_of, rank_rows
@@ -107,13 +107,12 @@ def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
 
 def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     """The weights that make the queries, keys and values of one rank's heads."""
-    own: dict[str, Any] = {
-        "kv": rank_rows(latent.kv, [len(latent.kv)], rank, count),
-        "kv_split_k": split_k_of(latent.kv),
-    }
-    if latent.q is not None:
-        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": split_k_of(latent.q)}
-    return replace(latent, **own)
+
+    def own(product: LatentProduct) -> LatentProduct:
+        rows: Any = rank_rows(product.weight, [len(product.weight)], rank, count)
+        return product._replace(weight=rows, split_k=split_k_of(product.weight))
+
+    return latent._replace(q=None if latent.q is None else own(latent.q), kv=own(latent.kv))
 
 
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
