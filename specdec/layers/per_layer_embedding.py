@@ -89,7 +89,8 @@ class EmbeddingParts:
 
 
 def reference_layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) -> torch.Tensor:
-    by_layer = (reference_finish(context) * parts.context_scale).unflatten(-1, (-1, parts.width))
+    num_layers = parts.table.shape[1] // parts.width
+    by_layer = (reference_finish(context) * parts.context_scale).unflatten(-1, (num_layers, parts.width))
     normed = reference_rms_norm(by_layer, parts.norm)
     return (normed + F.embedding(tokens, parts.table).view_as(normed) * parts.table_scale) * math.sqrt(0.5)
 
@@ -227,7 +228,7 @@ def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) 
     assert table.shape[1] == total and total % width == 0 and table.stride(1) == 1, f"{table.shape=} {total=}"
     assert tokens.shape == (num_rows,), f"{tokens.shape=} {num_rows=}"
     out = torch.empty((num_rows, total // width, width), dtype=context.dtype, device=tokens.device)
-    if num_rows == 0:
+    if out.numel() == 0:
         return out
     _layer_inputs_kernel[(num_rows, total // width)](
         *(context.parts, tokens, table, gain.weight, out),

@@ -131,17 +131,23 @@ def _by_descriptors(
     return None
 
 
+def _in_any_order(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
+) -> Product | None:
+    """The product in any order, by descriptors or the library; None if kernels in order are as fast."""
+    product = _by_descriptors(x, weight, bias, activation, split_k, in_order=False)
+    if product is not None or len(x) <= VENDOR_ROWS or can_hold(weight, split_k, len(x), x.dtype):
+        return product
+    whole = F.linear(x, dequantise(weight, x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
+    return Product.from_value(whole if activation is None else _gate(whole, activation, inf, behind_library=True))
+
+
 def vendor_linear(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
 ) -> Product:
     """`linear` in any order: faster, but bits depend on the number of rows."""
     split_k = split_k or split_k_of(weight)
-    product = _by_descriptors(x, weight, bias, None, split_k, in_order=False)
-    if product is not None:
-        return product
-    if len(x) <= VENDOR_ROWS or can_hold(weight, split_k, len(x), x.dtype):
-        return linear(x, weight, bias, split_k)
-    return Product.from_value(F.linear(x, _whole(weight, x.dtype), bias))
+    return _in_any_order(x, weight, bias, None, split_k) or linear(x, weight, bias, split_k)
 
 
 def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
@@ -163,16 +169,8 @@ def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit:
     """`gated_linear` in any order."""
     if limit < inf:
         return _gate(finish(vendor_linear(x, weight)), activation, limit, behind_library=False)
-    product = _by_descriptors(x, weight, None, activation, SplitK(1, weight.shape[1]), in_order=False)
-    if product is not None:
-        return product.parts[0]
-    if len(x) <= VENDOR_ROWS:
-        return gated_linear(x, weight, activation)
-    return _gate(F.linear(x, _whole(weight, x.dtype)), activation, limit, behind_library=True)
-
-
-def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    return dequantise(weight, dtype) if isinstance(weight, PackedWeight) else weight
+    product = _in_any_order(x, weight, None, activation, SplitK(1, weight.shape[1]))
+    return gated_linear(x, weight, activation) if product is None else product.parts[0]
 
 
 def tiles_of(x: torch.Tensor, weight: Weight, split_k: SplitK, *, gated: bool = False) -> Tiles:

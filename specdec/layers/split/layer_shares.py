@@ -115,15 +115,12 @@ def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     return latent._replace(q=None if latent.q is None else own(latent.q), kv=own(latent.kv))
 
 
-def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
-    """The per-layer embeddings of one rank's layers, and the number of columns of each rank. Ranks have equally many
-    layers, or one more."""
-    width = parts.width
-    layers = parts.table.shape[1] // width
-    columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
-    own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
+def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> EmbeddingParts:
+    """The per-layer embeddings of one rank's layers. Ranks have equally many layers; the last ones may have fewer."""
+    each = parts.width * -(-parts.table.shape[1] // (parts.width * count))
+    own = slice(rank * each, (rank + 1) * each)
     share: EmbeddingParts = replace(parts, table=parts.table[:, own], columns=own)
-    return map_tensors(share, lambda tensor: put([tensor])), columns
+    return map_tensors(share, lambda tensor: put([tensor]))
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:

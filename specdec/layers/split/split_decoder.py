@@ -128,7 +128,7 @@ class SplitDecoder(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             puts = [partial(ranks.put, rank) for rank in range(len(ranks))]
             self.parts = [share_of(parts, rank, len(ranks), put) for rank, put in enumerate(puts)]
-            self.per_layer: list[tuple[EmbeddingParts, list[int]]] = [
+            self.per_layer: list[EmbeddingParts] = [
                 embedding_share(parts.embeddings, rank, len(ranks), put)
                 for rank, put in enumerate(puts)
                 if parts.embeddings is not None
@@ -162,23 +162,16 @@ class SplitDecoder(nn.Module):
         """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""
         if not self.per_layer:
             return [None] * len(sent)
-        own = []
-        for rank, ((parts, columns), (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
+        own: list[torch.Tensor] = []
+        for rank, (parts, (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
             with self.ranks.on(rank):
                 made = per_layer_inputs(parts, hidden, tokens, self.ops)
                 assert made is not None
-                missing = max(columns) - columns[rank]
-                own.append(pad(made.flatten(1), (0, missing)) if missing else made.flatten(1))
-        whole = []
-        for rank, product in enumerate(side_by_side(own, self.ranks)):
-            with self.ranks.on(rank):
-                parts, columns = self.per_layer[rank]
-                every = product.parts[0]
-                if min(columns) < max(columns):  # remove the padding of narrower shares
-                    by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
-                    every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
-                whole.append(every.unflatten(1, (-1, parts.width)))
-        return whole
+                missing = (own[0] if own else made).shape[1] - made.shape[1]
+                own.append(pad(made, (0, 0, 0, missing)) if missing else made)
+        num_layers = len(self.layers)  # without the padding of the last shares
+        whole = side_by_side([made.flatten(1) for made in own], self.ranks)
+        return [product.parts[0].unflatten(1, (-1, own[0].shape[2]))[:, :num_layers] for product in whole]
 
 
 def divides_head(weight: Weight, count: int) -> bool:
