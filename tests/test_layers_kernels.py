@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from specdec.layers.gemm import gemm_medium, gemm_small
 from specdec.layers.gemm import linear as linear_module
-from specdec.layers.gemm.gemm_medium import MediumTiles, choose_medium_tiles
+from specdec.layers.gemm.gemm_medium import choose_medium_tiles
 from specdec.layers.gemm.gemm_medium import gemm_medium as multiply_medium
 from specdec.layers.gemm.linear import (
     gated_linear,
@@ -82,9 +82,9 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
     """In ranges of K and without, biased; gated, with a tail and without. Tiles that nothing divides."""
     x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
     bias = randn(n, dtype=torch.float16)
-    for tiles in (MediumTiles(64, 32, 0, 64, 4, 3, 3), MediumTiles(16, 64, 0, 32, 4, 3)):
+    for tiles in (Tiles(32, 64, 64, 4, 3, 32, ranges=3), Tiles(64, 16, 32, 4, 3, 64)):
         close(finish(multiply_medium(x, weight, bias, None, tiles)), reference_linear(x, weight, bias).parts[0])
-    for tiles in (MediumTiles(64, 32, 16, 64, 4, 3), MediumTiles(16, 64, 0, 64, 4, 3)):
+    for tiles in (Tiles(32, 64, 64, 4, 3, 48, tail_n=16), Tiles(64, 16, 64, 4, 3, 64)):
         gated = multiply_medium(x, weight, None, "gelu_tanh", tiles).parts[0]
         close(gated, reference_gated_linear(x, weight, "gelu_tanh"))
 

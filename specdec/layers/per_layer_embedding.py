@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from specdec.gpu.operations import Operations, op
 from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.gemm_medium import MediumTiles, can_describe, gemm_medium
+from specdec.layers.gemm.gemm_medium import can_describe, gemm_medium
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import (
     MAX_MEDIUM_ROWS,
@@ -48,7 +48,7 @@ from specdec.layers.packed.packed_tile import (
     weight_pointers,
     zero_pointers,
 )
-from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+from specdec.layers.packed.packed_weight import Weight, multiply
 
 FEW_ROWS = 64
 """Rows up to which the activation goes into the loads of the second product."""
@@ -59,7 +59,7 @@ FEW_FP8_ROWS = 56
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Tiles above FEW_ROWS. They give more programs than `choose_small_tiles`, which assumes long weights."""
 
-ANY_ORDER_TILES = {192: MediumTiles(64, 32, 0, 128, 4, 2), MAX_MEDIUM_ROWS: MediumTiles(128, 64, 0, 64, 8, 4)}
+ANY_ORDER_TILES = {192: Tiles(32, 64, 128, 4, 2, 32), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 8, 4, 64)}
 """Tiles by the largest number of rows that uses them, if bits may depend on that number."""
 
 FP8_TILES = {128: Tiles(64, 64, 128, 4, 3, 64), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 4, 3, 64)}
@@ -258,8 +258,7 @@ def gated_projection(
     assert gate.bias is None and gate.parts.is_contiguous(), f"{gate.parts.stride()=}"
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
     assert weight.shape == (height, width) and inputs.dtype == gate.dtype, f"{weight.shape=} {inputs.dtype=}"
-    packed = isinstance(weight, PackedWeight)
-    if not isinstance(weight, PackedWeight):
+    if plain := isinstance(weight, torch.Tensor):
         assert weight.is_contiguous() and weight.dtype == gate.dtype, f"{weight.dtype=} {gate.dtype=}"
     blocks = tile_columns(weight) > 0  # several scales per row, applied to sums
     fp8 = weight if takes_packed_rows(weight, inputs) and weight.has_row_scales else None
@@ -280,7 +279,7 @@ def gated_projection(
         if fp8 is not None and num_rows <= MAX_MEDIUM_ROWS:
             tiles = next(tiles for most, tiles in FP8_TILES.items() if num_rows <= most)
             return packed_gemm(gated, fp8, None, None, PackedLaunch(tiles, SplitK(1, width)))
-        few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and not packed
+        few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and plain
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:

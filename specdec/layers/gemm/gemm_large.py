@@ -91,8 +91,7 @@ def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.dev
         tiles = Tiles(256, 128, BLOCK_K, 16, 4, 256)  # each range has an accumulator, which takes registers
     else:
         tiles = Tiles(128, 128, BLOCK_K, 8, 4, 128)
-    stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
-    return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
+    return tiles.fit(shared)
 
 
 def gemm_large(

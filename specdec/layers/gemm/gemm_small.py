@@ -308,16 +308,13 @@ def choose_small_tiles(num_rows: int, n: int, split_k: SplitK, x: torch.Tensor, 
         return Tiles(64, min(block_m, MAX_SMALL_ROWS), split_k.split_len, 4, 1, rows if num_rows <= 64 else 64)
     if num_rows > MAX_MEDIUM_ROWS and n > LOW_HEIGHT:
         block_m = 256 if gated else 128  # accumulators per range, and addresses, take registers
-        return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
+        return Tiles(128, block_m, 64, 8, 4, 128).fit(shared_memory)
     if num_rows > TWO_TILES:
         return Tiles(128, 64, 64, 8, 4, 128)
     if num_rows > 64:
-        tiles = tiles_for_some_rows(num_rows, n, split_k.splits, 2 * multiprocessors, gated=gated)
-        stage = (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * x.element_size()
-        return tiles._replace(num_stages=min(tiles.num_stages, shared_memory // stage))
+        return tiles_for_some_rows(num_rows, n, split_k.splits, 2 * multiprocessors, gated=gated).fit(shared_memory)
     block_k, stages = (DEPTH if num_rows <= MAX_SMALL_ROWS else DEPTH_ABOVE_SMALL)[programs]
-    stages = min(stages, shared_memory // ((64 + block_m) * block_k * x.element_size()))
-    return Tiles(64, block_m, block_k, 4, stages, rows)
+    return Tiles(64, block_m, block_k, 4, stages, rows).fit(shared_memory)
 
 
 def tiles_for_some_rows(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:

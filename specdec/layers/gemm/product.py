@@ -102,7 +102,8 @@ class RankShare(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Parameters of one launch. A program has `rows` <= `block_n` rows of the weight."""
+    """Parameters of one launch. A program has `rows` <= `block_n` + `tail_n` rows of the weight (those of gate and of
+    up, if it is gated)."""
 
     block_n: int
     block_m: int
@@ -112,6 +113,13 @@ class Tiles(NamedTuple):
     rows: int
     tail_m: int = 0  # more rows of x that the same program multiplies by its loaded tile
     registers: int | None = None  # limit per thread
+    tail_n: int = 0  # more rows of a gated weight that the same program multiplies (`gemm_medium`)
+    ranges: int = 1  # ranges of K in any order (`gemm_medium`)
+
+    def fit(self, shared_bytes: int) -> "Tiles":
+        """These tiles for 2-byte numbers, with no more stages than fit the shared memory of a program."""
+        stage = (self.block_n + self.tail_n + self.block_m + self.tail_m) * self.block_k * 2
+        return self._replace(num_stages=max(1, min(self.num_stages, shared_bytes // stage)))
 
     @property
     def options(self) -> dict[str, Any]:

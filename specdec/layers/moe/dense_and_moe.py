@@ -159,12 +159,13 @@ def mlp_and_experts(
         return dense, apply_experts(fork.experts, routing, experts)
     # an early program may write while the router's input is read: allocate memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
-    products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
-    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), products.gate_up, start="early")
+    routing = route(fork.router, router, holds=True)
+    gate_up, down, result = list_products(fork.experts, routing, experts, few=True)
+    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), gate_up, start="early")
     split_k = split_k_of(mlp.down)
     parts = torch.empty((split_k.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
-    _launch_both(gated, mlp.down, parts, None, split_k, products.down, start="usual")
-    return Product(parts, None, fork.mlp.dtype), products.result
+    _launch_both(gated, mlp.down, parts, None, split_k, down, start="usual")
+    return Product(parts, None, fork.mlp.dtype), result
 
 
 def _tiles_alike(dense: Weight, split_k: SplitK, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:

@@ -308,11 +308,11 @@ def _expert_rows(
 @op(reference=reference_apply_experts)
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
     """x [T, H] -> [T, H]. `few`: use no list; None: `are_few` decides."""
-    products = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
+    *launches, result = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
     if len(x):
-        for launch in (products.gate_up, products.down):
+        for launch in launches:
             product_kernel[(launch.tiles, launch.lists)](None, None, *launch.arguments, **launch.options)
-    return products.result
+    return result
 
 
 class ExpertLaunch(NamedTuple):
@@ -325,20 +325,15 @@ class ExpertLaunch(NamedTuple):
     options: dict[str, Any]
 
 
-class ExpertProducts(NamedTuple):
-    """Two launches, one after the other, and their result."""
-
-    gate_up: ExpertLaunch
-    down: ExpertLaunch
-    result: Product
-
-
 def are_few(num_rows: int, top_k: int) -> bool:
     return num_rows * top_k <= FEW_SLOTS and num_rows <= FEW_ROWS
 
 
-def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
-    """Prepare the launches for x [T, H]. Unless assignments are few, their list is made now."""
+def list_products(
+    x: torch.Tensor, routing: Routing, experts: Experts, few: bool
+) -> tuple[ExpertLaunch, ExpertLaunch, Product]:
+    """Prepare two launches for x [T, H], one after the other, and their result. Unless assignments are few, their list
+    is made now."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]
@@ -389,8 +384,6 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
         }
         return ExpertLaunch(triton.cdiv(n, tiles["BLOCK_N"]), slots if few else num_experts, arguments, options)
 
-    return ExpertProducts(
-        launch(x, experts.gate_up, experts.gate_up_bias, None, gated),
-        launch(gated, experts.down, experts.down_bias, routing.weights, parts),
-        Product(parts, None, x.dtype),
-    )
+    first_launch = launch(x, experts.gate_up, experts.gate_up_bias, None, gated)
+    second_launch = launch(gated, experts.down, experts.down_bias, routing.weights, parts)
+    return first_launch, second_launch, Product(parts, None, x.dtype)

@@ -165,16 +165,11 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
     numbers = raw.float()
     if weight.zeros is None:
         return numbers.sub_(8.0)
-    in_groups(numbers, weight.group).sub_(per_group(weight.zeros))
+    numbers.unflatten(1, (-1, weight.group)).sub_(_per_group(weight.zeros))
     return numbers
 
 
-def in_groups(numbers: torch.Tensor, group: int) -> torch.Tensor:
-    """View [N, K] as [N, K / group, group]."""
-    return numbers.view(len(numbers), -1, group)
-
-
-def per_group(values: torch.Tensor) -> torch.Tensor:
+def _per_group(values: torch.Tensor) -> torch.Tensor:
     """[K / group, N] -> float32 [N, K / group, 1]."""
     return values.float().T.contiguous()[..., None]
 
@@ -182,7 +177,7 @@ def per_group(values: torch.Tensor) -> torch.Tensor:
 def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] in `dtype`."""
     numbers = numbers_of(weight)
-    in_groups(numbers, weight.group).mul_(per_group(weight.scales))
+    numbers.unflatten(1, (-1, weight.group)).mul_(_per_group(weight.scales))
     return numbers.to(dtype)
 
 
