@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec.gpu.operations import FAST
 from specdec.layers.gemm import gemm_medium, gemm_small
 from specdec.layers.gemm import linear as linear_module
 from specdec.layers.gemm.gemm_medium import choose_medium_tiles
@@ -16,8 +17,6 @@ from specdec.layers.gemm.linear import (
     linear,
     reference_gated_linear,
     reference_linear,
-    vendor_gated_linear,
-    vendor_linear,
 )
 from specdec.layers.gemm.product import Product, SplitK, Tiles, choose_split_k, finish, reference_activate
 from specdec.layers.head_gates import gate_heads
@@ -98,9 +97,9 @@ def test_who_multiplies_some_rows(watched: Callable[..., list[Any]], monkeypatch
         monkeypatch.setattr(gemm_medium, "device_limits", lambda device: (4 if gated else 9, 227 << 10))
         x, weight = randn(num_rows, 72, dtype=dtype)[:, :columns], randn(520, columns, dtype=dtype) / 8
         if gated:
-            close(vendor_gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+            close(FAST(gated_linear)(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
         else:
-            close(finish(vendor_linear(x, weight)), F.linear(x, weight))
+            close(finish(FAST(linear)(x, weight)), F.linear(x, weight))
         return len(launched)
 
     assert [launches(num_rows) for num_rows in (32, 33, 128, 129)] == [0, 1, 1, 0]

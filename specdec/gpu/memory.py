@@ -61,13 +61,12 @@ def _limits_above(mount: str, path: str, limit: str, usage: str, cache: str) -> 
     then the mount itself is the group."""
     base = Path(ROOT, mount)
     group = base / path.strip("/")
-    while True:
-        most = _number(group / limit)
+    for folder in (group, *group.parents):
+        most = _number(folder / limit)
         if most is not None and most < UNLIMITED:
-            yield most, max(0, (_number(group / usage) or 0) - (_number(group / "memory.stat", cache) or 0))
-        if group == base or base not in group.parents:
+            yield most, max(0, (_number(folder / usage) or 0) - (_number(folder / "memory.stat", cache) or 0))
+        if folder == base:
             return
-        group = group.parent
 
 
 def _number(path: Path, *name: str) -> int | None:

@@ -303,7 +303,8 @@ class FusedDecoder(DescribedModule):
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        layer_inputs = per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
+        tables = self.parts.embeddings
+        layer_inputs = None if tables is None else per_layer_inputs(tables, hidden, input_ids, self.ops)
         states = embed_inputs(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
         return PausedDecoder(self, context, narrowing, inputs_embeds.shape, *states)
 

@@ -243,12 +243,7 @@ def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) 
     return out
 
 
-def vendor_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
-    """`gated_projection`, with the vendor's library for some numbers of rows, like `vendor_linear`."""
-    return gated_projection(gate, inputs, weight, activation, in_order=False)
-
-
-@op(reference=reference_gated_projection, vendor=vendor_gated_projection)
+@op(reference=reference_gated_projection, has_orders=True)
 def gated_projection(
     gate: Product, inputs: torch.Tensor, weight: Weight, activation: str, *, in_order: bool = True
 ) -> Product:
@@ -300,11 +295,9 @@ def gated_projection(
 
 
 def per_layer_inputs(
-    parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
-) -> torch.Tensor | None:
-    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]; None: the model has none."""
-    if parts is None:
-        return None
+    parts: EmbeddingParts, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
+) -> torch.Tensor:
+    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]."""
     assert input_ids is not None, "per-layer embeddings are looked up by token"
     context = ops(linear)(hidden, parts.context)
     if parts.columns is not None:

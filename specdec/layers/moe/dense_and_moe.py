@@ -11,7 +11,6 @@ assignments (not `are_few`) these three run instead, since fewer programs with t
 multiprocessor.
 """
 
-from collections.abc import Callable
 from math import inf
 
 import torch
@@ -25,8 +24,6 @@ from specdec.layers.gemm.linear import (
     linear,
     reference_gated_linear,
     reference_linear,
-    vendor_gated_linear,
-    vendor_linear,
 )
 from specdec.layers.gemm.product import Product, SplitK, require_operands, split_k_of
 from specdec.layers.moe.expert_tiles import expert_tiles
@@ -132,22 +129,11 @@ def _both_kernel(
         )
 
 
-def vendor_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    """`mlp_and_experts`, with the vendor's library if x has many rows."""
-    return mlp_and_experts(fork, mlp, router, experts, linear=vendor_linear, gated_linear=vendor_gated_linear)
-
-
-@op(reference=reference_mlp_and_experts, vendor=vendor_mlp_and_experts)
+@op(reference=reference_mlp_and_experts, has_orders=True)
 def mlp_and_experts(
-    fork: Fork,
-    mlp: Mlp,
-    router: Router,
-    experts: Experts,
-    *,
-    linear: Callable[..., Product] = linear,
-    gated_linear: Callable[..., torch.Tensor] = gated_linear,
+    fork: Fork, mlp: Mlp, router: Router, experts: Experts, *, in_order: bool = True
 ) -> tuple[Product, Product]:
-    """Outputs of the MLP and of the experts for the fork, each [T, H]. linear, gated_linear: used for many rows."""
+    """Outputs of the MLP and of the experts for the fork, each [T, H]. in_order: see `linear`."""
     num_rows, hidden = fork.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
@@ -155,7 +141,8 @@ def mlp_and_experts(
     alike = all(_tiles_alike(*pair, num_rows, fork.mlp.dtype) for pair in pairs)
     if num_rows == 0 or not alike or not are_few(num_rows, router.top_k) or mlp.limit < inf:
         routing = route(fork.router, router)
-        dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
+        gated = gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit, in_order=in_order)
+        dense = linear(gated, mlp.down, in_order=in_order)
         return dense, apply_experts(fork.experts, routing, experts)
     # an early program may write while the router's input is read: allocate memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)

@@ -119,8 +119,10 @@ def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> E
     """The per-layer embeddings of one rank's layers. Ranks have equally many layers; the last ones may have fewer."""
     each = parts.width * -(-parts.table.shape[1] // (parts.width * count))
     own = slice(rank * each, (rank + 1) * each)
-    share: EmbeddingParts = replace(parts, table=parts.table[:, own], columns=own)
-    return map_tensors(share, lambda tensor: put([tensor]))
+    share: EmbeddingParts = map_tensors(
+        replace(parts, table=parts.table[:, own], columns=own), lambda tensor: put([tensor])
+    )
+    return share
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:

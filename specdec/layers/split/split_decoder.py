@@ -166,7 +166,6 @@ class SplitDecoder(nn.Module):
         for rank, (parts, (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
             with self.ranks.on(rank):
                 made = per_layer_inputs(parts, hidden, tokens, self.ops)
-                assert made is not None
                 missing = (own[0] if own else made).shape[1] - made.shape[1]
                 own.append(pad(made, (0, 0, 0, missing)) if missing else made)
         num_layers = len(self.layers)  # without the padding of the last shares
