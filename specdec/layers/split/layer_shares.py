@@ -40,12 +40,12 @@ PAIR = 2
 
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
-    """The share of one of `count` ranks, made layer by layer. Only the share is placed on a device."""
-    place = partial(place_weight, put=put)
-    layers = tuple(map_tensors(layer_share(layer, rank, count), place, StackedWeights) for layer in parts.layers)
-    narrow = replace(parts, layers=(), embeddings=None)  # embeddings are separate: `embedding_share`
-    share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
-    return replace(share, layers=layers)
+    """The share of one of `count` ranks, placed weight by weight. Only the share is placed on a device."""
+    layers = tuple(layer_share(layer, rank, count) for layer in parts.layers)
+    embeddings = None if parts.embeddings is None else embedding_share(parts.embeddings, rank, count)
+    views = replace(parts, layers=layers, embeddings=embeddings)
+    share: DecoderParts = map_tensors(views, partial(place_weight, put=put), StackedWeights)
+    return share
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
@@ -115,14 +115,12 @@ def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     return latent._replace(q=None if latent.q is None else own(latent.q), kv=own(latent.kv))
 
 
-def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> EmbeddingParts:
-    """The per-layer embeddings of one rank's layers. Ranks have equally many layers; the last ones may have fewer."""
+def embedding_share(parts: EmbeddingParts, rank: int, count: int) -> EmbeddingParts:
+    """The per-layer embeddings of one rank's layers, as views. Ranks have equally many layers; the last ones may have
+    fewer."""
     each = parts.width * -(-parts.table.shape[1] // (parts.width * count))
     own = slice(rank * each, (rank + 1) * each)
-    share: EmbeddingParts = map_tensors(
-        replace(parts, table=parts.table[:, own], columns=own), lambda tensor: put([tensor])
-    )
-    return share
+    return replace(parts, table=parts.table[:, own], columns=own)
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:

@@ -30,8 +30,8 @@ from specdec.layers.gemm.product import Product, RankShare, finish, split_k_of
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
-from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
-from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of
+from specdec.layers.per_layer_embedding import per_layer_inputs
+from specdec.layers.split.layer_shares import PAIR, share_of
 
 LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
 """State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
@@ -126,13 +126,8 @@ class SplitDecoder(nn.Module):
         super().__init__()
         self.config, self.embedding, self.ranks, self.ops = config, embedding, ranks, ops
         with torch.inference_mode(False), torch.no_grad():
-            puts = [partial(ranks.put, rank) for rank in range(len(ranks))]
-            self.parts = [share_of(parts, rank, len(ranks), put) for rank, put in enumerate(puts)]
-            self.per_layer: list[EmbeddingParts] = [
-                embedding_share(parts.embeddings, rank, len(ranks), put)
-                for rank, put in enumerate(puts)
-                if parts.embeddings is not None
-            ]
+            count = len(ranks)
+            self.parts = [share_of(parts, rank, count, partial(ranks.put, rank)) for rank in range(count)]
         by_rank = [described_layers(parts, ops) for parts in self.parts]
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
@@ -146,7 +141,8 @@ class SplitDecoder(nn.Module):
         """The forward of a `FusedDecoder`, for all rows."""
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
-        sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
+        tokens = None if self.parts[0].embeddings is None else input_ids
+        sent = self.ranks.send((hidden, position_ids.reshape(-1), tokens))
         states: list[LayerState] = []
         layer_inputs = self._layer_inputs(sent)
         for rank, (embedded, positions, _) in enumerate(sent):
@@ -160,12 +156,13 @@ class SplitDecoder(nn.Module):
 
     def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
         """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""
-        if not self.per_layer:
-            return [None] * len(sent)
         own: list[torch.Tensor] = []
-        for rank, (parts, (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
+        for rank, (hidden, _, tokens) in enumerate(sent):
+            tables = self.parts[rank].embeddings
+            if tables is None:
+                return [None] * len(sent)
             with self.ranks.on(rank):
-                made = per_layer_inputs(parts, hidden, tokens, self.ops)
+                made = per_layer_inputs(tables, hidden, tokens, self.ops)
                 missing = (own[0] if own else made).shape[1] - made.shape[1]
                 own.append(pad(made, (0, 0, 0, missing)) if missing else made)
         num_layers = len(self.layers)  # without the padding of the last shares
