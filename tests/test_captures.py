@@ -219,11 +219,11 @@ class Owner:
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
     tape, owner = WeighedTape(), Owner()
     store = CaptureStore(tape, tape, 120)
-    number = store.join(owner)
+    store.join(owner)
     for shape in "ab":
-        store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
-    store.touch(number, "a")
-    store.make(number, "c", "rounds", (), [lambda: torch.zeros(1)])
+        store.make(owner, shape, "rounds", (), [lambda: torch.zeros(1)])
+    store.touch(owner, "a")
+    store.make(owner, "c", "rounds", (), [lambda: torch.zeros(1)])
     assert owner.forgotten == ["b"] and store.stats()[:3] == (2, 3, 1)
 
 
@@ -231,10 +231,10 @@ def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
     """They go before all others, and no other goes for them."""
     tape, owner = WeighedTape(), Owner()
     store = CaptureStore(tape, tape, 230)
-    number = store.join(owner)
+    store.join(owner)
 
     def make(shape: str, pool: str) -> None:
-        store.make(number, shape, pool, (), [lambda: torch.zeros(1)])
+        store.make(owner, shape, pool, (), [lambda: torch.zeros(1)])
 
     make("long", SPARE_POOL)
     make("round", "rounds")

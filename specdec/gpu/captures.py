@@ -22,7 +22,6 @@ from specdec.gpu.memory import all_bytes, free_bytes
 
 Program = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
-CaptureKey = tuple[int, Hashable]  # its owner and its shape
 Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (function that replays it, its result tensor, rewritten by each
 replay)."""
@@ -124,6 +123,10 @@ class CaptureOwner(Protocol):
         """Bytes of the tensors that hold its captures' results."""
 
 
+CaptureKey = tuple[CaptureOwner, Hashable]
+"""A capture's owner and its shape."""
+
+
 class CaptureStore:
     """All captures of one engine, of all owners.
 
@@ -141,21 +144,20 @@ class CaptureStore:
         self.refused = 0
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
-    def join(self, owner: CaptureOwner) -> int:
-        """Register an owner -> its number, part of its captures' keys."""
+    def join(self, owner: CaptureOwner) -> None:
+        """Register an owner, whose `shared_bytes` count."""
         self._owners.append(owner)
-        return len(self._owners) - 1
 
     def stats(self) -> CaptureStats:
         counts = len(self._kept), self._made, self._evicted, self.refused
         return CaptureStats(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
-    def touch(self, owner: int, shape: Hashable) -> None:
+    def touch(self, owner: CaptureOwner, shape: Hashable) -> None:
         """Mark this capture as the most recently used."""
         self._kept[owner, shape] = self._kept.pop((owner, shape))
 
     def make(
-        self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
+        self, owner: CaptureOwner, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
     ) -> CapturedProgram:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
@@ -180,10 +182,10 @@ class CaptureStore:
         self._made += 1
         return self._kept[key]
 
-    def discard(self, owner: int) -> None:
+    def discard(self, owner: CaptureOwner) -> None:
         """Drop all captures of this owner and their memory, since the tensors that they read have moved."""
         for key in list(self._kept):
-            if key[0] == owner:
+            if key[0] is owner:
                 self._drop(key)
 
     def _record(self, key: CaptureKey, new: CapturedProgram) -> None:
@@ -215,7 +217,7 @@ class CaptureStore:
     def _evict(self, key: CaptureKey) -> None:
         self._evicted += 1
         owner, shape = key
-        self._owners[owner].forget(shape)
+        owner.forget(shape)
         self._drop(key)
 
     def _release_all(self) -> None:

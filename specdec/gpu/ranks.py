@@ -156,7 +156,9 @@ class PeerRanks(Ranks):
         few = min(numbers, exchange_kernels.TAGGED)  # for tagged exchanges
         self._words = [torch.full((2 * few,), EMPTY, dtype=torch.int64, device=device) for device in self.devices]
         self._word_table = self._addresses(self._words)
-        self._synchronize()
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def begin(self) -> None:
         self.check()
@@ -312,11 +314,6 @@ class PeerRanks(Ranks):
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
         return [addresses.to(device) for device in self.devices]
-
-    def _synchronize(self) -> None:
-        for device in self.devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
 
 
 class _Guarded:

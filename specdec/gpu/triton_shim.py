@@ -55,7 +55,6 @@ KEEP = tl.constexpr("evict_last")
 """Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through
 it."""
 
-
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -86,24 +86,17 @@ class FusedLayer(nn.Module):
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        normed: torch.Tensor,
-        shared: SharedInputs,
-        *,
-        specdec_ctx: LayerContext,
-        narrowing: Narrowing | EarlyExit | None = None,
+        self, *states: Any, specdec_ctx: LayerContext, narrowing: Narrowing | EarlyExit | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with. If the
-        forward ends here, returns its arguments."""
-        run = self.begin(hidden, normed, shared, specdec_ctx, narrowing)
+        """Run the whole layer on one device, from the states that `begin` takes."""
+        run = self.begin(*states, context=specdec_ctx, narrowing=narrowing)
         try:
             share = next(run)
             while True:  # there are no other ranks
                 share = run.send(share.product)
         except StopIteration as end:
-            states: tuple[torch.Tensor, torch.Tensor] = end.value
-            return states
+            ended: tuple[torch.Tensor, torch.Tensor] = end.value
+            return ended
 
     def begin(
         self,
@@ -113,8 +106,8 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None = None,
     ) -> LayerRun:
-        """Runs `forward` as a generator (`LayerRun`), so that several ranks can run it with a share of the layer
-        each."""
+        """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with; if it ends
+        here, the given ones. A generator, so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
         product = ops(linear)(normed, parts.qkv, parts.qkv_bias, parts.split_ks and parts.split_ks.qkv)
         if parts.mixer is not None:  # every row changes the state, even if it does not continue

@@ -64,7 +64,6 @@ FLOAT = Norm(None, 0.0)
 PLUS_ONE = Norm(None, 0.0, plus_one=True)
 CENTRED = Norm(None, 0.0, centred=True)
 
-
 UNROTATED = "unrotated"
 """The kind of layers without a rotary embedding."""
 

@@ -101,10 +101,6 @@ class WeightGroups:
 
 def are_alike(linears: Sequence[Any]) -> bool:
     """Are all packed in the same form, or none?"""
-    return len({_form_of(weight_of(linear)) for linear in linears}) == 1
-
-
-def _form_of(weight: Weight) -> Any:
-    if isinstance(weight, PackedWeight):
-        return weight.code, weight.group, weight.scales.dtype, weight.zeros is None
-    return None
+    packed = [weight for linear in linears if isinstance(weight := weight_of(linear), PackedWeight)]
+    forms = {(weight.code, weight.group, weight.scales.dtype, weight.zeros is None) for weight in packed}
+    return not packed or (len(packed) == len(linears) and len(forms) == 1)

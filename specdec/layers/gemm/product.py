@@ -51,7 +51,6 @@ PACKED_PROGRAMS = 640
 """If no number of ranges fills a wave, use at most this many programs over a packed weight: they hide the time to
 unpack."""
 
-
 ACTIVATIONS = ("gelu_tanh", "silu")
 """Activations that gate a product: act(g) u."""
 
