@@ -60,11 +60,15 @@ class SharedInputs(NamedTuple):
         return SharedInputs(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
+LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
+"""State of a forward between two layers: the residual stream [T, H], its normed form for the next layer, and the
+tensors that all layers share."""
+
+
 def embed_inputs(
     parts: DecoderParts, embedded: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None, ops: Operations
-) -> tuple[torch.Tensor, torch.Tensor, SharedInputs]:
-    """Begin a forward. Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream
-    [T, H], its normed form for the first layer, and the tensors that all layers share."""
+) -> LayerState:
+    """Begin a forward. Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> its state."""
     dtype = torch.float32 if parts.float_rotary else embedded.dtype
     tables = {
         kind: ops(rotary)(positions, frequencies, factor, dtype) for kind, (frequencies, factor) in parts.rotary.items()
@@ -86,10 +90,10 @@ class FusedLayer(nn.Module):
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
     def forward(
-        self, *states: Any, specdec_ctx: LayerContext, narrowing: Narrowing | EarlyExit | None = None
+        self, *state: *LayerState, specdec_ctx: LayerContext, narrowing: Narrowing | EarlyExit | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the whole layer on one device, from the states that `begin` takes."""
-        run = self.begin(*states, context=specdec_ctx, narrowing=narrowing)
+        """Run the whole layer on one device; see `begin`."""
+        run = self.begin(*state, specdec_ctx, narrowing)
         try:
             share = next(run)
             while True:  # there are no other ranks

@@ -147,7 +147,7 @@ def mlp_and_experts(
     # an early program may write while the router's input is read: allocate memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
     routing = route(fork.router, router, holds=True)
-    gate_up, down, result = list_products(fork.experts, routing, experts, few=True)
+    (gate_up, down), result = list_products(fork.experts, routing, experts, few=True)
     _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), gate_up, start="early")
     split_k = split_k_of(mlp.down)
     parts = torch.empty((split_k.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import FusedLayer, LayerRun, SharedInputs, described_layers, embed_inputs
+from specdec.layers.decoder import FusedLayer, LayerRun, LayerState, described_layers, embed_inputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.gemm.linear import linear
@@ -32,9 +32,6 @@ from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import per_layer_inputs
 from specdec.layers.split.layer_shares import PAIR, share_of
-
-LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
-"""State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
 
 
 class SplitLayer(nn.Module):
