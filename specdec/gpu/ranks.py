@@ -189,7 +189,7 @@ class PeerRanks(Ranks):
         num = parts[0].numel()
         for part in parts:
             assert part.is_contiguous() and part.dtype == torch.float32 and part.numel() == num, f"{part.shape=}"
-        whole = self._exchange(parts, [None] * len(self), [rank * num for rank in range(len(self))], len(self) * num)
+        whole = self._exchange(parts, [None] * len(self))
         return [out.view(len(self) * len(parts[0]), *parts[0].shape[1:]) for out in whole]
 
     def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -197,23 +197,19 @@ class PeerRanks(Ranks):
         for part, own in zip(parts, owners, strict=True):
             assert part.is_contiguous() and own.is_contiguous(), f"{part.stride()=} {own.stride()=}"
             assert part.shape == parts[0].shape and own.shape == (num_rows, num_parts), f"{part.shape=} {own.shape=}"
-        whole = self._exchange(parts, owners, [0] * len(self), parts[0].numel())
+        whole = self._exchange(parts, owners)
         return [out.view(parts[0].shape) for out in whole]
 
-    def _exchange(
-        self,
-        parts: Sequence[torch.Tensor],
-        owners: Sequence[torch.Tensor | None],
-        offsets: Sequence[int],
-        num_whole: int,
-    ) -> list[torch.Tensor]:
-        """Every rank pushes its part to an offset in the whole, and waits for the other parts -> [num_whole] on
+    def _exchange(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Every rank pushes its part, or what it owns of the whole, and waits for the others -> the whole, flat, on
         each."""
+        num_whole = parts[0].numel() * (len(self) if owners[0] is None else 1)
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
         tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # without numbers only flags remain
         for halves in self._halves():
-            for rank, (part, own, offset) in enumerate(zip(parts, owners, offsets, strict=True)):
+            for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
+                offset = rank * part.numel() if own is None else 0
                 with self.on(rank):
                     if tagged:
                         self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.description.moe_families import MIXTURES, holds_experts
+from specdec.layers.description.moe_families import MIXTURES, mixture_of
 from specdec.models.quantised.formats import WeightFormat, dtype_name
 from specdec.models.quantised.stored_tensors import StoredTensor
 
@@ -110,7 +110,7 @@ class WeightPlaces:
             return None
         path, _, last = name.rpartition(".")
         module = self.modules[path]
-        if holds_experts(module):
+        if mixture_of(module, "Experts") is not None:
             last = PROJECTIONS.get(one["name"], one["name"]) if one else last
             sizes, num_experts = _sizes_of(module)
             return WeightPlace(path, last, sizes.get(last), num_experts, int(one["number"]) if one else None)
