@@ -35,7 +35,7 @@ class LatentProduct(NamedTuple):
 
 
 class LatentParts(NamedTuple):
-    """q: N = Hq D, None if queries have no latent; kv: N = Hq (pass + DV).
+    """Latents of a layer. q: N = Hq D, None if queries have no latent; kv: N = Hq (pass + DV).
 
     rotated: channels of r, and rotating channels of a query. interleaved: neighbouring pairs rotate.
     """
