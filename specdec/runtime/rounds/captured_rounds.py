@@ -56,7 +56,7 @@ class CaptureSet:
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
         self.state = state
         self.store = store
-        self._number = store.join(self)
+        store.join(self)
         self._strict = strict
         self._captured: dict[Hashable, CapturedProgram] = {}
         self._waits: dict[Hashable, int] = {}  # shapes that ran and are not captured: runs until a capture is tried
@@ -108,7 +108,7 @@ class CaptureSet:
         if captured.view_key != self.state.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
         self.state.cache.allocator.require_unfrozen("a captured round")
-        self.store.touch(self._number, shape)
+        self.store.touch(self, shape)
         return captured
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
@@ -117,7 +117,7 @@ class CaptureSet:
             return
         pool = self.pool(shape)
         try:
-            self._captured[shape] = self.store.make(self._number, shape, pool, self.state.view.key, programs)
+            self._captured[shape] = self.store.make(self, shape, pool, self.state.view.key, programs)
             del self._waits[shape]
         except Exception as error:  # of any kind: a model may do anything that a graph cannot record
             no_memory, reason = is_out_of_memory(error), first_line(_root(error))
@@ -135,7 +135,7 @@ class CaptureSet:
         """Drop all captures and their memory."""
         for memory in (self._captured, self._waits, self._setbacks):
             memory.clear()
-        self.store.discard(self._number)
+        self.store.discard(self)
 
     def forget(self, shape: Hashable) -> None:
         """Drop the capture of this shape, which is evicted."""
