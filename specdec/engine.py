@@ -56,7 +56,7 @@ from specdec.runtime.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.prompts.prefill import division_of
 from specdec.runtime.prompts.prefixes import PrefixPolicy
-from specdec.runtime.prompts.prompt_budget import PromptBudget
+from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
@@ -130,10 +130,13 @@ class Engine:
         shared = self.cache if cached else None
         unread = None if self.state.unread is None else self.state.unread.count
         self.prefixes = PrefixPolicy(shared, self.state.weights.version, unread)
+        budget = PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent)
+        # a fixed chunk is read in one forward
+        division = division_of(self.state, captured=capture is not None) if config.prefill_chunk is None else None
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_budget=PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent),
+            prompt_gap=PromptGap(budget, division),
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )
@@ -143,12 +146,9 @@ class Engine:
             draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
         if capture is not None:
             strict = config.cuda_graphs is True
-            budget = config.max_capture_bytes or default_budget(*target.devices)
-            store = CaptureStore(capture, memory, budget)
+            store = CaptureStore(capture, memory, config.max_capture_bytes or default_budget(*target.devices))
             captured_rounds = CapturedRounds(self.state, store, strict=strict)
             captured_prompts = CapturedPrompts(self.state, store, strict=strict)
-        if config.prefill_chunk is None:  # a fixed chunk is read in one forward
-            self.scheduler.prompt_gap.division = division_of(self.state, captured=captured_prompts is not None)
         self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, captured_rounds, captured_prompts)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)

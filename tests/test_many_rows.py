@@ -22,6 +22,7 @@ from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 from inside import (
     Detokenizer,
     PromptBudget,
+    PromptGap,
     Request,
     RequestState,
     RoundResult,
@@ -144,7 +145,7 @@ class Letters:
 
 def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     """So many tokens of each request are committed; those of odd length have more of their prompt to come."""
-    scheduler = Scheduler(table, max_model_len=22, prompt_budget=PromptBudget(8, 8, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_gap=PromptGap(PromptBudget(8, 8, 8)))
     for row, length in enumerate(prompts):
         request = request_of(row, length)
         request.seat(row)
@@ -196,7 +197,7 @@ def test_prompts_get_the_pages_that_are_left_and_then_those_of_the_last() -> Non
     """Three read 8 tokens each, where 10 pages are free: of 8, 2 and none. The fourth gives up its 3."""
     table = make(pages=13, window=None, rows=4)
     grow(table, [0, 0, 0, 3])
-    scheduler = Scheduler(table, max_model_len=22, prompt_budget=PromptBudget(24, 24, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_gap=PromptGap(PromptBudget(24, 24, 8)))
     for row in range(4):
         request = request_of(row, 9)
         request.seat(row)

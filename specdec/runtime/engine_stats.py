@@ -156,7 +156,7 @@ def stats_now(
         swa_slots=PoolStats.from_pools(allocator.pools.values[1:], allocator.page_size),
         captures=captures,
         drafts=drafts,
-        prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_budget, scheduler.max_model_len),
+        prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.max_model_len),
         devices=device_stats(state.target, state.cache),
     )
 

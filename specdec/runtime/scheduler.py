@@ -23,7 +23,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prompts.prefixes import PrefixPolicy
-from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap, UnreadPrompt, shares
+from specdec.runtime.prompts.prompt_budget import PromptGap, UnreadPrompt, shares
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 OVERTAKEN_PER_LEVEL = 64
@@ -88,7 +88,7 @@ class Scheduler:
         table: RequestTable,
         *,
         max_model_len: int,
-        prompt_budget: PromptBudget,
+        prompt_gap: PromptGap,
         prefixes: PrefixPolicy | None = None,
         context_len: int | None = None,
     ) -> None:
@@ -96,8 +96,7 @@ class Scheduler:
         self.context_len = context_len
         self.prefixes = PrefixPolicy(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
-        self.prompt_budget = prompt_budget
-        self.prompt_gap = PromptGap()
+        self.prompt_gap = prompt_gap
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
         self.batches = Batches()
@@ -330,11 +329,9 @@ class Scheduler:
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [UnreadPrompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.remaining for each in prompts)
-        if self._decoding():
-            budget = self.prompt_gap.tokens(self.prompt_budget, self.num_waiting, max(done))
-        else:
-            budget = self.prompt_budget.idle_tokens(to_come)
-        given = zip(reading, shares(prompts, budget, self.prompt_budget.chunk), strict=True)
+        gap = self.prompt_gap
+        budget = gap.tokens(self.num_waiting, max(done)) if self._decoding() else gap.budget.idle_tokens(to_come)
+        given = zip(reading, shares(prompts, budget, gap.budget.chunk), strict=True)
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:

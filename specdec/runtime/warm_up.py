@@ -84,11 +84,12 @@ def _run(steps: Steps, captured_rounds: CapturedRounds, shape: RoundShape) -> No
 def _fit_prompt_budget(steps: Steps, captured_rounds: CapturedRounds, largest: RoundShape) -> None:
     """Time prompts, and fit the prompt tokens of a step to these times."""
     [longest] = time_rounds(captured_rounds, [largest], lambda _: None)
-    gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_budget
+    gap = steps.scheduler.prompt_gap
     gap.longest_round = longest
     gap.learn_round(longest)
-    time_prompts(steps.state, gap, steps.prefill.read, min(room.while_decoding, steps.table.max_requests * room.chunk))
-    steps.scheduler.prompt_budget = gap.capped(room)
+    max_tokens = min(gap.budget.while_decoding, steps.table.max_requests * gap.budget.chunk)
+    time_prompts(steps.state, gap, steps.prefill.read, max_tokens)
+    gap.cap_budget()
     _capture_parts(steps)
 
 

@@ -26,7 +26,7 @@ from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts, parts_of_layers
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
     LAYERS_A_PART,
@@ -37,7 +37,6 @@ from specdec.runtime.rounds.prompt_chunks import (
     draw_first_tokens,
     read_chunk,
     score_chunk,
-    single_layers,
     whole_chunk,
 )
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
@@ -175,8 +174,7 @@ class Prefill:
 
     def _seconds_allowed(self, load: PromptLoad) -> float | None:
         """See `PromptGap.seconds_allowed`."""
-        scheduler = self._scheduler
-        return scheduler.prompt_gap.seconds_allowed(scheduler.prompt_budget, scheduler.num_waiting, load)
+        return self._scheduler.prompt_gap.seconds_allowed(self._scheduler.num_waiting, load)
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
@@ -192,7 +190,7 @@ class Prefill:
         if divided and self.captured_prompts is not None:
             found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)
         elif divided:
-            found = single_layers(self._state, rows, chunk_len, needed)
+            found = parts_of_layers(self._state, rows, chunk_len, needed)
         if found is None:
             found = whole_chunk(lambda: self.read(rows, chunk_len, needed), self._state.weights.generation())
         return PromptReading(batch, chunk_len, done, found)
