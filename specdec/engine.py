@@ -45,6 +45,7 @@ from specdec.runtime.calls.arguments import (
     require_suitable,
     require_type,
     warn_where_drafts_end,
+    with_defaults,
 )
 from specdec.runtime.calls.handle import Handle
 from specdec.runtime.calls.inbox import Inbox
@@ -98,7 +99,7 @@ class Engine:
         require_type("config", config, EngineConfig)
         self.config = config = config or EngineConfig()
         self.target = target = target.as_deterministic() if config.deterministic else target
-        self.drafter = drafter
+        self.drafter = drafter = with_defaults(drafter)
         self.tokenizer = tokenizer
         self.spec = spec = fitted_spec(spec, drafter)
         require_suitable(spec, config, target, drafter)

@@ -47,6 +47,7 @@ class PlannedDrafter(NamedTuple):
     needs: DraftNeeds = DraftNeeds()
     weights: int | None = 0
     default_steps: int | None = None
+    max_steps: int | None = None
 
 
 def memory_plan(

@@ -30,25 +30,52 @@ from specdec.runtime.scheduler import RequestBatch
 from specdec.sampling.log_probs import TokenScores
 
 
+class HostCopy:
+    """A copy of a launch's result to the host, made after the launch. Later launches cannot overwrite it.
+
+    ranks: if they shared the work, waiting raises DeviceLostError if one of them does not answer.
+    """
+
+    def __init__(self, numbers: torch.Tensor, ranks: Ranks | None = None) -> None:
+        self._numbers, self._done = copy_to_host(numbers), None
+        if numbers.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+            self._done = done if ranks is None else ranks.guarded(done)
+
+    def wait(self) -> IntArray:
+        """The numbers, once everything launched before the copy has run."""
+        if self._done is not None:
+            self._done.synchronize()
+        array: IntArray = self._numbers.numpy()
+        return array
+
+
+def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
+    """Start a copy of `numbers` to the host. It is complete when a later `HostCopy` is."""
+    if numbers.device.type != "cuda":
+        return numbers.clone()
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    return host.copy_(numbers, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
     batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
-    requests whose prompt ends here and that draw their first token; None for a round. packed: the result, being copied
-    to the host; `shape` says how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]:
-    number of tokens that each request's grammar forced. done: the CUDA event of the copy; None: there is nothing to
-    wait for. scores: requested log-probabilities of prompt tokens. catch_up_seconds: host time of the drafter's
-    catch-up before the round; 0 if rounds are captured.
+    requests whose prompt ends here and that draw their first token; None for a round. packed: the result; `shape` says
+    how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]: number of tokens that
+    each request's grammar forced. scores: requested log-probabilities of prompt tokens, copied to the host before
+    `packed`. catch_up_seconds: host time of the drafter's catch-up before the round; 0 if rounds are captured.
     """
 
     batch: RequestBatch
     drawing: list[int] | None
     shape: RoundShape
-    packed: torch.Tensor
+    packed: HostCopy
     draft_depth: IntArray
     forced: IntArray
-    done: torch.cuda.Event | None
     scores: tuple[ChunkScoring, torch.Tensor] | None = None
     catch_up_seconds: float = 0.0
 
@@ -67,35 +94,12 @@ class LaunchedStep:
         if self.drawing is not None:
             asked = [asked[i] for i in self.drawing]
         stages = DECODE_STAGES if self.is_round else PREFILL_STAGES
-        return unpack_round_result(self._on_host(self.packed), self.shape, stages, asked, self.draft_depth, self.forced)
+        return unpack_round_result(self.packed.wait(), self.shape, stages, asked, self.draft_depth, self.forced)
 
     def prompt_scores(self) -> list[tuple[ScoredSpan, TokenScores]]:
-        return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))
-
-    def _on_host(self, numbers: torch.Tensor) -> IntArray:
-        if self.done is not None:
-            self.done.synchronize()
-        array: IntArray = numbers.numpy()
-        return array
-
-
-def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
-    """Start a copy of `numbers` to the host. It is complete once a later `event_now` is reached; later launches cannot
-    overwrite it."""
-    if numbers.device.type != "cuda":
-        return numbers.clone()
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    return host.copy_(numbers, non_blocking=True)
-
-
-def event_now(device: torch.device, ranks: Ranks | None = None) -> torch.cuda.Event | None:
-    """An event that is reached when everything launched so far has run; None: it has run already. ranks: if they shared
-    the work, waiting for it raises DeviceLostError if one of them does not answer."""
-    if device.type != "cuda":
-        return None
-    done = torch.cuda.Event()
-    done.record()
-    return done if ranks is None else ranks.guarded(done)
+        """Scores of prompt tokens. Waits for the device."""
+        self.packed.wait()
+        return [] if self.scores is None else self.scores[0].split(self.scores[1].numpy())
 
 
 def load_requests(state: DeviceState, requests: Sequence[Request]) -> None:

@@ -33,7 +33,7 @@ from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft, whole_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import LaunchedStep, copy_to_host, event_now, load_requests
+from specdec.runtime.settling import HostCopy, LaunchedStep, load_requests
 
 
 class Steps:
@@ -162,10 +162,8 @@ class Steps:
             packed = run_programs(decode_programs(self.state, shape), between)
         else:
             packed = self.captured_rounds.run(shape, between)
-        result, done = copy_to_host(packed), event_now(packed.device, self.state.target.ranks)
-        launched = LaunchedStep(
-            batch, None, shape, result, draft_depth, forced, done, catch_up_seconds=catch_up_seconds
-        )
+        result = HostCopy(packed, self.state.target.ranks)
+        launched = LaunchedStep(batch, None, shape, result, draft_depth, forced, catch_up_seconds=catch_up_seconds)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> float:

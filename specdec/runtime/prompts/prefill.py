@@ -42,7 +42,7 @@ from specdec.runtime.rounds.prompt_chunks import (
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host, copy_to_host, event_now
+from specdec.runtime.settling import HostCopy, LaunchedStep, commit_chunks_on_host, copy_to_host
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SamplerFeatures
 
@@ -159,8 +159,7 @@ class Prefill:
             state, chunk, chosen, max_prompt_len, shape, masks, reading.earlier, first_position=int(done.min())
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
-        result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
-        launched = LaunchedStep(batch, drawing, shape, result, none, none, event, scores)
+        launched = LaunchedStep(batch, drawing, shape, HostCopy(packed, state.target.ranks), none, none, scores)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 

@@ -99,12 +99,11 @@ class DeviceState:
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
-        # a drafter that does not inherit our base class may lack this attribute
-        self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
+        self._drafter_reads_every_state = drafter is not None and drafter.reads_every_state
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, finished_tokens))
-        self.has_lookup: bool = getattr(drafter, "has_lookup", False)
+        self.has_lookup = drafter is not None and drafter.has_lookup
         self.finished: FinishedTexts | None = getattr(self.worker, "finished", None)
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
@@ -119,7 +118,7 @@ class DeviceState:
         self.clock = StageClock(self.device)
         self.draft_seats = self.seats  # the drafter's seats: padding replaces rows past its last position
         self.unread: UnreadTokens | None = None
-        self.max_positions: int | None = getattr(drafter, "max_positions", None)
+        self.max_positions = None if drafter is None else drafter.max_positions
         if reads_late(drafter, lags):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = UnreadTokens(len(self.tokens.host), width, target.dtype, self.device)

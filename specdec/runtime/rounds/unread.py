@@ -24,9 +24,9 @@ MAX_UNREAD = 16
 
 def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
     """May the drafter read tokens some rounds after their commit? adaptive: rounds may have no drafts."""
-    # a drafter that does not inherit our base class may lack these attributes
-    has_end = getattr(drafter, "max_positions", None) is not None  # it reads nothing after that position
-    return (adaptive or has_end) and getattr(drafter, "may_lag", False)
+    if drafter is None or not drafter.may_lag:
+        return False
+    return adaptive or drafter.max_positions is not None  # it reads nothing after that position
 
 
 def unread_tokens(shape: RoundShape) -> int:
