@@ -24,7 +24,6 @@ from inside import (
     Request,
     RequestState,
     Scheduler,
-    commit_chunks_on_host,
 )
 from marks import examples
 
@@ -60,7 +59,7 @@ def prefill(scheduler: Scheduler) -> int:
     """One step's prompt chunks; requests that are through decode. -> tokens computed"""
     requests, chunk_len = scheduler.next_prefill()
     if requests:
-        commit_chunks_on_host(scheduler.table, scheduler.prefixes, requests, chunk_len)
+        scheduler.commit_chunks(requests, chunk_len)
     for request in requests:
         if request.state is RequestState.DECODE and request.num_output == 0:
             request.settle([1])

@@ -40,7 +40,6 @@ from inside import (
     Request,
     RequestState,
     Scheduler,
-    commit_chunks_on_host,
     rank,
 )
 from marks import deep
@@ -194,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for i in range(len(requests))
         ]
         self.write(self.rig.chunk(rows, chunk_len), values)
-        commit_chunks_on_host(self.table, self.scheduler.prefixes, requests, chunk_len)
+        self.scheduler.commit_chunks(requests, chunk_len)
         for request in requests:
             if request.state is RequestState.DECODE and request.num_output == 0:
                 request.settle([next_token(request.tokens)])

@@ -34,11 +34,11 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
+from specdec.runtime.launches import LaunchedStep
 from specdec.runtime.rounds import captured_rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host
 
 WIDTH = 32
 PASSES = 5
@@ -183,7 +183,7 @@ class GapRig:
         [request] = [request for request in scheduler.running if request.id == long.id]
         while table.committed_len.host[request.row] < prefix:
             requests, chunk_len = scheduler.next_prefill()
-            commit_chunks_on_host(table, scheduler.prefixes, requests, chunk_len)
+            scheduler.commit_chunks(requests, chunk_len)
         self._forwards(self.LEARNED)
         spent = self._forwards(count)
         long.abort()

@@ -7,10 +7,10 @@ import torch
 
 from specdec.errors import is_fault
 from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.launches import HostCopy
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.settling import HostCopy
 from specdec.sampling.grammars.grammar import GrammarState, compute_masks, tree_masks
 from specdec.sampling.token_bitmaps import RowMasks, write_masks
 

@@ -230,6 +230,19 @@ class Scheduler:
         chosen = self._take_chunks(chosen)
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
+    def commit_chunks(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        """Commit the next `chunk_len` [B] prompt tokens on the host after their chunks are launched.
+
+        A request whose prompt is complete may then join a round that is launched after the chunks.
+        """
+        rows = table_rows(requests)
+        self.table.commit_chunk_on_host(rows, chunk_len)
+        self.prefixes.keep_committed(requests)  # before SWA eviction: another prompt may diverge anywhere
+        self.table.evict_unseen(rows)
+        for request in requests:
+            if self.table.committed_len.host[request.row] == request.prefill_target:
+                request.state = RequestState.DECODE
+
     def next_decode(self) -> list[Request]:
         """Requests of the next round. Each owns its lookahead after its committed slots.
 

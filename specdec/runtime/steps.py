@@ -12,6 +12,7 @@ joins the next round, even if the host does not know its first token yet.
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -19,12 +20,14 @@ from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureStats
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
+from specdec.kvcache.table import row_cells
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
-from specdec.runtime.launches import Launches
+from specdec.runtime.launches import HostCopy, LaunchedStep, Launches
 from specdec.runtime.prompts.prefill import Prefill
+from specdec.runtime.prompts.prefixes import salt_of
 from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
@@ -33,7 +36,6 @@ from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft, whole_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import HostCopy, LaunchedStep, load_requests
 
 
 class Steps:
@@ -98,12 +100,30 @@ class Steps:
             if decoding and self.captured_rounds is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
-                load_requests(self.state, admitted)
-                self.launches.row_totals = self.launches.row_totals.without(table_rows(admitted))
-                if self.draft_policy is not None:
-                    self.draft_policy.acceptance.begin_rows(table_rows(admitted))
+                self._load_rows(admitted)
                 finished += self.launches.release_finished(prepare_masks(admitted))
             return finished + self._read_prompts(others_decode=bool(decoding))
+
+    def _load_rows(self, requests: Sequence[Request]) -> None:
+        """Write the tokens and parameters of admitted requests to their rows. The next upload sends them."""
+        rows, state = table_rows(requests), self.state
+        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+        tokens = chain.from_iterable(request.tokens for request in requests)
+        state.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+        state.sampling.load(rows, [(request.params, request.seed) for request in requests])
+        state.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        state.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        if state.unread is not None:
+            state.unread.clear_rows(rows)
+        if state.finished is not None:
+            for request in requests:
+                state.finished.seat(request.row, salt_of(request))
+        if state.seen_bits is not None:
+            held = [request for request in requests if request.params.repetition_penalty != 1]
+            state.seen_bits.load(table_rows(held), [request.tokens for request in held])
+        self.launches.row_totals = self.launches.row_totals.without(rows)
+        if self.draft_policy is not None:
+            self.draft_policy.acceptance.begin_rows(rows)
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""

@@ -23,6 +23,7 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
+from specdec.runtime.launches import HostCopy, LaunchedStep, copy_to_host
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import scoring_of
 from specdec.runtime.request import Request
@@ -42,7 +43,6 @@ from specdec.runtime.rounds.prompt_chunks import (
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import HostCopy, LaunchedStep, commit_chunks_on_host, copy_to_host
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SamplerFeatures
 
@@ -160,7 +160,7 @@ class Prefill:
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
         launched = LaunchedStep(batch, drawing, shape, HostCopy(packed, state.target.ranks), none, none, scores)
-        commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
+        self._scheduler.commit_chunks(requests, chunk_len)
         return launched
 
     def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk:
