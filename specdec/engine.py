@@ -69,7 +69,7 @@ from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.warm_up import warm_up
 from specdec.settings.declared_fields import require_int
-from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
+from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids, text_ids
 
 T = TypeVar("T")
 
@@ -124,9 +124,7 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.state = DeviceState(
-            target, drafter, self.cache, backend, lags=spec.adaptive, finished_tokens=config.finished_tokens
-        )
+        self.state = DeviceState(target, drafter, self.cache, backend, spec, config)
         cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
         unread = None if self.state.unread is None else self.state.unread.count
@@ -319,7 +317,7 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        return self.request_builder.encode(text)
+        return text_ids(self.request_builder.tokenizer, text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -16,7 +16,6 @@ from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
 from specdec.runtime.request_output import RowTotals
-from specdec.runtime.scheduler import Batches
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (
@@ -366,7 +365,7 @@ def test_figures_of_all_rows_are_those_counted_for_each_request():
 
 
 def test_a_batch_is_made_when_its_requests_or_their_rows_change():
-    batches, requests = Batches(), make_requests(3)
+    batches, requests = scheduler_of(make(), []), make_requests(3)
     whole, few = batches.batch_of(requests), batches.batch_of(requests[:2])
     assert batches.batch_of(list(requests)) is whole and batches.batch_of(requests[:2]) is few
     assert whole.rows.tolist() == [0, 1, 2] and whole.max_total_len.tolist() == [42] * 3

@@ -39,8 +39,6 @@ class RequestBatch:
     draft?"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._checked = Request.row_loss_epoch  # as of which all have their rows
-        self._all = list(range(len(requests)))
         self.requests = list(requests)
         self.epochs = [request.row_epoch for request in requests]
         self.rows: IntArray = table_rows(requests)
@@ -52,29 +50,10 @@ class RequestBatch:
 
     def present(self) -> list[int]:
         """Numbers of the requests that still have their row."""
-        row_loss_epoch = Request.row_loss_epoch
-        if self._checked != row_loss_epoch:
-            epochs = [request.row_epoch for request in self.requests]
-            if epochs != self.epochs:
-                return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
-            self._checked = row_loss_epoch
-        return self._all
-
-
-class Batches:
-    """The newest batches: a step whose requests are those of the step before makes none."""
-
-    def __init__(self) -> None:
-        self._newest: deque[RequestBatch] = deque(maxlen=MAX_BATCHES)
-
-    def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
-        """The batch of these requests, each of which has a row."""
-        for batch in self._newest:
-            same = requests is batch.requests or requests == batch.requests
-            if same and len(batch.present()) == len(requests):
-                return batch
-        self._newest.append(RequestBatch(requests))
-        return self._newest[-1]
+        epochs = [request.row_epoch for request in self.requests]
+        if epochs == self.epochs:
+            return list(range(len(epochs)))
+        return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
 
 
 class Scheduler:
@@ -99,7 +78,7 @@ class Scheduler:
         self.prompt_gap = prompt_gap
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
-        self.batches = Batches()
+        self._batches: deque[RequestBatch] = deque(maxlen=MAX_BATCHES)  # the newest ones
         self.rounds_held = False  # while True, no request decodes
         self.max_running = table.max_requests  # most rows in use at a time; lowered after steps raised errors
 
@@ -117,6 +96,15 @@ class Scheduler:
         """Number of requests that wait for their first token, or for their next token after a preemption."""
         return len(_in_state(self.running, RequestState.PREFILL)) + len(self.waiting)
 
+    def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
+        """The batch of these requests, each of which has a row. If the step before had the same, it is that one."""
+        for batch in self._batches:
+            same = requests is batch.requests or requests == batch.requests
+            if same and len(batch.present()) == len(requests):
+                return batch
+        self._batches.append(RequestBatch(requests))
+        return self._batches[-1]
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, if it can never run."""
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
@@ -129,7 +117,8 @@ class Scheduler:
         """
         self.table.reset()
         self.prefixes.restart()
-        self.running, self.batches = [], Batches()
+        self.running = []
+        self._batches.clear()
         for request in requests:
             request.lose_row()
         self.waiting = sorted(requests, key=rank)
@@ -252,7 +241,7 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            batch = self.batches.batch_of(self._decoding())
+            batch = self.batch_of(self._decoding())
             rows, wanted = batch.rows, self._lookahead(batch.rows)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
@@ -280,7 +269,7 @@ class Scheduler:
         for request in leaving:
             request.lose_row()
         if not self.running:
-            self.batches = Batches()  # which hold requests
+            self._batches.clear()  # they hold requests
 
     def _decoding(self) -> list[Request]:
         """Requests that can take part in another round. One that ends with its first token waits until that token is

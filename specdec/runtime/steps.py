@@ -16,7 +16,7 @@ from itertools import chain
 
 import numpy as np
 
-from specdec.config import MAX_FORCED_TOKENS, SpecConfig
+from specdec.config import SpecConfig
 from specdec.gpu.captures import CaptureStats
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
@@ -63,7 +63,6 @@ class Steps:
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
         self.launches = Launches(scheduler, state, draft_policy, captured=captured_rounds is not None)
         self.prefill = Prefill(scheduler, state, captured_prompts, self.threads)
-        state.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Drop all launched work and restart from these requests; safe after a fault anywhere in a step."""
@@ -92,7 +91,7 @@ class Steps:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
         with self.state.on_device(), self.state.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
-            if restricted(self.scheduler.batches.batch_of(self.scheduler.running).constrained):
+            if restricted(self.scheduler.batch_of(self.scheduler.running).constrained):
                 finished += self.launches.settle_all()  # a grammar's mask depends on every earlier token
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
@@ -127,12 +126,12 @@ class Steps:
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
-        batch = self.scheduler.batches.batch_of(requests)
+        batch = self.scheduler.batch_of(requests)
         known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
         remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
         if remaining and min(remaining) <= 0:
             going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
-            batch, remaining = self.scheduler.batches.batch_of(going_on), [left for left in remaining if left > 0]
+            batch, remaining = self.scheduler.batch_of(going_on), [left for left in remaining if left > 0]
         if batch.requests:
             self.launch_round(batch, remaining)
         return self.launches.settle(busy=bool(batch.requests) or self.scheduler.reads_prompts)

@@ -25,7 +25,7 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launches import HostCopy, LaunchedStep, copy_to_host
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
-from specdec.runtime.prompts.prompt_scores import scoring_of
+from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts, parts_of_layers
 from specdec.runtime.rounds.device_state import DeviceState
@@ -51,12 +51,14 @@ from specdec.sampling.sampling_table import SamplerFeatures
 class PromptReading:
     """The forward over the next `chunk_len` [B] tokens of a batch of requests, after `done` [B] earlier ones.
 
-    earlier: device nanoseconds of the parts run in earlier steps; None: there were none. seconds: host time so far.
+    scoring: prompt tokens to score; None: there are none. earlier: device nanoseconds of the parts run in earlier
+    steps; None: there were none. seconds: host time so far.
     """
 
     batch: RequestBatch
     chunk_len: IntArray
     done: IntArray
+    scoring: ChunkScoring | None
     parts: PromptParts
     num_parts_run: int = 0  # parts that have run
     earlier: torch.Tensor | None = None
@@ -126,9 +128,10 @@ class Prefill:
             self.reading = self._begin_reading(requests, chunk_len, others_decode=others_decode)
         reading = self.reading
         self._threads.fit(int(reading.chunk_len.sum()))
-        seconds = self._seconds_allowed(reading.load) if others_decode else None
+        gap, num_waiting = self._scheduler.prompt_gap, self._scheduler.num_waiting
+        seconds = gap.seconds_allowed(num_waiting, reading.load) if others_decode else None
         self._state.clock.start(*PREFILL_STAGES)
-        reading.advance(self._scheduler.prompt_gap, seconds, waits=self._state.device.type == "cpu")
+        reading.advance(gap, seconds, waits=self._state.device.type == "cpu")
         if reading.is_complete:
             self.reading = None
         else:
@@ -148,8 +151,7 @@ class Prefill:
         chosen = np.array(drawing, dtype=np.int64)
         state.sampling.load_biases(rows[chosen], params, shape.features)
         state.flush()
-        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
-        chunk, scores = reading.parts.read(), None
+        chunk, scoring, scores = reading.parts.read(), reading.scoring, None
         if scoring is not None:
             cells = upload(scoring.cells(), state.device)
             scores = scoring, copy_to_host(score_chunk(state, chunk, cells, scoring.alternatives))
@@ -171,10 +173,6 @@ class Prefill:
         runs = upload(np.stack([rows, chunk_len]), self._state.device)
         return read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
 
-    def _seconds_allowed(self, load: PromptLoad) -> float | None:
-        """See `PromptGap.seconds_allowed`."""
-        return self._scheduler.prompt_gap.seconds_allowed(self._scheduler.num_waiting, load)
-
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
         long."""
@@ -184,7 +182,8 @@ class Prefill:
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends_prompt = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
-        divided = others_decode and self._seconds_allowed(PromptLoad.from_runs(done, chunk_len)) is not None
+        gap, load = self._scheduler.prompt_gap, PromptLoad.from_runs(done, chunk_len)
+        divided = others_decode and gap.seconds_allowed(self._scheduler.num_waiting, load) is not None
         found = None
         if divided and self.captured_prompts is not None:
             found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)
@@ -192,7 +191,7 @@ class Prefill:
             found = parts_of_layers(self._state, rows, chunk_len, needed)
         if found is None:
             found = whole_chunk(lambda: self.read(rows, chunk_len, needed), self._state.weights.generation())
-        return PromptReading(batch, chunk_len, done, found)
+        return PromptReading(batch, chunk_len, done, scoring, found)
 
 
 def division_of(state: DeviceState, *, captured: bool) -> Division | None:

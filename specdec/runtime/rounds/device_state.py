@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.config import MAX_FORCED_TOKENS
+from specdec.config import MAX_FORCED_TOKENS, EngineConfig, SpecConfig
 from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
@@ -80,8 +80,7 @@ class WeightVersions:
 class DeviceState:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
 
-    lags: if the drafter can, it reads the tokens of rounds without drafts later (`unread.py`). finished_tokens: number
-    of tokens of finished requests that the drafter may propose from.
+    If drafts are adaptive and the drafter can, it reads the tokens of rounds without drafts later (`unread.py`).
     """
 
     def __init__(
@@ -90,9 +89,8 @@ class DeviceState:
         drafter: Drafter | None,
         cache: KVCache,
         backend: Backend,
-        *,
-        lags: bool = False,
-        finished_tokens: int = 0,
+        spec: SpecConfig,
+        config: EngineConfig,
     ) -> None:
         self.target = target
         self.cache = cache
@@ -102,7 +100,7 @@ class DeviceState:
         self._drafter_reads_every_state = drafter is not None and drafter.reads_every_state
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
-        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, finished_tokens))
+        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, config.finished_tokens))
         self.has_lookup = drafter is not None and drafter.has_lookup
         self.finished: FinishedTexts | None = getattr(self.worker, "finished", None)
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
@@ -112,14 +110,15 @@ class DeviceState:
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # per row and round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # number, then tokens
-        self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
+        max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
+        self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, max_nodes, self.device)
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
         self.draft_seats = self.seats  # the drafter's seats: padding replaces rows past its last position
         self.unread: UnreadTokens | None = None
         self.max_positions = None if drafter is None else drafter.max_positions
-        if reads_late(drafter, lags):
+        if reads_late(drafter, spec.adaptive):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = UnreadTokens(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
