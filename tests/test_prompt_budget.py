@@ -19,7 +19,7 @@ from specdec.runtime.prompts.prompt_budget import (
     PromptGap,
     PromptLoad,
     UnreadPrompt,
-    shares,
+    share_tokens,
 )
 
 from marks import examples
@@ -99,7 +99,7 @@ class Simulation:
             if streams:
                 self.gaps.append(self.now - begin)
             if streams and reading:
-                self.promised = max(self.promised, self.gap.promised(max(each[1] for each in reading)))
+                self.promised = max(self.promised, self.gap.longest_gap(max(each[1] for each in reading)))
         return self.now
 
     def read(self, reading: list, decoding: list, waiting: int) -> None:
@@ -108,7 +108,9 @@ class Simulation:
         tokens = self.gap.budget.idle_tokens(int(remaining.sum()))
         if decoding:
             tokens = self.gap.tokens(len(reading) + waiting, int(done.max()))
-        given = np.array(shares([UnreadPrompt(0, int(each)) for each in remaining], tokens, self.gap.budget.chunk))
+        given = np.array(
+            share_tokens([UnreadPrompt(0, int(each)) for each in remaining], tokens, self.gap.budget.chunk)
+        )
         assert 0 < given.sum() <= tokens
         load = PromptLoad.from_runs(done, given)
         spent = cpu_seconds(load) if self.on_cpu else gpu_seconds(load)
@@ -209,7 +211,7 @@ def test_streams_wait_for_a_long_prompt_half_a_round_at_most() -> None:
 
 def test_on_a_cpu_the_same_is_learned_from_nothing() -> None:
     gap = PromptGap(CPU)
-    assert gap.promised(4096) == 0.0
+    assert gap.longest_gap(4096) == 0.0
     engine = Simulation(gap, 33, on_cpu=True)
     engine.run([(0.0, 64, 3000)] * 32 + [(10.0, 4096, 1)])
     late = engine.gaps[300:]
@@ -268,10 +270,10 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
     gap = timed(0.004, PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda"))
     assert gap.tokens(1, 30_000) == 3000
-    said = gap.promised(32768)
+    said = gap.longest_gap(32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))
     gap.ending = 0.001
-    assert gap.promised(32768) == pytest.approx(said + 0.001)
+    assert gap.longest_gap(32768) == pytest.approx(said + 0.001)
 
 
 def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_target, random_prompt) -> None:
@@ -330,25 +332,25 @@ def same_level(*lengths: int) -> list[UnreadPrompt]:
 
 def test_a_short_prompt_passes_long_ones_in_half_of_a_step() -> None:
     """Long prompts of others held up everybody's first token: 40 steps of 96 tokens for four of 900."""
-    assert shares(same_level(LONG, LONG, LONG, LONG, 60), 96, 512) == [48, 0, 0, 0, 48]
-    assert shares(same_level(LONG, LONG, 9, 7), 96, 512) == [80, 0, 9, 7]
-    assert shares(same_level(LONG, 60, 60, 50), 96, 512) == [48, 0, 0, 48]  # the shortest of them
+    assert share_tokens(same_level(LONG, LONG, LONG, LONG, 60), 96, 512) == [48, 0, 0, 0, 48]
+    assert share_tokens(same_level(LONG, LONG, 9, 7), 96, 512) == [80, 0, 9, 7]
+    assert share_tokens(same_level(LONG, 60, 60, 50), 96, 512) == [48, 0, 0, 48]  # the shortest of them
 
 
 def test_prompts_of_about_one_length_stay_in_their_order() -> None:
-    assert shares(same_level(12, 9, 9), 10, 8) == [8, 2, 0]
-    assert shares(same_level(100, 51, 50), 96, 512) == [48, 0, 48]
+    assert share_tokens(same_level(12, 9, 9), 10, 8) == [8, 2, 0]
+    assert share_tokens(same_level(100, 51, 50), 96, 512) == [48, 0, 48]
 
 
 def test_what_the_first_cannot_use_is_for_others() -> None:
     """Its chunk is bounded too, so half of a large step is more than it can read."""
-    assert shares(same_level(LONG, 200, 200, 900), 2048, 512) == [512, 200, 200, 512]
-    assert shares(same_level(20, 900), 96, 512) == [20, 76]
+    assert share_tokens(same_level(LONG, 200, 200, 900), 2048, 512) == [512, 200, 200, 512]
+    assert share_tokens(same_level(20, 900), 96, 512) == [20, 76]
 
 
 def test_nobody_passes_a_prompt_of_higher_priority() -> None:
-    assert shares([UnreadPrompt(-1, LONG), UnreadPrompt(0, 3)], 96, 512) == [96, 0]
-    assert shares([UnreadPrompt(-1, 90), UnreadPrompt(0, 300), UnreadPrompt(0, 3)], 96, 512) == [90, 6, 0]
+    assert share_tokens([UnreadPrompt(-1, LONG), UnreadPrompt(0, 3)], 96, 512) == [96, 0]
+    assert share_tokens([UnreadPrompt(-1, 90), UnreadPrompt(0, 300), UnreadPrompt(0, 3)], 96, 512) == [90, 6, 0]
 
 
 def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
@@ -358,11 +360,11 @@ def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
         prompts = [UnreadPrompt(draw.randint(0, 1), length) for length in lengths]
         prompts.sort(key=lambda prompt: prompt.level)
         room, chunk = draw.randint(1, 400), draw.randint(1, 200)
-        given = shares(prompts, room, chunk)
+        given = share_tokens(prompts, room, chunk)
         assert all(0 <= each <= min(chunk, prompt.remaining) for each, prompt in zip(given, prompts, strict=True))
         assert sum(given) == min(room, sum(min(chunk, prompt.remaining) for prompt in prompts))  # none is left over
         assert given[0] >= min(chunk, prompts[0].remaining, (room + 1) // 2)
-    assert shares([], 96, 512) == []
+    assert share_tokens([], 96, 512) == []
 
 
 def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:

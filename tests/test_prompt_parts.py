@@ -330,7 +330,7 @@ def test_parts_beside_a_round_fit_half_of_it() -> None:
                 continue
             assert 64 <= tokens <= 256 and budget < round_seconds / 2
             assert max(gap.part_seconds(load, share) for share in SHARES) <= budget
-        assert gap.promised(32768) <= 1.5 * round_seconds
+        assert gap.longest_gap(32768) <= 1.5 * round_seconds
 
 
 def test_a_queue_of_prompts_is_not_divided() -> None:

@@ -24,7 +24,7 @@ import torch
 from specdec.errors import name_row
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
-from specdec.runtime.draft_policy import DraftPolicy
+from specdec.runtime.drafts.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.prompts.prefixes import salt_of
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, ScoredSpan

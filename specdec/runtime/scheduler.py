@@ -23,7 +23,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prompts.prefixes import PrefixPolicy
-from specdec.runtime.prompts.prompt_budget import PromptGap, UnreadPrompt, shares
+from specdec.runtime.prompts.prompt_budget import PromptGap, UnreadPrompt, share_tokens
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 OVERTAKEN_PER_LEVEL = 64
@@ -197,7 +197,7 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Request], IntArray]:
         """Requests with unread prompt tokens, and the length of each one's next chunk. Slots are allocated.
 
-        `shares` decides the requests and lengths; a chunk shrinks to the available pages.
+        `share_tokens` decides the requests and lengths; a chunk shrinks to the available pages.
         """
         table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []
@@ -333,7 +333,7 @@ class Scheduler:
         to_come = sum(each.remaining for each in prompts)
         gap = self.prompt_gap
         budget = gap.tokens(self.num_waiting, max(done)) if self._decoding() else gap.budget.idle_tokens(to_come)
-        given = zip(reading, shares(prompts, budget, gap.budget.chunk), strict=True)
+        given = zip(reading, share_tokens(prompts, budget, gap.budget.chunk), strict=True)
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:

@@ -22,7 +22,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.kvcache.table import row_cells
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy import DraftPolicy
+from specdec.runtime.drafts.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
 from specdec.runtime.launches import HostCopy, LaunchedStep, Launches

@@ -17,7 +17,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
-from specdec.runtime.draft_policy import RoundTimes
+from specdec.runtime.drafts.draft_policy import RoundTimes
 from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES

@@ -16,6 +16,7 @@ from specdec.attention.backend import Backend
 from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter, Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
+from specdec.modules.weight_watch import updates_are_counted
 
 logger = logging.getLogger("specdec")
 
@@ -162,9 +163,11 @@ def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> No
         )
 
 
-def caches_states(target: Any, drafter: Any) -> bool:
-    """Can prefixes be cached? Not if the drafter rereads the end of a prefix and the target has recurrent layers:
-    copies of their states exist only at the end."""
+def caches_prefixes(config: EngineConfig, target: Any, drafter: Any) -> bool:
+    """Are prefixes cached? Not if updates of the weights are not counted, or if the drafter rereads the end of a prefix
+    and the target has recurrent layers: copies of their states exist only at the end."""
+    if not config.prefix_cache or not updates_are_counted(target, drafter):
+        return False
     if not target.recurrent or drafter is None or not drafter.reread:
         return True
     logger.warning(

@@ -268,7 +268,7 @@ class PromptGap:
             tokens //= 2
         return tokens
 
-    def promised(self, longest: int) -> float:
+    def longest_gap(self, longest: int) -> float:
         """The longest time between two tokens of a decoding request, in seconds, while one prompt of up to `longest`
         tokens is read. 0.0 until rounds and prompts have been timed."""
         if self.round == 0.0 or not self.cost.is_known:
@@ -299,7 +299,7 @@ class UnreadPrompt(NamedTuple):
     remaining: int
 
 
-def shares(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> list[int]:
+def share_tokens(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> list[int]:
     """Tokens of each prompt in this step: at most `chunk` per prompt and `budget` in all. prompts: by rank."""
     given = [0] * len(prompts)
     if not prompts:

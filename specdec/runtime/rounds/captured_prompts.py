@@ -167,7 +167,7 @@ class CapturedPrompts(CaptureSet):
         assert isinstance(shape, ChunkShape)
         if shape.tokens > MIN_LONG_TOKENS:
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
-        return super().warning(shape)
+        return "prompts run without CUDA graphs: %s"
 
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False

@@ -77,7 +77,7 @@ class CaptureSet:
 
     def warning(self, shape: Hashable) -> str:
         """Log text, with %s for the error, if this shape could not be captured. Each text is logged once."""
-        return f"{self.kind} run without CUDA graphs: %s"
+        raise NotImplementedError
 
     def patience(self, shape: Hashable) -> int:
         """Number of eager runs of a new shape, after the first, before its capture."""
@@ -154,6 +154,9 @@ class CapturedRounds(CaptureSet):
     """The captured rounds of one engine."""
 
     kind = "rounds"
+
+    def warning(self, shape: Hashable) -> str:
+        return "rounds run without CUDA graphs: %s"
 
     def pool(self, shape: Hashable) -> str:
         return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
