@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,15 +120,14 @@ def _drafter_of_target(
 def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, Any]) -> Iterator[str]:
     """Drafters that "auto" tries for a target of `num_layers`: "mtp", and published names that are on disk. here:
     options of a checkpoint that is not downloaded."""
-    try:
+    with suppress(CheckpointError):  # missing or damaged
         if has_modules(checkpoint.config_file.parent, num_layers):
             yield MTP
-    except CheckpointError:
-        pass  # missing or damaged
     for pair in PAIRS:
-        named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
-        if named and _is_found(Checkpoint.from_name(pair.drafter, here)):
-            yield pair.drafter
+        if pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path:
+            with suppress(CheckpointError):
+                if Checkpoint.from_name(pair.drafter, here).config:
+                    yield pair.drafter
 
 
 def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
@@ -147,13 +147,6 @@ def _modules_of(checkpoint: Checkpoint, target: TargetModel) -> Drafter:
     promised = checkpoint.promised
     load = None if promised is None else partial(load_packed, promised, target.dtype)
     return native_mtp_drafter(checkpoint.folder(), target, load)
-
-
-def _is_found(checkpoint: Checkpoint) -> bool:
-    try:
-        return bool(checkpoint.config)
-    except CheckpointError:
-        return False
 
 
 def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[], Path]) -> bool:

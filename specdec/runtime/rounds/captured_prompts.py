@@ -46,31 +46,6 @@ class ChunkShape(NamedTuple):
     divided: bool = False
 
 
-class ChunkBuffers:
-    """Tensors that receive the results of captured forwards, for the drafter and the first draw. All shapes share one
-    set, since results are read before the next forward runs."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
-
-    @torch.inference_mode()
-    def copy_chunk(self, chunk: Chunk) -> Chunk:
-        """Copy a chunk into these tensors and return the copy. The first forward, which is not captured, allocates
-        them."""
-        return chunk._replace(
-            pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
-            tokens=self._copy("fed", chunk.tokens),
-            hidden=self._copy("hidden", chunk.hidden),
-            aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
-        )
-
-    def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        count, *rest = new.shape
-        if name not in self.kept:
-            self.kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
-        return self.kept[name][:count].copy_(new)
-
-
 class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses if it is captured.
@@ -144,18 +119,36 @@ def parts_of_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, nee
 
 
 class CapturedPrompts(CaptureSet):
-    """The captured chunks of one engine."""
+    """The captured chunks of one engine. All shapes share the tensors that receive results for the drafter and the
+    first draw, since results are read before the next forward runs."""
 
     kind = "prompts"
 
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
-        self._results = ChunkBuffers()
+        self._results: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
         self._made: dict[ChunkShape, ChunkProgram] = {}  # one per shape: captures read its inputs
         super().__init__(state, store, strict=strict)
 
     @property
     def shared_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._results.kept.values())
+        return sum(tensor.nbytes for tensor in self._results.values())
+
+    @torch.inference_mode()
+    def _copy_chunk(self, chunk: Chunk) -> Chunk:
+        """Copy a chunk into the shared tensors and return the copy. The first forward, which is not captured, allocates
+        them."""
+        return chunk._replace(
+            pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
+            tokens=self._copy("fed", chunk.tokens),
+            hidden=self._copy("hidden", chunk.hidden),
+            aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
+        )
+
+    def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        count, *rest = new.shape
+        if name not in self._results:
+            self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+        return self._results[name][:count].copy_(new)
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
@@ -184,7 +177,7 @@ class CapturedPrompts(CaptureSet):
             self.store.uncaptured[self.kind] += 0 if divided else 1  # a divided one is tried as a whole
             return None
         self.state.weights.generation()  # checked first: another model may have other layers
-        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results.copy_chunk)
+        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
         programs = self.programs_to_run(shape, program.programs)

@@ -62,9 +62,8 @@ class DecodeRound:
         table = state.cache.table
         rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.max_committed_len)
         # the rows as the drafter reads them; a lookup reads only tokens
-        self.read_rows = (
-            rows if draft.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.max_committed_len)
-        )
+        read_seats = state.seats if draft.by_lookup else state.draft_seats
+        self.read_rows = Rows(read_seats.tensor[: shape.batch], shape.max_committed_len)
         tables = RowTables(
             rows.index,
             table.committed_len.tensor,
@@ -143,9 +142,8 @@ class DecodeRound:
         drawn = self.sampler.draw_after(self.verify_tree, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
         close = closing if state.on_kernels else reference_closing
-        sizes = {"width": shape.width, "depth": shape.depth}
-        at = opened.committed_len, state.cache.table, state.tokens.tensor
-        length, bonus, move = close(Verified(tree, drawn, self.max_path, rows, *at, packed, **sizes))
+        of_rows = rows, opened.committed_len, state.cache.table, state.tokens.tensor
+        length, bonus, move = close(Verified(tree, drawn, self.max_path, *of_rows, packed, shape.width, shape.depth))
         if move is not None:
             state.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
