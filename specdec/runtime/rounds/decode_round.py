@@ -151,7 +151,7 @@ class DecodeRound:
         if state.seen_bits is not None and shape.features.penalty:
             state.seen_bits.add(rows.index, tokens, length)
         if state.unread is not None and unread_tokens(shape):
-            state.keep_unread(rows, opened.committed_len, *self.states, path)
+            state.unread.keep_states(rows, opened.committed_len, *self.states, path)
         else:
             hidden, aux_states = self.states
             seen = Observation(

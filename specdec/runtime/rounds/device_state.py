@@ -28,7 +28,7 @@ from specdec.models.target import StatesNeeded, TargetModel
 from specdec.modules.weight_watch import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.unread import MAX_UNREAD, UnreadTokens, reads_late
+from specdec.runtime.rounds.unread import UnreadTokens, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable
@@ -119,8 +119,7 @@ class DeviceState:
         self.unread: UnreadTokens | None = None
         self.max_positions = None if drafter is None else drafter.max_positions
         if reads_late(drafter, spec.adaptive):
-            width = target.hidden_size * max(1, len(self.aux_layers))
-            self.unread = UnreadTokens(len(self.tokens.host), width, target.dtype, self.device)
+            self.unread = UnreadTokens(len(self.tokens.host), target, len(self.aux_layers))
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self.weights = WeightVersions(target, drafter)
 
@@ -218,51 +217,12 @@ class DeviceState:
             self.unread.read[seen.rows.index] = seen.start + seen.length
         self.worker.observe(seen)
 
-    def keep_unread(
-        self,
-        rows: Rows,
-        start: torch.Tensor,
-        hidden: torch.Tensor,
-        aux_states: torch.Tensor | None,
-        path: torch.Tensor,
-    ) -> None:
-        """Keep the states [B, N, H] of a round that the drafter does not read now: nodes of `path` [B, D], committed
-        from `start` [B] on. States of rejected nodes are stored too; later rounds overwrite them before they are read.
-        """
-        assert self.unread is not None, "this drafter reads every round"
-        states = hidden if aux_states is None else aux_states
-        if (depth := path.shape[1]) == 1:
-            self.unread.states[rows.index, start % MAX_UNREAD] = states[:, 0]
-            return
-        position = start[:, None] + torch.arange(depth, device=self.device)  # [B, D]
-        on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
-        self.unread.states[rows.index[:, None], position % MAX_UNREAD] = on_path
-
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape, max_tokens: int) -> torch.Tensor:
         """Let the drafter read at most `max_tokens` unread tokens of each seated row. Returns the number of tokens
         [B]."""
         assert self.unread is not None, "this drafter reads every round"
-        table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
-        committed = table.committed_len.tensor[index]
-        start = self.unread.read[index]
-        length = (committed - start).clamp(min=0)
-        has_unread = length > 0
-        seats = torch.where(has_unread, index, table.padding_row)  # other rows keep their state
-        start = torch.where(has_unread, start, 0)
-        steps = torch.arange(max_tokens, device=self.device)
-        position = start[:, None] + steps  # [B, max_tokens]
-        states = self.unread.states[index[:, None], position % MAX_UNREAD]
-        tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
-        seen = Observation(
-            rows=Rows(seats, shape.max_committed_len),
-            start=start,
-            tokens=tokens,
-            hidden=states,
-            aux_states=states if self.aux_layers else None,
-            path=steps.expand_as(tokens),
-            length=length,
-            next_token=self.tokens.tensor[index, committed],
-        )
+        seats = self.draft_seats.tensor[: shape.batch]
+        seen = self.unread.observation(self.cache.table, self.tokens.tensor, seats, shape.max_committed_len, max_tokens)
         self.observe(seen)
-        return length
+        return seen.length
