@@ -92,12 +92,14 @@ class ChunkProgram:
         return self._chunk
 
     def _whole(self) -> torch.Tensor:
-        return self._end(read_chunk(self._state, *self._inputs, self._shape.tokens, self._shape.needed))
+        rows, length = self._inputs
+        return self._end(read_chunk(self._state, rows, length, self._shape.tokens, self._shape.needed))
 
     @torch.inference_mode()
     def _part(self, end: int) -> torch.Tensor:
         if end == self._layer_ends[0]:
-            self._paused = begin_reading(self._state, *self._inputs, self._shape.tokens, self._shape.needed)
+            rows, length = self._inputs
+            self._paused = begin_reading(self._state, rows, length, self._shape.tokens, self._shape.needed)
         assert self._paused is not None, f"the part up to layer {end} before the first"
         self._paused.advance(end)
         if end < self._layer_ends[-1]:
