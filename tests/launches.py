@@ -61,8 +61,8 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import per_layer_inputs
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.modules.private_copy import private_copy
-from specdec.runtime.rounds.closing import Verified, closing
-from specdec.runtime.rounds.opening import RowTables, opening
+from specdec.runtime.rounds.closing import closing
+from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.row_scores import SeenTokens
 from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, ParamVectors
@@ -458,12 +458,13 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes)
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     cells = integers(batch + 1, len(INT_COLUMNS) + len(FLOAT_COLUMNS))
-    opened = opening(RowTables(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells), depth=num_nodes)
+    opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
-    at = opened.max_path, Rows(seats, 99), opened.committed_len, table, tokens
-    packed = integers(batch, 1 + 2 * num_nodes)
-    closing(Verified(tree, integers(batch, num_nodes), *at, packed, num_nodes, num_nodes))
+    closing(
+        tree, integers(batch, num_nodes), opened.max_path, Rows(seats, 99), opened.committed_len, table, tokens,
+        integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
+    )  # fmt: skip
 
 
 def stamps() -> None:

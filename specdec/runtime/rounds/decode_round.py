@@ -16,9 +16,9 @@ from specdec.attention.plan import plan_verify
 from specdec.attention.trees.tree import DraftTree, force_tokens, without_blanks
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
-from specdec.runtime.rounds.closing import Verified, closing, reference_closing
+from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.opening import RowTables, opening, reference_opening
+from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
 from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
@@ -62,16 +62,10 @@ class DecodeRound:
         table = state.cache.table
         rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.max_committed_len)
         # the rows as the drafter reads them; a lookup reads only tokens
-        read_seats = state.seats if draft.by_lookup else state.draft_seats
-        self.read_rows = Rows(read_seats.tensor[: shape.batch], shape.max_committed_len)
-        tables = RowTables(
-            rows.index,
-            table.committed_len.tensor,
-            state.tokens.tensor,
-            state.max_drafts.tensor,
-            state.sampling.cells.tensor,
-        )
-        opened = (opening if state.on_kernels else reference_opening)(tables, depth=draft.num_steps + 1)
+        read_seats = (state.seats if draft.by_lookup else state.draft_seats).tensor
+        self.read_rows = Rows(read_seats[: shape.batch], shape.max_committed_len)
+        tables = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
+        opened = (opening if state.on_kernels else reference_opening)(rows.index, *tables, depth=draft.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = state.backend.locate(table, rows, opened.committed_len, shape.width)
         sampler = state.sampler_of(rows, history_len, shape, opened)
@@ -142,8 +136,11 @@ class DecodeRound:
         drawn = self.sampler.draw_after(self.verify_tree, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
         close = closing if state.on_kernels else reference_closing
-        of_rows = rows, opened.committed_len, state.cache.table, state.tokens.tensor
-        length, bonus, move = close(Verified(tree, drawn, self.max_path, *of_rows, packed, shape.width, shape.depth))
+        length, bonus, move = close(
+            *(tree, drawn, self.max_path, rows, opened.committed_len, state.cache.table, state.tokens.tensor, packed),
+            width=shape.width,
+            depth=shape.depth,
+        )
         if move is not None:
             state.cache.move(move)
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)

@@ -21,17 +21,6 @@ from specdec.sampling.sampling_table import INT_COLUMNS, ParamVectors, split_cel
 LANES = 32
 
 
-class RowTables(NamedTuple):
-    """The seats [B] of a round, and tables of R rows: committed_len and max_drafts [R], tokens [R, W], cells [R,
-    columns] of a `SamplingTable`. All int64."""
-
-    seats: torch.Tensor
-    committed_len: torch.Tensor
-    tokens: torch.Tensor
-    max_drafts: torch.Tensor
-    cells: torch.Tensor
-
-
 class Opening(NamedTuple):
     """Numbers of B seated rows, int64: level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and max_path [B]."""
 
@@ -57,8 +46,14 @@ class Opening(NamedTuple):
         return tree.is_chain and self.chain_pos.shape == tree.tokens.shape
 
 
-def reference_opening(tables: RowTables, depth: int) -> Opening:
-    seats, committed_len, tokens, max_drafts, cells = tables
+def reference_opening(
+    seats: torch.Tensor,
+    committed_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_drafts: torch.Tensor,
+    cells: torch.Tensor,
+    depth: int,
+) -> Opening:
     start = committed_len[seats]
     level_pos = start + torch.arange(depth + 1, device=seats.device)[:, None]
     by_request = level_pos.t().contiguous()  # [B, D + 1]
@@ -111,12 +106,20 @@ def _opening_kernel(
     tl.store(p_level_pos + depth * batch + o_b, start + depth, mask=m_b)
 
 
-def opening(tables: RowTables, depth: int) -> Opening:
-    """Read the opening of these seats. depth: D >= 1, nodes of a chain with its root."""
-    seats, committed_len, tokens, max_drafts, cells = tables
+def opening(
+    seats: torch.Tensor,
+    committed_len: torch.Tensor,
+    tokens: torch.Tensor,
+    max_drafts: torch.Tensor,
+    cells: torch.Tensor,
+    depth: int,
+) -> Opening:
+    """Read the opening of seats [B] from tables of R rows: committed_len and max_drafts [R], tokens [R, W], cells [R,
+    columns] of a `SamplingTable`. depth: D >= 1, nodes of a chain with its root. All tensors are int64."""
     (batch,), (num_rows, row_width) = seats.shape, tokens.shape
     assert committed_len.shape == max_drafts.shape == cells.shape[:1] == (num_rows,), f"{tokens.shape=} {cells.shape=}"
-    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in tables), [x.stride() for x in tables]
+    given = (seats, committed_len, tokens, max_drafts, cells)
+    assert all(x.is_contiguous() and x.dtype == torch.int64 for x in given), [x.stride() for x in given]
     num_cells = cells.shape[1]
     opened = Opening(
         seats.new_empty((depth + 1, batch)),
@@ -130,7 +133,7 @@ def opening(tables: RowTables, depth: int) -> Opening:
         ),
     )
     _opening_kernel[(triton.cdiv(batch, LANES),)](
-        *(*tables, *opened[:-1], *opened.params, batch, row_width, depth),
+        *(*given, *opened[:-1], *opened.params, batch, row_width, depth),
         NUM_INT=len(INT_COLUMNS),
         CELLS=num_cells,
         LANES=LANES,
