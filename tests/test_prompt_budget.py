@@ -108,9 +108,8 @@ class Simulation:
         tokens = self.gap.budget.idle_tokens(int(remaining.sum()))
         if decoding:
             tokens = self.gap.tokens(len(reading) + waiting, int(done.max()))
-        given = np.array(
-            share_tokens([UnreadPrompt(0, int(each)) for each in remaining], tokens, self.gap.budget.chunk)
-        )
+        prompts = [UnreadPrompt(0, int(each)) for each in remaining]
+        given = np.array(share_tokens(prompts, tokens, self.gap.budget.chunk))
         assert 0 < given.sum() <= tokens
         load = PromptLoad.from_runs(done, given)
         spent = cpu_seconds(load) if self.on_cpu else gpu_seconds(load)
