@@ -81,7 +81,7 @@ def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
     """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
     most the drafter's maximum in that case or if `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
-    if not isinstance(spec, (OpenDepth, BoundedDepth)):
+    if not isinstance(spec, BoundedDepth):
         return spec
     steps = spec.num_steps
     if drafter is not None and drafter.max_steps is not None:
