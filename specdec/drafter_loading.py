@@ -22,6 +22,7 @@ from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
 from specdec.models.quantised.packed_quantizer import load_packed
 from specdec.models.target import TargetModel
+from specdec.runtime.calls.arguments import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ def load_any_drafter(
         except CheckpointError as error:
             raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *TARGET_WORDS))}, none") from error
     if callable(getattr(drafter, "bind", None)):
-        bound: Drafter = drafter
-        return bound
+        complete: Drafter = with_defaults(drafter)
+        return complete
     module, described = unwrapped(drafter, "drafter"), dict[str, Any]()
     if isinstance(module, PreTrainedModel):
         described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
@@ -171,7 +172,7 @@ def _model_and_lookup(
         fitted = load_any_drafter(model, target, options, tokenizer)
         if model == AUTO and type(fitted) in WORDS.values():
             return WORDS[lookup]()
-        if fitted is not None and not getattr(fitted, "has_lookup", False):
+        if fitted is not None and not fitted.has_lookup:
             return ModelAndLookup(fitted, WORDS[lookup]())
     raise ConfigError(
         f"drafter is {shown(drafters)}; of two the first is a model that drafts, and the second one of "
