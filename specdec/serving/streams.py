@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 
@@ -31,10 +31,6 @@ class Streams:
         """Set its samples."""
         self.samples = list(samples)
         self._left = set(range(len(samples)))
-
-    def stats(self, index: int) -> RequestStats:
-        """Figures of a sample so far."""
-        return self.samples[index].handle.stats
 
     def __aiter__(self) -> "Streams":
         return self
