@@ -301,22 +301,18 @@ class AnswerParser(CharacterReader):
             self._tell(CallEnd(self.num_calls - 1, whole), self._told)
 
     def _tell(self, event: Event, start: int, later: int = 0) -> None:
+        """Hand out an event that was read from `start` on, joined with the last one if it continues that."""
         self._told = self._at - len(self._held) - later
+        if self._pieces and (joined := _joined(self._pieces[-1].event, event)):
+            event, start = joined, self._pieces.pop().start
         self._pieces.append(Piece(event, start, self._told))
 
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 
     def _take(self) -> list[Piece]:
-        """Return the pieces, with adjacent ones joined."""
-        joined: list[Piece] = []
-        for piece in self._pieces:
-            if joined and (event := _joined(joined[-1].event, piece.event)):
-                joined[-1] = Piece(event, joined[-1].start, piece.end)
-            else:
-                joined.append(piece)
-        self._pieces = []
-        return joined
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
 
 def _joined(first: Event, second: Event) -> Event | None:

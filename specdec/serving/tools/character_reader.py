@@ -123,12 +123,12 @@ class CharacterReader:
                 self._back()
             sink(read[0])
 
-    def _text_until(self, end: str, fits: Callable[[str, int], bool] = lambda char, at: True) -> Reading[str]:
-        """Read the text before this string, and the string. fits: may the text have this character at index `at`?"""
+    def _text_until(self, end: str, most: int = 1 << 30) -> Reading[str]:
+        """Read the text before this string, of at most so many characters, and the string."""
         read: list[str] = []
 
         def sink(char: str) -> None:
-            require_syntax(fits(char, len(read)))
+            require_syntax(len(read) < most)
             read.append(char)
 
         yield from self._until(end, sink)

@@ -18,7 +18,7 @@ from specdec.serving.tools.tool_json import JsonToolParser
 START, MESSAGE, CALL = "<|start|>", "<|message|>", "<|call|>"
 ENDS = ("<|end|>", "<|return|>", CALL)
 WITHIN_HEADERS = ("<|channel|>", "<|constrain|>")
-MAX_HEADER = 256
+MAX_HEADER = 257
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 FUNCTIONS = "functions."
@@ -74,7 +74,7 @@ class HarmonyParser(JsonToolParser):
             self._held.clear()
             self._kind, self._text_kind = None, "content"
             return
-        header = mark + (yield from self._text_until(MESSAGE, lambda char, at: at <= MAX_HEADER))
+        header = mark + (yield from self._text_until(MESSAGE, MAX_HEADER))
         header = header[header.rfind(START) :] if START in header else header
         channel, recipient = CHANNEL.search(header), RECIPIENT.search(header)
         thought = channel is not None and channel[1] == "analysis"
