@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from os import PathLike
 from typing import Any, NoReturn, TypeVar
 
@@ -138,16 +139,16 @@ class AsyncEngine:
 
         def hand_in() -> None:
             # on another thread: prompts are long, and the engine's lock may be held for a round
-            try:
-                for prompt in many:
-                    if isinstance(prompt, str):
-                        self._bound.require(prompt)
-                handles = self.engine.submit_many(many, each, priority=priority)
-                streams.add_samples([StreamedSample(handle, streams, client) for handle in handles])
-                self._thread.watch(streams.samples)
-            except BaseException:
+            for prompt in many:
+                if isinstance(prompt, str):
+                    self._bound.require(prompt)
+            handles = self.engine.submit_many(many, each, priority=priority)
+            streams.add_samples([StreamedSample(handle, streams, client) for handle in handles])
+            self._thread.watch(streams.samples)
+
+        def give_back(done: Future[None]) -> None:
+            if done.cancelled() or done.exception() is not None:
                 self._admission.give_back(count, client)
-                raise
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
         try:
@@ -155,13 +156,11 @@ class AsyncEngine:
         except StoppingError:
             self._admission.give_back(count, client)
             raise
+        handed_in.future.add_done_callback(give_back)
         try:
             await pool.wait_for(handed_in, self._intake_seconds)
         except BaseException:
-            if handed_in.begun:
-                handed_in.future.add_done_callback(lambda _: streams.abort())
-            else:
-                self._admission.give_back(count, client)
+            handed_in.future.add_done_callback(lambda _: streams.abort())
             raise
         return streams
 

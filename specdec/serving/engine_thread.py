@@ -202,7 +202,12 @@ class EngineThread:
         """Report the samples that gained tokens or ended to observers and owners."""
         now = time.perf_counter()
         news, ended = [], []
-        for sample in self._samples_with_news():
+        told: dict[int, None] = {}  # each once, in the order of their first news
+        while self._news:
+            told[self._news.popleft()] = None
+        with self._guard:
+            samples = [self._open[id] for id in told if id in self._open]
+        for sample in samples:
             finished = sample.handle.finished or sample.failure() is not None  # read this before the tokens
             tokens = sample.handle.num_output - sample.num_reported
             if tokens:
@@ -222,14 +227,6 @@ class EngineThread:
         self._release_ended(ended, now)
         if news:
             self._tell(news)
-
-    def _samples_with_news(self) -> list[StreamedSample]:
-        """The samples with news since the last call, each once, in the order of their first news."""
-        told: dict[int, None] = {}
-        while self._news:
-            told[self._news.popleft()] = None
-        with self._guard:
-            return [self._open[id] for id in told if id in self._open]
 
     def _release_ended(self, ended: Sequence[StreamedSample], now: float) -> None:
         for sample in ended:

@@ -65,11 +65,6 @@ class Streams:
     async def __aexit__(self, *raised: object) -> None:
         self.abort()
 
-    def post(self) -> bool:
-        """Note news, on the engine's thread. Returns whether the loop must still be notified."""
-        told, self._posted = self._posted, True
-        return not told
-
     def _read_deltas(self) -> None:
         """Read the new delta of every sample."""
         for index in sorted(self._left):
@@ -96,7 +91,8 @@ def tell_readers(samples: Sequence[StreamedSample]) -> None:
     for streams in {sample.owner for sample in samples}:
         if streams.loop.is_closed():  # perhaps before it ran the call that was posted last
             streams.abort()
-        elif streams.post():
+        elif not streams._posted:
+            streams._posted = True
             by_loop.setdefault(streams.loop, []).append(streams)
     for loop, readers in by_loop.items():
         try:

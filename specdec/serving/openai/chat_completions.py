@@ -48,7 +48,7 @@ class ChatTextAnswer(TextAnswer):
     async def submit(self) -> None:
         body = self.body
         self.engine.require_places(max(1, self.n))
-        prompt = await chat_prompt(body, self.state, self.choice.template_kwargs)
+        prompt = await chat_prompt(body, self.state, self.choice.tools)
         params = await self.engine.off_loop(partial(self._params, len(prompt)))
         if body.truncate_prompt_tokens is not None:
             prompt = shortened(body, self.engine, prompt, params.max_new_tokens)

@@ -73,7 +73,7 @@ class AnswerParser(CharacterReader):
     signs: tuple[str, ...] = ()
     """Strings that a chat template for the format contains (all of them); empty: the first of `special`."""
     thinks = False
-    """Does the format itself mark thoughts?"""
+    """Does the format itself mark thoughts? It then ignores other marks."""
 
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]] | None = None, thoughts: ReasoningFormat | None = None
@@ -83,7 +83,7 @@ class AnswerParser(CharacterReader):
         super().__init__()
         self.num_calls = 0
         self._tools = tools or {}
-        self._thoughts = thoughts
+        self._thoughts = thoughts = None if self.thinks else thoughts
         self._pieces: list[Piece] = []
         self._told = 0  # number of arguments' characters reported
         self._gap: str | None = ""  # white space that may be markup; None: after text, so it is not
@@ -177,7 +177,7 @@ class AnswerParser(CharacterReader):
             self._end_call(whole=whole)
             self._back_to(not in_call)  # another call may begin after a call
             if self._held:
-                self._content(self._held.pop())
+                self._plain(self._held.pop())
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
         """Read a thought up to its closing marker, or up to a call if the thought is never closed."""

@@ -65,11 +65,6 @@ class ToolChoice:
             self.parser = BARE_JSON
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
-        return {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
-
-    @property
     def grammar(self) -> dict[str, Any] | None:
         """The grammar, if the answer must be a call."""
         if not self._forced:
