@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: answers messages through the model's chat template, whole or streamed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,37 +54,28 @@ class ChatTextAnswer(TextAnswer):
             prompt = shortened(body, self.engine, prompt, params.max_new_tokens)
             params = await self.engine.off_loop(partial(self._params, len(prompt)))
         self.prompts = [prompt]
-        new_parser = self._parsers(params, prompt)
+        prompt_end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        last = body.messages[-1].content if body.continue_final_message else ""
+        continued = last if isinstance(last, str) else prompt_end
 
         def make_reply() -> Reply:
-            parser, scored = new_parser and new_parser(), self.scored and bool(body.logprobs)
+            parser, scored = self._parser(params), self.scored and bool(body.logprobs)
+            parser.prime(parser.begun_by(prompt_end, continued))
             stops, max_calls = params.stop_strings, self.choice.max_calls
             return Reply(self.tokenizer, stops, body.show_drafts, parser, max_calls, scored=scored)
 
         self.make_reply = make_reply
         self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
 
-    def _parsers(self, params: SamplingParams, prompt: list[int]) -> Callable[[], AnswerParser] | None:
-        """A factory of parsers, one per answer; None: answers are content only."""
+    def _parser(self, params: SamplingParams) -> AnswerParser:
+        """The parser of one answer."""
         thoughts = reasoning_format(self.settings.reasoning_parser)
         kind, native = self.choice.parser, self.state.tool_parser
         if params.grammar is not None:  # a grammar leaves no room for thoughts
             thoughts = None
         elif kind is None and native is not None and native.thinks:
             kind = native
-        if kind is None and thoughts is None:
-            return None
-        make = partial(kind or AnswerParser, self.choice.parameters, thoughts)
-        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        last = self.body.messages[-1].content if self.body.continue_final_message else ""
-        begun = make().begun_by(end, last if isinstance(last, str) else end)
-
-        def new() -> AnswerParser:
-            parser = make()
-            parser.prime(begun)
-            return parser
-
-        return new
+        return (kind or AnswerParser)(self.choice.parameters, thoughts)
 
     def _params(self, prompt_len: int) -> SamplingParams:
         body = self.body

@@ -62,7 +62,12 @@ class TextAnswer(ABC):
     async def respond(self) -> Response:
         """Make the response, whole or as a stream."""
         try:
-            return await self._answer()
+            await self.submit()
+            if self.body.stream:
+                return self.events(self.streams, self._events())
+            async with self.streams:
+                outputs = await self.streams.outputs()
+                return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
         except ConfigError as error:
             raise naming_field(error, self.body, self.renamed) from error
 
@@ -113,14 +118,6 @@ class TextAnswer(ABC):
             return {}
         return {"prompt_logprobs": vllm_prompt_logprobs(self.tokenizer, output.prompt_logprobs or (), count)}
 
-    async def _answer(self) -> Response:
-        await self.submit()
-        if self.body.stream:
-            return self.events(self.streams, self._events())
-        async with self.streams:
-            outputs = await self.streams.outputs()
-            return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs)))
-
     def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return self.head | {"choices": choices} | self._totals([output.stats for output in outputs])
@@ -147,7 +144,7 @@ class TextAnswer(ABC):
 
     def _totals(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
         """Usage of all samples, and the effect of speculation if requested."""
-        usage = {"usage": usage_of(self.prompts, stats, self.state)}
+        usage = {"usage": self._usage(self.prompts, stats)}
         return usage | self._speculation(stats) | self._figures(stats)
 
     def _figures(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
@@ -165,7 +162,7 @@ class TextAnswer(ABC):
         """Usage and speculation figures of a chunk's sample, if requested."""
         prompt, stats = self.prompts[index // self.n], self.streams.samples[index].handle.stats
         wanted = self.body.usage.include_usage and self.body.usage.continuous_usage_stats
-        usage = {"usage": usage_of([prompt], [stats], self.state)} if wanted else {}
+        usage = {"usage": self._usage([prompt], [stats])} if wanted else {}
         return usage | self._speculation([stats])
 
     def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
@@ -175,16 +172,14 @@ class TextAnswer(ABC):
         figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
         return {"speculation": figures | {"drafts_off": self.state.engine.drafts_off}}
 
-
-def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
-    """Token counts of all samples. A prompt counts once, with its first sample's cache hits in whole blocks."""
-    prompt_len = sum(map(len, prompts))
-    completion = sum(one.output_tokens for one in stats)
-    page_size = state.engine.config.page_size
-    cached = sum(in_whole_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
-    return {
-        "prompt_tokens": prompt_len,
-        "completion_tokens": completion,
-        "total_tokens": prompt_len + completion,
-        "prompt_tokens_details": {"cached_tokens": cached} if state.settings.show_cached_tokens else None,
-    }
+    def _usage(self, prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """Token counts of samples. A prompt counts once, with its first sample's cache hits in whole blocks."""
+        prompt_len, completion = sum(map(len, prompts)), sum(one.output_tokens for one in stats)
+        page_size, firsts = self.engine.config.page_size, stats[:: len(stats) // len(prompts)]
+        cached = sum(in_whole_blocks(one.cached_tokens, page_size) for one in firsts)
+        return {
+            "prompt_tokens": prompt_len,
+            "completion_tokens": completion,
+            "total_tokens": prompt_len + completion,
+            "prompt_tokens_details": {"cached_tokens": cached} if self.settings.show_cached_tokens else None,
+        }

@@ -18,7 +18,6 @@ from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from specdec.serving.openai.reply import whole_delta
-from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.responses.response_events import ResponseBuilder
 from specdec.serving.responses.response_input import answer_of, chat_request, messages_of
 from specdec.serving.state import ServeState, StateDep, StoredResponse
@@ -112,7 +111,9 @@ class ResponseAnswer(ChatTextAnswer):
         cut = self.replies[0].finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         events = self._builder.end(
-            "incomplete" if cut else "completed", self._usage(output.stats), **details | self._figures([output.stats])
+            "incomplete" if cut else "completed",
+            self._response_usage(output.stats),
+            **details | self._figures([output.stats]),
         )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
@@ -128,8 +129,8 @@ class ResponseAnswer(ChatTextAnswer):
             events += self._builder.add(said, scores)
         return events
 
-    def _usage(self, stats: RequestStats) -> dict[str, Any]:
-        usage = usage_of(self.prompts, [stats], self.state)
+    def _response_usage(self, stats: RequestStats) -> dict[str, Any]:
+        usage = self._usage(self.prompts, [stats])
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
