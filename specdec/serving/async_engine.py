@@ -39,6 +39,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 READERS = 4
 """Number of threads that read prompts, and of threads that compile grammars."""
 INTAKE_SECONDS = 30.0
+CLOSING_SECONDS = 0.02
+"""Seconds between two looks whether all requests have ended."""
 
 
 class AsyncEngine:
@@ -260,7 +262,9 @@ class AsyncEngine:
         self._closing = True
         if os.getpid() != self._pid:
             return
-        await asyncio.to_thread(self._thread.drain, timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.samples and (end is None or time.monotonic() < end):
+            await asyncio.sleep(CLOSING_SECONDS)
         await asyncio.to_thread(self._finalizer)
         if self._owns_engine:
             self.engine.close()

@@ -85,13 +85,16 @@ class CharacterReader:
             pass
         return char
 
-    def _precedes(self, mark: str) -> Reading[bool]:
-        """Does this marker come next, after white space? Reads nothing."""
+    def _precedes(self, *marks: str) -> Reading[bool]:
+        """Does one of these markers come next, after white space? Reads nothing."""
         size = len(self._held)
         try:
             yield from self._solid()
             self._back()
-            return (yield from self._sees(mark))
+            for mark in marks:
+                if (yield from self._sees(mark)):
+                    return True
+            return False
         except CutOff:
             return False
         finally:

@@ -24,6 +24,7 @@ MAX_JSON_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
+MAX_NAME = 128
 MAX_OTHER = 256
 """Most characters of such a key's value, so that text that is no call is not reread to its end again and again."""
 
@@ -67,11 +68,11 @@ class JsonToolParser(AnswerParser):
         begun, char = False, (yield from self._solid())
         while char != "}":
             require_syntax(char == '"')
-            key = yield from self._json_text(most=128)
+            key = yield from self._json_text()
             require_syntax((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
                 require_syntax((yield from self._solid()) == '"')
-                name = yield from self._json_text(most=128)
+                name = yield from self._json_text()
                 require_syntax(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
                 begun = name is not None and (yield from self._solid()) == "{"
@@ -112,13 +113,13 @@ class JsonToolParser(AnswerParser):
         require_syntax(value is None or isinstance(value, dict))
         return "{}" if value is None else text
 
-    def _json_text(self, most: int = 1 << 30) -> Reading[str]:
-        """Read the text of a string after its first quote."""
+    def _json_text(self) -> Reading[str]:
+        """Read the short text of a string, a key or a name, after its first quote."""
         read = ['"']
 
         def sink(text: str) -> None:
             read.append(text)
-            require_syntax(len(read) <= most + 2)
+            require_syntax(len(read) <= MAX_NAME + 2)
 
         yield from self._json_string(sink)
         text: str = _loaded("".join(read))
