@@ -63,10 +63,8 @@ class NamedEvents(EventStream):
 
     def failure(self, error: Exception) -> bytes:
         said = as_api_error(error).body["error"]
-        return self.encode(
-            {"type": "error", "code": said["code"] or "server_error"}
-            | {name: said[name] for name in ("message", "param")}
-        )
+        code = said["code"] or "server_error"
+        return self.encode({"type": "error", "code": code, "message": said["message"], "param": said["param"]})
 
 
 class ResponseAnswer(ChatTextAnswer):

@@ -94,8 +94,8 @@ class AnswerParser(CharacterReader):
         self._phase = ""  # phase of a call: "" (not yet certain), "arguments", "closing"
         self._open = False  # a call has begun and not ended
         self._cut = False  # was the answer cut off by its length?
-        marks = [thoughts.opens, thoughts.closes] if thoughts is not None else []
-        self._marks = _first_characters([*self.special[:1], *marks])
+        marks = (*self.special[:1], *((thoughts.opens, thoughts.closes) if thoughts is not None else ()))
+        self._marks = re.compile("|".join(re.escape(mark[0]) for mark in marks) or r"(?!)")  # first characters
         self._reading = self._parse()
         next(self._reading)
 
@@ -149,13 +149,11 @@ class AnswerParser(CharacterReader):
         raise NotACall
 
     def _parse(self) -> Reading[None]:
-        try:
+        with suppress(CutOff):
             if self._thoughts is not None and self._thoughts.always:
                 yield from self._thought(self._thoughts)
             while True:
                 yield from self._markup_or_content()
-        except CutOff:
-            return
 
     def _markup_or_content(self) -> Reading[None]:
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
@@ -324,12 +322,6 @@ def _joined(first: Event, second: Event) -> Event | None:
     return None
 
 
-def _first_characters(marks: list[str]) -> "re.Pattern[str]":
-    """A pattern for the first character of any of these markers."""
-    first = {mark[0] for mark in marks if mark}
-    return re.compile(f"[{re.escape(''.join(sorted(first)))}]" if first else r"(?!)")
-
-
 class AnswerReader:
     """Converts an answer's tokens to events by a parser. One reader per answer, fed token by token or at once.
 
@@ -340,11 +332,8 @@ class AnswerReader:
         self._parser = parser
         self._texts = TokenTexts(tokenizer, parser.written, stops)
         self._last: Event | None = None
-
-    @property
-    def begins(self) -> list[int]:
+        self.begins = self._texts.begins
         """For each token read so far, the index of its first character in the text."""
-        return self._texts.begins
 
     def read(self, delta: StreamDelta) -> list[EventTokens]:
         """The events of one delta; the last delta, with its output, ends the answer. Tokens without text at the end,
@@ -353,12 +342,10 @@ class AnswerReader:
         pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
             pieces += self._parser.finish(cut=output.finish_reason == "length")
-        events = [self._with_tokens(piece) for piece in pieces]
+        events = [EventTokens(event, self._texts.tokens_in(start, end)) for event, start, end in pieces]
+        if pieces:
+            self._last = pieces[-1].event
         if output is not None and isinstance(self._last, Text | None) and (rest := self._texts.tokens_after()):
             kind = "content" if self._last is None else self._last.kind
             events.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
         return events
-
-    def _with_tokens(self, piece: Piece) -> EventTokens:
-        self._last = piece.event
-        return EventTokens(piece.event, self._texts.tokens_in(piece.start, piece.end))
