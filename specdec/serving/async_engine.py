@@ -145,7 +145,7 @@ class AsyncEngine:
                 if isinstance(prompt, str):
                     self._bound.require(prompt)
             handles = self.engine.submit_many(many, each, priority=priority)
-            streams.add_samples([StreamedSample(handle, streams, client) for handle in handles])
+            streams.samples = [StreamedSample(handle, streams, client) for handle in handles]
             self._thread.watch(streams.samples)
 
         def give_back(done: Future[None]) -> None:

@@ -72,6 +72,10 @@ class NonBlockingHandler(logging.Handler):
         self._lines.put(reached)
         reached.wait(CLOSE_SECONDS)
 
+    def close(self) -> None:
+        self.flush()
+        super().close()
+
     def _run(self) -> None:
         reported = 0  # dropped lines already reported
         while True:
