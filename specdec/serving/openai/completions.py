@@ -78,12 +78,11 @@ class CompletionTextAnswer(TextAnswer):
                 self.echoes.append(prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.decode(ids))
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        delta, echo, reply = whole_delta(output), self.echoes[index // self.n], self.replies[index]
-        choice = _text(index, echo + _joined(reply.read(delta)), reply.finish_reason(output))
-        choice |= self._details(index, delta)
+        [choice] = self._grown(index, whole_delta(output), first=True)
+        choice["text"] = self.echoes[index // self.n] + choice["text"]
         if self.body.echo and output.logprobs is not None:
             choice["logprobs"] = join_logprobs(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
-        return choice | self._prompt_ids(index) | self._prompt_scores(output)
+        return choice | self._prompt_scores(output)
 
     async def _opening(self, index: int) -> dict[str, Any] | None:
         if not self.body.echo:
