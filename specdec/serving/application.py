@@ -67,7 +67,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         title="specdec",
         version=__version__,
         redirect_slashes=False,
-        root_path=settings.root_path,  # a proxy's prefix, whether or not the proxy strips it
         openapi_url=None,  # openapi.py has its own route
         docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,

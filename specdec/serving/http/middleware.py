@@ -39,6 +39,17 @@ QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """Paths that monitoring requests often."""
 
 
+class RootPath:
+    """Removes the path prefix that a proxy adds for this server, whether or not the proxy strips it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.root_path}, receive, send)
+
+
 class HeadRequests:
     """Handles HEAD as GET if the path has GET; the server then sends no body."""
 
@@ -185,3 +196,5 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestLog)
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: answers messages through the model's chat template, whole or streamed."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -43,7 +43,11 @@ class ChatTextAnswer(TextAnswer):
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)
         super().__init__(body, state, "chatcmpl", "chat.completion")
-        self._folds = [MessageFold(thoughts=body.include_reasoning is not False) for _ in range(self.n)]
+
+    @cached_property
+    def _folds(self) -> list[MessageFold]:
+        """One per choice, once it is certain that there may be so many."""
+        return [MessageFold(thoughts=self.body.include_reasoning is not False) for _ in self.replies]
 
     async def submit(self) -> None:
         body = self.body
