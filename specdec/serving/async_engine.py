@@ -153,11 +153,7 @@ class AsyncEngine:
                 self._admission.give_back(count, client)
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
-        try:
-            handed_in = pool.submit(hand_in)
-        except StoppingError:
-            self._admission.give_back(count, client)
-            raise
+        handed_in = pool.submit(hand_in)
         handed_in.future.add_done_callback(give_back)
         try:
             await pool.wait_for(handed_in, self._intake_seconds)
