@@ -18,6 +18,7 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, PackTables
 from specdec.gpu.captures import Capture
@@ -54,7 +55,7 @@ class CheckedBackend:
         else:
             self._check_lengths(plan)
             self._check_writes(plan, group)
-            self._check_reads(plan, group, *plan.prefix.pages(group))
+            self._check_reads(plan, group, plan.prefix.table(group))
         queries = self._own(plan), self._rows(plan).expand_as(plan.positions), plan.positions
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), group, queries)
 
@@ -118,18 +119,18 @@ class CheckedBackend:
         expected = torch.where(inside, self._slots_at(group, rows, positions), NULL_SLOT)
         wrong = (write != expected) | (stored & (write == NULL_SLOT))
         self.sanitizer.record_fault(Fault.WRITE, group, wrong, rows, positions, write, expected)
-        shared = stored & (self.sanitizer.owners.tensor[primary // plan.page_size] > 1)
+        shared = stored & (self.sanitizer.owners.tensor[primary // self.table.allocator.page_size] > 1)
         self.sanitizer.record_fault(Fault.SHARED, group, shared, rows, positions, write, expected)
 
-    def _check_reads(self, plan: KVPlan, group: GroupId, pages: torch.Tensor, start: torch.Tensor) -> None:
-        """Check the first slot of each page [B, P] from position start [B] on, and that the pages cover the prefix or
-        the window."""
-        rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
-        positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size
+    def _check_reads(self, plan: KVPlan, group: GroupId, table: PageTable) -> None:
+        """Check the first slot of each page, and that the pages cover the prefix or the window."""
+        pages, page_size, begin = table.pages, table.page_size, table.begin[:, None]
+        rows, length = plan.rows[:, None], plan.committed_len[:, None]
+        positions = begin + torch.arange(pages.shape[1], device=pages.device) * page_size
         real = rows != self.table.padding_row
         self._check_slots(group, rows, positions, pages * page_size, real & (positions < length))
         oldest = (length - int(self.table.retain[group])).clamp(min=0)
-        begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
+        end = begin + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
         lost = self._slots_at(group, rows, missing)

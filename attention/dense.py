@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, PathKeys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.path_attention import PathAttention, part_of
-from specdec.attention.plan import Attend, KVPlan, Pack, RunSlots
+from specdec.attention.plan import Attend, KVPlan, Pack, PackTables, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId
@@ -115,13 +116,11 @@ class VisibleKeys:
     bias: torch.Tensor
 
     @classmethod
-    def from_plan(
-        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, group: GroupId, window: int | None
-    ) -> "VisibleKeys":
-        """The keys that layers of one group and window (None: full attention) see under `plan`.
-
-        slots: [B, L] of the prefixes in that group, from position start [B] on.
-        """
+    def from_plan(cls, plan: KVPlan, group: GroupId, window: int | None) -> "VisibleKeys":
+        """The keys that layers of one group and window (None: full attention) see under a plan without a pack."""
+        assert not isinstance(plan.prefix, PackTables)
+        table = plan.prefix.table(group)
+        slots, start = table.slots(), table.begin
         if window is not None:
             window += plan.window_shift
         if window is not None and group == PRIMARY:
@@ -265,4 +264,5 @@ def exact_run(
     end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that whole tiles hold all keys
     none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
     first = keys[:, 0].clone()
-    return PathAttention(deterministic_attention, none_apart, slots, first, end, positions, None, 1, window, first_key)
+    path = PathKeys(PageTable(slots, first, end, 1), none_apart, positions, None, window, first_key)
+    return PathAttention(deterministic_attention, path)

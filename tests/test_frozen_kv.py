@@ -76,8 +76,8 @@ def chain(table: KVRig, rows: np.ndarray, nodes: int = LOOKAHEAD):
 
 def prefix_slots(plan: KVPlan, group: GroupId) -> torch.Tensor:
     """Slots of the only request's prefix in one group, by position; in SWA from the first page of the window on."""
-    slots, start = plan.prefix.slots(group, plan.page_size)
-    return slots[0, : int(plan.committed_len[0] - start[0])]
+    table = plan.prefix.table(group)
+    return table.slots()[0, : int(plan.committed_len[0] - table.begin[0])]
 
 
 # the protocol

@@ -153,8 +153,8 @@ def read_own_keys_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRI
     """A tree's own nodes are read with primary slots where sliding layers wrote those of their group."""
     right = VisibleKeys.from_plan
 
-    def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
-        keys = right(plan, slots, start, group, window)
+    def wrong(plan: KVPlan, group: GroupId, window: int | None) -> VisibleKeys:
+        keys = right(plan, group, window)
         if group == to and plan.tree is not None and not plan.tree.is_chain:
             own = plan.positions.shape[1]
             untranslated = plan.write[source].view(plan.positions.shape)
@@ -197,8 +197,8 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
     def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Any:
         if plan.write is None and group == SWA:
             assert isinstance(plan.prefix, PageTables)
-            pages, start = plan.prefix.pages(group)
-            columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
+            table = plan.prefix.table(group)
+            columns = table.begin[:, None] // table.page_size + torch.arange(table.pages.shape[1])
             full = plan.prefix.tables[PRIMARY]
             stale_pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
             tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, stale_pages))

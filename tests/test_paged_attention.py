@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_scene import Request, bushy, dense, lay_out, request
+from attention_scene import Request, bushy, dense, lay_out, request, taken
 
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.paged_attention import (
+    BlockKeys,
     PagedTiles,
     choose_paged_tiles,
     fit_tiles,
@@ -60,13 +62,20 @@ def drafts(requests: Sequence[Request], first: int = 0, **options: Any) -> tuple
 
 def run(args: dict[str, Any], tiles: PagedTiles | None = SMALL) -> torch.Tensor:
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    return paged_attention(**moved, tiles=tiles).cpu()
+    return paged_attention(**launched(moved), tiles=tiles).cpu()
+
+
+def launched(args: dict[str, Any]) -> dict[str, Any]:
+    """These arguments in the named tuples that launchers take."""
+    args = {"block_scales": (None, None), **args}
+    names = {"k": "block_k", "v": "block_v", "positions": "block_positions", "scales": "block_scales"}
+    return {"table": taken(PageTable, args), "block": taken(BlockKeys, args, **names), **args}
 
 
 def check(args: dict[str, Any], expected: torch.Tensor, tiles: PagedTiles | None = SMALL) -> None:
     """Kernel and reference against the definition."""
     tolerance = TOLERANCE[args["query"].dtype]
-    for out in (run(args, tiles), reference_paged_attention(**args)):
+    for out in (run(args, tiles), reference_paged_attention(**launched(args))):
         assert out.is_contiguous()
         assert out.dtype == args["query"].dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -124,7 +133,7 @@ def test_a_query_whose_window_holds_nothing_is_zero() -> None:
     args, _ = drafts(trees([40, 2], [-1, 0]), window=3, sinks=torch.ones(2))
     args["positions"] = args["positions"] + torch.tensor([[0], [9]])  # row 1 looks from far past its keys
     args["block_positions"] = args["block_positions"].clone()
-    for out in (run(args), reference_paged_attention(**args)):
+    for out in (run(args), reference_paged_attention(**launched(args))):
         torch.testing.assert_close(out[1], torch.zeros(2, 2, 16))
         assert bool((out[0] != 0).any())
 
@@ -194,6 +203,6 @@ def test_rows_that_nobody_sees_cannot_leak() -> None:
     args, expected = drafts(trees([12], [-1, 0, 0, 2]))
     args["ancestors"][0, 3] = 0  # a padded node: sees no row but the prefix, seen by none
     args["block_k"][:, :, 3] = args["block_v"][:, :, 3] = torch.nan
-    for out in (run(args), reference_paged_attention(**args)):
+    for out in (run(args), reference_paged_attention(**launched(args))):
         assert out.isfinite().all()
         torch.testing.assert_close(out[:, :3].double(), expected[:, :3], atol=2e-5, rtol=2e-5)

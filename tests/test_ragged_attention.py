@@ -12,7 +12,8 @@ import torch
 
 from specdec import SamplingParams
 from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run, exact_run
-from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
@@ -200,11 +201,11 @@ def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
     assert torch.equal(tail, together[:, 4:9])
     for place, run, position in ((3, 0, 40), (8, 0, 45), (12, 1, 3), (14, 2, 62)):
         committed, pages = torch.tensor([position], device=DEVICE), case.lines.slots[run, None, : position + 1]
-        own = own_keys(pages, None, committed, case.lines.slots[run, None, position, None].contiguous(), page_size=1)
+        table = PageTable(pages, None, committed, 1)
+        own = own_keys(table, case.lines.slots[run, None, position, None].contiguous())
         query, where = case.q[:, :, place, None], torch.tensor([[position]], device=DEVICE)
-        decoded = tree_attention(
-            *(query, case.k, case.v, own, pages, None, committed, where), page_size=1, **options, **CUT
-        )
+        path = PathKeys(table, own, where, None, window, first_key)
+        decoded = tree_attention(query, case.k, case.v, path, scaling=0.3, **CUT)
         assert torch.equal(decoded[0, 0], together[0, place]), f"{position=}"
 
 

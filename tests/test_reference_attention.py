@@ -33,12 +33,13 @@ def layer_of(layer: int, window: int | None) -> LayerSpec:
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
     """What a layer sees that slides, or does not."""
     group = PRIMARY if window is None else SWA
-    return VisibleKeys.from_plan(plan, *prefix_slots(plan, group), group, window)
+    return VisibleKeys.from_plan(plan, group, window)
 
 
 def prefix_slots(plan: KVPlan, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots [B, L] of the prefixes in one group, and the position [B] of the first column."""
-    return plan.prefix.slots(group, plan.page_size)
+    table = plan.prefix.table(group)
+    return table.slots(), table.begin
 
 
 class Scene:

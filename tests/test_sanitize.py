@@ -181,8 +181,9 @@ def test_slots_of_another_group_are_not_written(kind: str, source: GroupId, grou
 @pytest.mark.parametrize(("source", "group"), PAIRS)
 def test_pages_of_another_group_are_not_read(kind: str, source: GroupId, group: GroupId, rig) -> None:
     plan, page_size = planned(rig, kind, evicted_before(rig)), rig.allocator.page_size
-    pages, start = plan.prefix.pages(group)
-    positions = (start[:, None] + torch.arange(pages.shape[1]) * page_size).clamp(max=rig.slots.host.shape[1] - 1)
+    table = plan.prefix.table(group)
+    positions = table.begin[:, None] + torch.arange(table.pages.shape[1]) * page_size
+    positions = positions.clamp(max=rig.slots.host.shape[1] - 1)
     of_source = rig.allocator.translate(source, PrimaryLoc(rig.slots.tensor[plan.rows].gather(1, positions)))
     tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, of_source // page_size))
     name = rig.allocator.pools[group].name

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol, Unpack
 import torch
 
 from specdec.attention.dense import bias_of, dense_attention, newest, visible
-from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
-from specdec.attention.kernels.paged_attention import WORD, paged_attention
+from specdec.attention.kernels.page_table import build_page_tables
+from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
 from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import PRIMARY, GroupLoc, PrimaryLoc
@@ -195,8 +195,7 @@ class PagedDraftBlock:
         self.draft, self.level, self.store = draft, -1, store
         table, num_nodes = draft.table, draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
-        self.page_size = table.allocator.page_size
-        self.tables = locate_prefixes(build_page_tables, table, draft.rows, draft.committed_len, 0)
+        self.tables = build_page_tables(table, draft.rows, draft.committed_len, 0)
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -231,19 +230,16 @@ class PagedDraftBlock:
         window, first_key = draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        pages, start = self.tables.group_table(committed.group)
+        ancestors = self.bits[:, :, : -(-filled // WORD)]
         return paged_attention(
-            query,
-            *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
-            *(committed.k, committed.v, pages),
-            start,
-            *(draft.committed_len, draft.window_positions(self.level)),
-            page_size=self.page_size,
+            *(query, committed.k, committed.v, self.tables.table(committed.group)),
+            BlockKeys(block_k, block_v, self.key_pos[:, :filled], ancestors, (scales_k, scales_v)),
+            draft.window_positions(self.level),
             window=window,
             first_key=first_key,
-            block_scales=(scales_k, scales_v),
             **options,
         )
 
     def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tables.slots(self.store.layers[layer].group, self.page_size)
+        table = self.tables.table(self.store.layers[layer].group)
+        return table.slots(), table.begin

@@ -110,14 +110,15 @@ class DecodeRound:
         """Run the target over all nodes. Sets `self.states` and `self.logits`."""
         state, shape, opened, tree = self.state, self.shape, self.opened, self.tree
         state.clock.mark("verify")
+        prefix, table = self.prefix, state.cache.table
+        if tree.num_nodes != shape.width:  # a drafter may propose fewer nodes than requested
+            prefix = state.backend.locate(table, self.rows, opened.committed_len, tree.num_nodes)
         self.plan = plan_verify(
             state.backend,
-            state.cache.table,
+            table,
             self.rows,
             tree,
-            committed_len=opened.committed_len,
-            # a drafter may propose fewer nodes than requested
-            prefix=self.prefix if tree.num_nodes == shape.width else None,
+            prefix=prefix,
             positions=opened.chain_pos if opened.fits(tree) else None,
         )
         self.verify_tree = without_blanks(tree) if shape.forced else tree  # every node gets a valid token
