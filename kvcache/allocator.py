@@ -94,10 +94,10 @@ class HybridAllocator:
         """Pages that `alloc` can give now: the minimum over the pools."""
         return min(pool.available_pages for pool in self.pools)
 
-    def alloc(self, num_pages: int) -> PrimaryLoc:
+    def alloc(self, num_pages: int) -> IntArray:
         """Take whole pages from all pools, or from none; if too few are free, the cache releases pages.
 
-        Returns their primary slots [num_pages * page_size] int64 on the host, already mapped to a peer in every group.
+        Returns their primary slots [num_pages * page_size], already mapped to a peer in every group.
         Raises OutOfSlotsError, with nothing taken, when a pool has fewer.
         """
         self.require_unfrozen("alloc")
@@ -112,40 +112,35 @@ class HybridAllocator:
         if num_pages:
             for group in self.windowed:
                 self.maps[group, slots] = self._slots(self.pools[group].alloc(num_pages))
-        return PrimaryLoc(torch.from_numpy(slots))
+        return slots
 
-    def share(self, pages: IntArray, num_evicted: IntArray) -> PrimaryLoc:
+    def share(self, pages: IntArray, num_evicted: IntArray) -> IntArray:
         """Add a row's claims on `pages`, and on their peers except the first `num_evicted` [groups]. Returns the pages'
         primary slots."""
         self.require_unfrozen("share")
         self.primary.share(pages)
         for group in self.windowed:
             self.pools[group].share(self._peers(group, pages[num_evicted[group] :]))
-        return PrimaryLoc(torch.from_numpy(self._slots(pages)))
+        return self._slots(pages)
 
-    def free(self, slots: PrimaryLoc, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
-        """Release the claims of rows on whole pages. slots [M]: all slots of each page, named once for each row that
-        frees it.
+    def free(self, pages: IntArray, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
+        """Release the claims of rows on `pages` [M], each named once for each row that frees it.
 
-        rows: [M] the row that frees each slot, or one row for all. evicted: [groups, M], whether that row has already
+        rows: [M] the row that frees each page, or one row for all. evicted: [groups, M], whether that row has already
         released its claim on the peer; None: it has released none. If a page is not held, or one row frees it twice,
         raises DoubleFreeError and changes nothing.
         """
         self.require_unfrozen("free")
-        pages, heads = self._pages(slots, "free")
-        claims = pages if isinstance(rows, int) else rows[heads] * (self.primary.capacity + 1) + pages
-        self.primary.require_claims(pages, once=claims)
+        self.primary.require_claims(pages, once=rows * (self.primary.capacity + 1) + pages)
         for group in self.windowed:
-            seen = pages if evicted is None else pages[~evicted[group][heads]]
+            seen = pages if evicted is None else pages[~evicted[group]]
             self._release_peers(group, seen[self.is_mapped(group, seen)])
         self.primary.free(pages)
 
-    def evict(self, group: GroupId, slots: PrimaryLoc) -> None:
-        """Release the claims of rows on the peers of whole pages in one windowed group. A page is named once for each
-        row, and its primary slots stay held. If a peer is evicted already, raises DoubleFreeError and changes nothing.
-        """
+    def evict(self, group: GroupId, pages: IntArray) -> None:
+        """Release the claims of rows on the peers of `pages` in one windowed group. A page is named once for each row,
+        and stays held itself. If a peer is evicted already, raises DoubleFreeError and changes nothing."""
         self.require_unfrozen("evict")
-        pages, _ = self._pages(slots, "evict")
         self.primary.require_claims(pages)
         if not self.is_mapped(group, pages).all():
             name = self.pools[group].name
@@ -235,18 +230,6 @@ class HybridAllocator:
 
     def _slots(self, pages: IntArray) -> IntArray:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
-
-    def _pages(self, slots: PrimaryLoc, operation: str) -> tuple[IntArray, IntArray]:
-        """Page ids of whole pages, named slot by slot in any order, and where the first slot of each is."""
-        ids = slots.cpu().numpy()
-        if self.page_size == 1:
-            return ids, np.arange(len(ids))
-        heads = np.flatnonzero(ids % self.page_size == 0)
-        pages: IntArray = ids[heads] // self.page_size
-        whole = len(ids) == len(pages) * self.page_size and bool((np.sort(self._slots(pages)) == np.sort(ids)).all())
-        if not whole:
-            raise DoubleFreeError(f"{operation} takes whole pages of {self.page_size} slots, got slots {ids.tolist()}")
-        return pages, heads
 
     def _peers(self, group: GroupId, pages: IntArray) -> IntArray:
         """The page of each primary page in a group, 0 where there is none."""

@@ -143,10 +143,9 @@ class RequestTable:
         rows = np.atleast_1d(rows)
         self._require_active(rows)
         rows = rows[::-1]
-        owned = row_cells(rows, np.zeros_like(rows), self.capacity[rows])
-        evicted = owned[1] < self.evicted_len[:, owned[0]]  # [groups, M]
-        self.allocator.free(PrimaryLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
-        self.slots[owned] = 0
+        owners, starts, pages = self._pages_between(rows, np.zeros_like(rows), self.capacity[rows])
+        self.allocator.free(pages, rows=owners, evicted=starts < self.evicted_len[:, owners])
+        self.slots[row_cells(rows, np.zeros_like(rows), self.capacity[rows])] = 0
         self.shared_len[rows] = 0
         self.committed_len[rows] = 0
         self.capacity[rows] = self.evicted_len[:, rows] = 0
@@ -167,7 +166,7 @@ class RequestTable:
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
         length, evicted = len(pages) * self.allocator.page_size, self.num_evicted(len(pages))
-        self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
+        self.slots[row, :length] = self.allocator.share(pages, evicted)
         self.capacity[row], self.evicted_len[:, row] = length, evicted * self.allocator.page_size
         self.committed_len[row] = max(length - self.reread, 0)
         self.shared_len[row] = length
@@ -184,6 +183,12 @@ class RequestTable:
         """The first pages that a row owns, in order."""
         page_size = self.allocator.page_size
         return self.slots.host[row, : num_pages * page_size : page_size] // page_size
+
+    def _pages_between(self, rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Pages from position `start` to `end` [R] of each row: row, first position and page, [M] each."""
+        page_size = self.allocator.page_size
+        owners, numbers = row_cells(rows, start // page_size, end // page_size)
+        return owners, numbers * page_size, self.slots.host[owners, numbers * page_size] // page_size
 
     def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
         """Pages [B] that `ensure_slots(rows, length)` would allocate for each."""
@@ -211,8 +216,7 @@ class RequestTable:
         if not needed.any():
             return
         end = self.capacity[rows] + needed * self.allocator.page_size
-        fresh = self.allocator.alloc(int(needed.sum()))
-        self.slots[row_cells(rows, self.capacity[rows], end)] = fresh.numpy()
+        self.slots[row_cells(rows, self.capacity[rows], end)] = self.allocator.alloc(int(needed.sum()))
         self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
@@ -291,10 +295,10 @@ class RequestTable:
             end = np.maximum(unseen, start)
             if (end - start).max(initial=0) < least:
                 continue
-            slots = self.slots.host[row_cells(rows, start, end)]  # a page that rows share is named once by each row
-            self.allocator.evict(group, PrimaryLoc(torch.from_numpy(slots)))
+            *_, pages = self._pages_between(rows, start, end)  # a page that rows share is named once by each row
+            self.allocator.evict(group, pages)
             self.evicted_len[group, rows] = end
-            freed += len(slots) // page_size
+            freed += len(pages)
         return freed
 
     def check(self) -> None:

@@ -158,8 +158,8 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
     return {
         "alloc": lambda: a.alloc(1),
         "alloc of nothing": lambda: a.alloc(0),
-        "free": lambda: a.free(slots),
-        "allocator evict": lambda: a.evict(SWA, slots),
+        "free": lambda: a.free(page),
+        "allocator evict": lambda: a.evict(SWA, page),
         "share": lambda: a.share(page, ints(0, 0)),
         "cache pages": lambda: a.cache_pages(PRIMARY, page),
         "cache peers": lambda: a.cache_pages(SWA, page),

@@ -64,7 +64,7 @@ class Scene:
         # a row opened first and evicted shifts the numbers of the two groups against each other
         shift = self.table.open_row()
         self.table.ensure_slots(shift, 5 * page_size)
-        allocator.evict(SWA, PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
+        allocator.evict(SWA, self.table.pages(shift, 3))
         self.rows = ints(*(self.table.open_row() for _ in lengths))
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools

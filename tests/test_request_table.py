@@ -189,7 +189,7 @@ def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
     another = rig.add_store(KVLayout.from_windows([None, None], 2, 3), torch.float64)  # all of it in the primary group
     shift, row = rig.open_row(), rig.open_row()
     rig.ensure_slots(shift, 2)
-    rig.allocator.evict(SWA, PrimaryLoc(torch.tensor([1, 2])))
+    rig.allocator.evict(SWA, ints(1, 2))
     rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the groups disagree
     assert rig.allocator.translate(SWA, PrimaryLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
     stored = [(kept, 3 if kept.group == PRIMARY else 1) for s in (rig.store, another) for kept in s.layers.values()]
@@ -231,10 +231,6 @@ def put_slots(row: int, cells: object, value: object) -> Callable[[KVRig], None]
     return lambda table: table.slots.__setitem__((row, cells), value)
 
 
-def slots_of(table: KVRig, start: int, end: int) -> PrimaryLoc:
-    return PrimaryLoc(torch.from_numpy(table.slots.host[0, start:end].copy()))
-
-
 CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
     "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "a page is owned by two rows"),
     "slots behind capacity": (put_slots(0, 28, 9), "slots past its capacity"),
@@ -255,14 +251,14 @@ CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
         "window 6: a page has two owners",
     ),
     "half a peer": (lambda table: table.allocator.maps.__setitem__((SWA, 25), 0), "the peer of a page is not one page"),
-    "freed page": (lambda table: table.allocator.free(slots_of(table, 24, 28)), "unmapped|a row owns a free page"),
+    "freed page": (lambda table: table.allocator.free(table.pages(0, 7)[6:]), "unmapped|a row owns a free page"),
     "evicted too far": (
         lambda table: table.evicted_len.__setitem__((SWA, 0), 14),
         r"evicted \[ 0 14\], but the windows start at \[ 0 13\]",
     ),
     "evicted yet mapped": (lambda table: table.evicted_len.__setitem__((SWA, 0), 12), "an evicted token is mapped"),
     "in the window but unmapped": (
-        lambda table: table.allocator.evict(SWA, slots_of(table, 16, 20)),
+        lambda table: table.allocator.evict(SWA, table.pages(0, 5)[4:]),
         "a token in the window of group 1 is unmapped",
     ),
     "padding row with slots": (put_slots(3, 0, 4), "row=3: slots past its capacity"),

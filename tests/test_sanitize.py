@@ -254,7 +254,7 @@ def test_a_read_of_poison_is_named(rig) -> None:
 def break_table(rig: KVRig, row: int, how: str) -> None:
     match how:
         case "table names a free page":
-            rig.allocator.free(PrimaryLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
+            rig.allocator.free(rig.table.pages(row, 1))
         case "table names a slot that is not there":
             rig.slots[row, 2] = 10_000
         case "two rows have one page":
