@@ -55,14 +55,16 @@ class CheckedBackend:
         else:
             self._check_lengths(plan)
             self._check_writes(plan, group)
-            self._check_reads(plan, group, plan.prefix.table(group))
+            self._check_reads(group, plan.rows, plan.prefix.table(group), int(self.table.retain[group]))
         queries = self._own(plan), self._rows(plan).expand_as(plan.positions), plan.positions
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), group, queries)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
         for layer, kept in store.layers.items():
-            self._check_draft_reads(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
+            window = draft.windows[layer]
+            num_keys = None if window is None else window - 1
+            self._check_reads(kept.group, draft.rows.index, block.prefix_table(layer), num_keys)
         return CheckedDraftBlock(block, store, draft, self)
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
@@ -77,16 +79,6 @@ class CheckedBackend:
         expected = self._slots_at(group, rows, positions)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
         self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
-
-    def _check_draft_reads(
-        self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
-    ) -> None:
-        """Check `read` [B, L]: slots of committed keys from position start [B] on."""
-        rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
-        positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
-        oldest = 0 if window is None else length - window + 1
-        seen = (rows != self.table.padding_row) & (positions >= oldest) & (positions < length)
-        self._check_slots(group, rows, positions, read, seen)
 
     def _check_pack_reads(self, plan: KVPlan, tables: PackTables, group: GroupId, window: int | None) -> None:
         """Check the slot of the oldest and of the newest key that each place sees."""
@@ -122,14 +114,15 @@ class CheckedBackend:
         shared = stored & (self.sanitizer.owners.tensor[primary // self.table.allocator.page_size] > 1)
         self.sanitizer.record_fault(Fault.SHARED, group, shared, rows, positions, write, expected)
 
-    def _check_reads(self, plan: KVPlan, group: GroupId, table: PageTable) -> None:
-        """Check the first slot of each page, and that the pages cover the prefix or the window."""
+    def _check_reads(self, group: GroupId, rows: torch.Tensor, table: PageTable, num_keys: int | None) -> None:
+        """Check the first slot of each page, and that the pages cover the last `num_keys` keys of each prefix; None:
+        all."""
         pages, page_size, begin = table.pages, table.page_size, table.begin[:, None]
-        rows, length = plan.rows[:, None], plan.committed_len[:, None]
+        rows, length = rows[:, None], table.committed_len[:, None]
         positions = begin + torch.arange(pages.shape[1], device=pages.device) * page_size
         real = rows != self.table.padding_row
         self._check_slots(group, rows, positions, pages * page_size, real & (positions < length))
-        oldest = (length - int(self.table.retain[group])).clamp(min=0)
+        oldest = torch.zeros_like(length) if num_keys is None else (length - num_keys).clamp(min=0)
         end = begin + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
@@ -196,7 +189,7 @@ class CheckedDraftBlock:
         self.draft = draft
         self.checks = checks
         self.level = -1
-        self.destination, self.prefix_slots = block.destination, block.prefix_slots
+        self.destination, self.prefix_table = block.destination, block.prefix_table
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
