@@ -11,6 +11,7 @@ It wraps another backend and changes none of its results. It checks, for B rows 
 All checks are tensor operations that read nothing back, so a captured round repeats them at every replay.
 """
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -25,15 +26,15 @@ from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.sanitize import Fault, Sanitizer, sanitize_requested
+from specdec.kvcache.sanitize import SETTING, Fault, Sanitizer
 from specdec.kvcache.store import KVStore
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
     """The backend and the capture for an engine: these two, or wrapped ones if the environment asks for checks."""
-    if not sanitize_requested():
+    if os.environ.get(SETTING, "") in ("", "0"):
         return backend, capture
-    cache.sanitizer = sanitizer = Sanitizer(cache.table)
+    cache.sanitizer = sanitizer = Sanitizer(cache.table, cache.stores)
     return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.deferring(capture)
 
 

@@ -65,30 +65,16 @@ def dense_attention(
     Keys that no query sees must be finite, since their weight 0 is multiplied with V. The result of a query that sees
     no key is 0 or NaN.
     """
-    if softcap is not None or sinks is not None:
-        return _with_extras(query, k, v, bias, scaling, softcap, sinks).transpose(1, 2)
     dtype = v.dtype
-    if query.device.type == "cpu" and dtype.itemsize < 4:  # torch's fused operator is several times slower in 16 bits
-        query, k, v = query.float(), k.float(), v.float()
-    bias = bias.to(query.dtype)
-    out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
-    return out.to(dtype).transpose(1, 2)
-
-
-def _with_extras(
-    query: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with a softcap or sinks, which torch's fused operator lacks -> [B, Hq, N, DV]. The softmax runs in
-    float32, or in float64 for float64 inputs."""
-    batch, num_heads, num_rows, head_dim = query.shape
-    num_kv_heads = k.shape[1]
-    grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
+    if softcap is None and sinks is None:
+        if query.device.type == "cpu" and dtype.itemsize < 4:  # the fused operator is several times slower in 16 bits
+            query, k, v = query.float(), k.float(), v.float()
+        bias = bias.to(query.dtype)
+        fused = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
+        return fused.to(dtype).transpose(1, 2)
+    # without torch's fused operator; the softmax runs in float32, or in float64 for float64 inputs
+    batch, num_rows, num_kv_heads = len(query), query.shape[2], k.shape[1]
+    grouped = query.unflatten(1, (num_kv_heads, -1))
     scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -98,8 +84,8 @@ def _with_extras(
     else:
         sink = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, DV]
-    return out.flatten(1, 2)
+    out = torch.matmul(weights.to(dtype), v[:, :, None])  # [B, Hkv, G, N, DV]
+    return out.flatten(1, 2).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ Several rows and the prefix cache may claim one page; its peers have claims of t
 claim, and a page without claims is free. A page that only the cache claims counts as available: `alloc` reclaims it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -60,7 +60,6 @@ class HybridAllocator:
         self.cached_windows = tuple(group for group in self.windowed if groups[group].cached)
         self.maps = MirroredArray((len(pages), (pages[0] + 1) * page_size), device)
         self.cache: PageCache | None = None
-        self.on_uncached: Callable[[IntArray], None] | None = None  # called with pages that the cache gives up
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
     def num_slots(self, group: GroupId) -> int:
@@ -108,10 +107,10 @@ class HybridAllocator:
         short = self.pools.map(lambda pool: max(num_pages - pool.free_pages, 0))
         if self.cache is not None and any(short):
             self.cache.evict(short)
-        slots = self._slots(self.primary.alloc(num_pages))
+        slots = self.slots_of(self.primary.alloc(num_pages))
         if num_pages:
             for group in self.windowed:
-                self.maps[group, slots] = self._slots(self.pools[group].alloc(num_pages))
+                self.maps[group, slots] = self.slots_of(self.pools[group].alloc(num_pages))
         return slots
 
     def share(self, pages: IntArray, num_evicted: IntArray) -> IntArray:
@@ -121,7 +120,7 @@ class HybridAllocator:
         self.primary.share(pages)
         for group in self.windowed:
             self.pools[group].share(self._peers(group, pages[num_evicted[group] :]))
-        return self._slots(pages)
+        return self.slots_of(pages)
 
     def free(self, pages: IntArray, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
         """Release the claims of rows on `pages` [M], each named once for each row that frees it.
@@ -158,8 +157,6 @@ class HybridAllocator:
         for group in self.windowed:
             self.uncache_peers(group, pages[self.is_cached(group, pages)])
         self.primary.uncache_pages(pages)
-        if self.on_uncached is not None:
-            self.on_uncached(pages)
 
     def uncache_peers(self, group: GroupId, pages: IntArray) -> None:
         """Release the cache's claims on the peers of `pages` in one group."""
@@ -228,7 +225,8 @@ class HybridAllocator:
         kept = self.primary.is_cached(pages[pool.is_cached(peers)])
         assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
 
-    def _slots(self, pages: IntArray) -> IntArray:
+    def slots_of(self, pages: IntArray) -> IntArray:
+        """All slots of these pages, in order."""
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
     def _peers(self, group: GroupId, pages: IntArray) -> IntArray:
@@ -241,4 +239,4 @@ class HybridAllocator:
 
     def _unmap(self, group: GroupId, pages: IntArray) -> None:
         """The peers of `pages` are free."""
-        self.maps[group, self._slots(pages)] = 0
+        self.maps[group, self.slots_of(pages)] = 0

@@ -76,9 +76,7 @@ class KVCache:
             for store in self.models:
                 self.operations.fold(self.table, store, row, length)
 
-        states = StateCache(layers, self.table.max_requests + 1, fold)
-        self.allocator.on_uncached = states.drop
-        return states
+        return StateCache(layers, self.table.max_requests + 1, fold)
 
     def pad_states(self, length: int) -> None:
         """Mark the padding row's states as folded up to `length` tokens. A later forward then folds none of these
@@ -107,7 +105,7 @@ class KVCache:
         self.stores += stores
         if self.sanitizer is not None:
             for store in stores:
-                self.sanitizer.watch(store)
+                self.sanitizer.poison_store(store)
         return first
 
     def flush(self, *more: MirroredArray) -> None:
@@ -146,5 +144,3 @@ class KVCache:
     def clear(self) -> None:
         for store in self.stores:
             store.clear()
-        if self.sanitizer is not None:
-            self.sanitizer.stores.clear()

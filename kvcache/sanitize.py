@@ -9,8 +9,7 @@ tensor operations only, and the first fault is written to a record on the device
 every replay, and the host reads the record between rounds (`raise_fault`). It knows no plan and no request.
 """
 
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
 
@@ -42,18 +41,13 @@ class Fault(Enum):
 FAULTS = tuple(Fault)
 
 
-def sanitize_requested() -> bool:
-    """Is the environment variable set? Engines ask once, when they are made."""
-    return os.environ.get(SETTING, "") not in ("", "0")
-
-
 class Sanitizer:
-    """Watches one table, its allocator and the stores that its slots index."""
+    """Watches one table, its allocator and the `stores` that its slots index."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, stores: Sequence[KVStore]) -> None:
         self.table = table
         self.allocator = table.allocator
-        self.stores: list[KVStore] = []
+        self.stores = stores
         pages = self.allocator.primary.capacity + 1
         self.owners = MirroredArray((pages,), self.allocator.device)  # per primary page, at the last `check`
         # the first fault: see `record_fault`
@@ -62,9 +56,8 @@ class Sanitizer:
         for group, pool in self.allocator.pools.items():
             pool.on_free = partial(self._poison, group)
 
-    def watch(self, store: KVStore) -> None:
-        """Watch one more store. Nothing has been written to it yet, so fill all of it but page 0 with NaN."""
-        self.stores.append(store)
+    def poison_store(self, store: KVStore) -> None:
+        """Fill a new store with NaN, all but page 0: nothing has been written to it yet."""
         for group, _ in self.allocator.pools.items():
             for tensor in floating(store.tensors(group)):
                 tensor[self.allocator.page_size :] = torch.nan
@@ -190,8 +183,7 @@ class Sanitizer:
         return f"{name} ({'free' if free else 'of no row'})"
 
     def _poison(self, group: GroupId, pages: IntArray) -> None:
-        page_size = self.allocator.page_size
-        slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1))
+        slots = torch.from_numpy(self.allocator.slots_of(pages))
         for tensor in floating(tensor for store in self.stores for tensor in store.tensors(group)):
             tensor.index_fill_(0, slots.to(tensor.device), torch.nan)  # a rank's store lies on its own device
 

@@ -27,7 +27,7 @@ def rig(request, monkeypatch) -> KVRig:
     layout = KVLayout(tuple(layer_spec(i, window, head_dim=2) for i, window in enumerate((None, 4, 12))))
     rig = KVRig(layout, pages=80, page_size=request.param, max_requests=3, max_len=48, lookahead=NODES)
     rig.backend, _ = sanitized(rig, rig.backend, None)
-    rig.sanitizer.watch(rig.store)
+    rig.sanitizer.poison_store(rig.store)
     wide = rig.allocator.pools[WIDE]
     wide._stack = wide._stack[::-1].copy()  # its last pages come first, so that no number is one of another group
     return rig
