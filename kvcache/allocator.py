@@ -172,6 +172,10 @@ class HybridAllocator:
         """Whether the cache claims the peer of each page in a group."""
         return self.pools[group].is_cached(self._peers(group, pages))
 
+    def row_refs(self, group: GroupId, pages: IntArray) -> IntArray:
+        """How many rows claim the peer of each page in a group."""
+        return self.pools[group].row_refs(self._peers(group, pages))
+
     def is_idle(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Whether the cache alone claims the peer of each page in a group."""
         peers, pool = self._peers(group, pages), self.pools[group]

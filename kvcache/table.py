@@ -29,7 +29,7 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, ByGroup, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
@@ -306,45 +306,29 @@ class RequestTable:
         self.allocator.check()
         for mirrored in (self.slots, self.committed_len, self.allocator.maps):
             mirrored.check()
-        page_size, primary = self.allocator.page_size, self.allocator.primary
-        holds = np.zeros((len(self.allocator.pools), primary.capacity + 1), dtype=np.int64)  # rows, by group and page
-        numbers = np.stack([self.capacity, self.committed_len.host], axis=1).tolist()
-        for row, (slots, (capacity, length)) in enumerate(zip(self.slots.host, numbers, strict=True)):
-            evicted = self.evicted_len[:, row]
+        page_size, lengths = self.allocator.page_size, self.committed_len.host
+        for row, slots in enumerate(self.slots.host):
+            capacity, length, evicted = int(self.capacity[row]), int(lengths[row]), self.evicted_len[:, row]
             assert (slots[capacity:] == 0).all(), f"{row=}: slots past its capacity"
-            if not self._active[row]:
-                assert capacity == length == evicted.max() == 0, f"{row=} is closed but owns something"
-                continue
+            assert self._active[row] or capacity == length == 0, f"{row=} is closed but owns something"
             assert evicted.max() <= length <= capacity, f"{row=}: {evicted=} {length=} {capacity=}"
-            by_page = slots[:capacity].reshape(-1, page_size)  # [pages, page_size]
-            in_order = by_page == by_page[:, :1] + np.arange(page_size)
-            assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
-            pages = by_page[:, 0] // page_size
-            assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
-            starts = np.maximum(
-                self.num_evicted(self.shared_len.host[row] // page_size) * page_size, length - self.retain
-            )
+            adopted = self.num_evicted(self.shared_len.host[row] // page_size) * page_size
+            starts = np.maximum(adopted, length - self.retain)
             assert (evicted <= starts).all(), f"{row=}: evicted {evicted}, but the windows start at {starts}"
-            for group, first in enumerate(evicted.tolist()):
-                mapped = self.allocator.peer_slots(GroupId(group), slots[first:capacity]) != 0
-                assert mapped.all(), f"{row=}: a token in the window of group {group} is unmapped"
-                holds[group, pages[first // page_size :]] += 1
-        in_rows = holds[PRIMARY]
-        pages = np.flatnonzero(in_rows)
-        holders = primary.row_refs(pages)
-        assert (holders > 0).all(), "a row owns a free page"
-        assert (in_rows[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
-        assert (in_rows[pages] == holders).all(), "a page has more claims than rows that own it"
-        assert len(pages) == primary.held_pages, "a held page belongs to no row"
-        for group in self.allocator.windowed:
-            pool = self.allocator.pools[group]
-            peers = self.allocator.maps.host[group, ::page_size] // page_size
-            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_cached(peers)
-            message = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
-            assert not unclaimed.any(), message
-            wrong = (peers != 0) & (pool.row_refs(peers) != holds[group])
-            message = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
-            assert not wrong.any(), message
+        rows, first, pages = self._pages_between(np.arange(len(lengths)), np.zeros_like(lengths), self.capacity)
+        offsets = np.arange(page_size)
+        slots = self.slots.host[rows[:, None], first[:, None] + offsets]  # [pages, page_size]
+        astray = (slots != self.allocator.slots_of(pages).reshape(slots.shape)).any(1)
+        assert not astray.any(), f"rows {rows[astray].tolist()}: not whole pages in order"
+        assert len(set(zip(rows.tolist(), pages.tolist(), strict=True))) == len(pages), "a row owns a page twice"
+        for group, pool in self.allocator.pools.items():
+            seen = pages[first >= self.evicted_len[group, rows]]
+            assert self.allocator.is_mapped(group, seen).all(), f"a token in the window of group {group} is unmapped"
+            owners = np.bincount(seen, minlength=self.allocator.primary.capacity + 1)  # rows, by primary page
+            claims = self.allocator.row_refs(group, np.arange(len(owners)))
+            wrong = np.flatnonzero(owners != claims)
+            message = f"{pool.name}: {owners[wrong]} rows own pages {wrong}, with {claims[wrong]} claims"
+            assert not len(wrong), message
 
     def _require_active(self, rows: IntArray) -> None:
         closed = ~self._active[rows.clip(-1, self.padding_row)]  # the padding row is the last one and is never open

@@ -232,7 +232,7 @@ def put_slots(row: int, cells: object, value: object) -> Callable[[KVRig], None]
 
 
 CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
-    "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "a page is owned by two rows"),
+    "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "full: .* own pages .*, with .* claims"),
     "slots behind capacity": (put_slots(0, 28, 9), "slots past its capacity"),
     "longer than capacity": (
         lambda table: table.committed_len.__setitem__(0, 29),
@@ -240,7 +240,7 @@ CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
     ),
     "page 0 in a row": (put_slots(0, slice(4), 0), "not whole pages"),
     "closed but owning": (lambda table: table._active.__setitem__(1, False), "slots past its capacity|closed but owns"),
-    "leaked page": (lambda table: table.allocator.alloc(1), "a held page belongs to no row"),
+    "leaked page": (lambda table: table.allocator.alloc(1), r"full: \[0\] rows own pages \[10\]"),
     "leaked peer": (lambda table: table.allocator.pools[SWA].alloc(1), "window 6: a page is held but not mapped"),
     "page free without its peer": (
         lambda table: table.allocator.primary.free(ints(7)),
@@ -251,12 +251,15 @@ CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
         "window 6: a page has two owners",
     ),
     "half a peer": (lambda table: table.allocator.maps.__setitem__((SWA, 25), 0), "the peer of a page is not one page"),
-    "freed page": (lambda table: table.allocator.free(table.pages(0, 7)[6:]), "unmapped|a row owns a free page"),
+    "freed page": (lambda table: table.allocator.free(table.pages(0, 7)[6:]), "unmapped|full: .* claims"),
     "evicted too far": (
         lambda table: table.evicted_len.__setitem__((SWA, 0), 14),
         r"evicted \[ 0 14\], but the windows start at \[ 0 13\]",
     ),
-    "evicted yet mapped": (lambda table: table.evicted_len.__setitem__((SWA, 0), 12), "an evicted token is mapped"),
+    "evicted yet mapped": (
+        lambda table: table.evicted_len.__setitem__((SWA, 0), 12),
+        r"window 6: \[0\] rows own pages \[3\], with \[1\] claims",
+    ),
     "in the window but unmapped": (
         lambda table: table.allocator.evict(SWA, table.pages(0, 5)[4:]),
         "a token in the window of group 1 is unmapped",
