@@ -161,7 +161,8 @@ class HybridAllocator:
     def uncache_peers(self, group: GroupId, pages: IntArray) -> None:
         """Release the cache's claims on the peers of `pages` in one group."""
         self.require_unfrozen("uncache")
-        self._unmap(group, pages[self.pools[group].uncache_pages(self._peers(group, pages))])
+        freed = pages[self.pools[group].uncache_pages(self._peers(group, pages))]
+        self.maps[group, self.slots_of(freed)] = 0
 
     def is_mapped(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Mask of `pages` that have a peer in a group."""
@@ -207,27 +208,25 @@ class HybridAllocator:
         if self.cache is not None:
             self.cache.check()
         for group in self.windowed:
-            self._check_group(group)
-
-    def _check_group(self, group: GroupId) -> None:
-        pool, name = self.pools[group], self.pools[group].name
-        pool.check()
-        mapping = self.maps.host[group].reshape(-1, self.page_size)  # [pages, page_size]
-        heads = mapping[:, 0]
-        mapped = heads != 0
-        assert (mapping[0] == 0).all(), f"{name}: page 0 is mapped"
-        own = heads[mapped, None] + np.arange(self.page_size)
-        assert (mapping[mapped] == own).all(), f"{name}: the peer of a page is not one page"
-        assert (mapping[~mapped] == 0).all(), f"{name}: a page is mapped in part"
-        peers, pages = heads[mapped] // self.page_size, np.flatnonzero(mapped)
-        assert len(np.unique(peers)) == len(peers), f"{name}: a page has two owners"
-        assert (pool.is_held(peers) | pool.is_cached(peers)).all(), f"{name}: a mapped page is free"
-        assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
-        assert (self.primary.is_held(pages) | self.primary.is_cached(pages)).all(), f"{name}: a free page is mapped"
-        more = pool.row_refs(peers) > self.primary.row_refs(pages)
-        assert not more.any(), f"{name}: more rows hold the peers of pages {pages[more].tolist()} than the pages"
-        kept = self.primary.is_cached(pages[pool.is_cached(peers)])
-        assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
+            pool, name = self.pools[group], self.pools[group].name
+            pool.check()
+            mapping = self.maps.host[group].reshape(-1, self.page_size)  # [pages, page_size]
+            heads = mapping[:, 0]
+            mapped = heads != 0
+            assert (mapping[0] == 0).all(), f"{name}: page 0 is mapped"
+            own = heads[mapped, None] + np.arange(self.page_size)
+            assert (mapping[mapped] == own).all(), f"{name}: the peer of a page is not one page"
+            assert (mapping[~mapped] == 0).all(), f"{name}: a page is mapped in part"
+            peers, pages = heads[mapped] // self.page_size, np.flatnonzero(mapped)
+            assert len(np.unique(peers)) == len(peers), f"{name}: a page has two owners"
+            assert (pool.is_held(peers) | pool.is_cached(peers)).all(), f"{name}: a mapped page is free"
+            assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
+            full = self.primary.is_held(pages) | self.primary.is_cached(pages)
+            assert full.all(), f"{name}: a free page is mapped"
+            more = pool.row_refs(peers) > self.primary.row_refs(pages)
+            assert not more.any(), f"{name}: more rows hold the peers of pages {pages[more].tolist()} than the pages"
+            kept = self.primary.is_cached(pages[pool.is_cached(peers)])
+            assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
 
     def slots_of(self, pages: IntArray) -> IntArray:
         """All slots of these pages, in order."""
@@ -239,8 +238,5 @@ class HybridAllocator:
 
     def _release_peers(self, group: GroupId, pages: IntArray) -> None:
         """Rows give up the peers of `pages`."""
-        self._unmap(group, pages[self.pools[group].free(self._peers(group, pages))])
-
-    def _unmap(self, group: GroupId, pages: IntArray) -> None:
-        """The peers of `pages` are free."""
-        self.maps[group, self.slots_of(pages)] = 0
+        freed = pages[self.pools[group].free(self._peers(group, pages))]
+        self.maps[group, self.slots_of(freed)] = 0

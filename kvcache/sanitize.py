@@ -117,8 +117,7 @@ class Sanitizer:
         """
         allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
         active = table.active_rows
-        owned, committed = table.capacity[active], table.committed_len.host[active]
-        rows, positions = row_cells(active, np.zeros_like(active), owned)
+        rows, positions = row_cells(active, np.zeros_like(active), table.capacity[active])
         slots = table.slots.host[rows, positions]
         for group, pool in allocator.pools.items():
             kept = positions >= table.evicted_len[group, rows]
@@ -130,10 +129,6 @@ class Sanitizer:
             self._require(pool.is_held(peers // page_size), *where, "has been freed")
         in_place = slots % page_size == positions % page_size
         self._require(in_place, PRIMARY, rows, positions, slots, "is out of its place in the page")
-        if (past := committed > owned).any():
-            row, length, capacity = (int(x[past][0]) for x in (active, committed, owned))
-            message = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
-            raise name_row(LocationError(message), row)
         for group in allocator.windowed:
             mapping = allocator.maps.host[group]
             times = np.bincount(mapping, minlength=2)
@@ -142,18 +137,15 @@ class Sanitizer:
                 peer, name = int(times.argmax()), allocator.pools[group].name
                 both = _few(np.flatnonzero(mapping == peer))
                 raise LocationError(f"full slots {both} have the same peer, {name} slot {peer} {BLAME}")
-        heads = slots[positions % page_size == 0] // page_size
-        self._check_owners(np.bincount(heads, minlength=allocator.primary.capacity + 1))
-
-    def _check_owners(self, count: IntArray) -> None:
-        """Check that no primary page is in more rows than it has owners; then update `owners`."""
-        full, pages = self.allocator.primary, np.arange(len(count))
+        # no primary page is in more rows than hold it
+        full, pages = allocator.primary, np.arange(allocator.primary.capacity + 1)
+        count = np.bincount(slots[positions % page_size == 0] // page_size, minlength=len(pages))
         holders = full.row_refs(pages)
-        owners = holders + full.is_cached(pages)  # no row may write to a page with more than one
         if (count > holders).any():
             page = int((count > holders).argmax())
-            slot = self._slot(PRIMARY, page * self.allocator.page_size)
+            slot = self._slot(PRIMARY, page * page_size)
             raise LocationError(f"{slot} is in {count[page]} rows and has {holders[page]} owners {BLAME}")
+        owners = holders + full.is_cached(pages)  # no row may write to a page with more than one
         changed = np.flatnonzero(owners != self.owners.host)
         self.owners[changed] = owners[changed]
 
