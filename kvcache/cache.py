@@ -97,16 +97,12 @@ class KVCache:
         else:
             self.ranks = ranks
         num_states = num_state_slots(self.table.max_requests)
-        first, *others = stores = [
-            KVStore(layout, self.allocator, dtype, device, rank=i, num_states=num_states)
-            for i, device in enumerate(ranks.devices)
-        ]
-        first.ranks, first.other_ranks = ranks, tuple(others)
-        self.stores += stores
+        store = KVStore(layout, self.allocator, dtype, ranks, num_states=num_states)
+        self.stores += store.by_rank
         if self.sanitizer is not None:
-            for store in stores:
-                self.sanitizer.poison_store(store)
-        return first
+            for each in store.by_rank:
+                self.sanitizer.poison_store(each)
+        return store
 
     def flush(self, *more: MirroredArray) -> None:
         """Upload in one copy all changes of the host's arrays since the last call. `more`: arrays to upload with the

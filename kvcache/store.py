@@ -113,8 +113,8 @@ class RecurrentLayers:
 class KVStore:
     """Pools for every owner layer of a layout and every slot of an allocator, on one device.
 
-    rank: the rank whose heads this store holds; 0 if the model is on one device. ranks, other_ranks: the model's
-    devices, and the stores of the ranks after the first, which use the same slots; only rank 0's store knows them.
+    ranks: the devices that share the model; `layout` is one rank's share. rank: the rank whose heads this store holds.
+    other_ranks: the stores of the ranks after the first, which use the same slots; only rank 0's store has them.
     num_states: states per recurrent layer: one per row of the request table and one per copy.
     """
 
@@ -123,16 +123,20 @@ class KVStore:
         layout: KVLayout,
         allocator: HybridAllocator,
         dtype: torch.dtype,
-        device: torch.device,
+        ranks: Ranks,
         *,
-        rank: int,
+        rank: int = 0,
         num_states: int = 0,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.ranks = ranks
         self.rank = rank
-        self.ranks = Ranks([device])
-        self.other_ranks: tuple[KVStore, ...] = ()
+        more = () if rank else range(1, len(ranks))
+        self.other_ranks: tuple[KVStore, ...] = tuple(
+            KVStore(layout, allocator, dtype, ranks, rank=i, num_states=num_states) for i in more
+        )
+        device = ranks.devices[rank]
         self.layers: dict[int, LayerKV] = {}
         shapes: dict[tuple[StateShape, int], list[LayerKV]] = {}  # recurrent layers by state shape and key heads
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made

@@ -195,16 +195,11 @@ class RequestTable:
         needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
 
-    def ensure_slots_ahead(self, rows: IntArray, length: IntArray) -> None:
-        """`ensure_slots`, which gives these rows PREALLOC_SLOTS slots more if any lacks one and there is ample room."""
-        if self.pages_needed(rows, length).any():
-            ahead = np.minimum(length + PREALLOC_SLOTS, max(self.slots.host.shape[1], int(length.max())))
-            ample = self.has_ample_room and self.pages_needed(rows, ahead).sum() <= self.allocator.available_pages
-            self.ensure_slots(rows, ahead if ample else length)
+    def ensure_slots(self, rows: IntArray | int, length: IntArray | int, *, ahead: bool = False) -> None:
+        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes nothing.
 
-    def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
-        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes
-        nothing."""
+        ahead: with ample room, PREALLOC_SLOTS more for each row if any of them lacks a slot.
+        """
         rows, length = np.atleast_1d(rows), np.atleast_1d(length)
         self._require_active(rows)
         width = self.slots.host.shape[1]
@@ -215,6 +210,9 @@ class RequestTable:
         needed = self.pages_needed(rows, length)
         if not needed.any():
             return
+        if ahead and self.has_ample_room:
+            more = self.pages_needed(rows, np.minimum(length + PREALLOC_SLOTS, width))
+            needed = more if more.sum() <= self.allocator.available_pages else needed
         end = self.capacity[rows] + needed * self.allocator.page_size
         self.slots[row_cells(rows, self.capacity[rows], end)] = self.allocator.alloc(int(needed.sum()))
         self.capacity[rows] = end

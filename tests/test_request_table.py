@@ -71,11 +71,11 @@ def test_slots_ahead_are_taken_where_they_fit_besides_what_is_asked_for():
     """The window has 202 free slots of 220, which is ample room, but not for the 192 asked for and 48 more ahead."""
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
-    table.ensure_slots_ahead(rows, np.full(3, 70))
+    table.ensure_slots(rows, np.full(3, 70), ahead=True)
     assert table.capacity[rows].tolist() == [70, 70, 70]
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
-    table.ensure_slots_ahead(rows, np.full(3, 40))
+    table.ensure_slots(rows, np.full(3, 40), ahead=True)
     assert table.capacity[rows].tolist() == [56, 56, 56]
 
 
