@@ -300,10 +300,16 @@ class RequestTable:
         return freed
 
     def check(self) -> None:
-        """Assert the allocator's invariants, invariant 6 (windows mapped), and that rows account for all its claims."""
-        self.allocator.check()
+        """Assert the allocator's invariants, invariant 6 (windows mapped), that rows account for all its claims, and
+        that the device's arrays are equal."""
+        self.check_host()
         for mirrored in (self.slots, self.committed_len, self.allocator.maps):
             mirrored.check()
+
+    def check_host(self) -> None:
+        """`check` without the device's arrays. Rounds in flight only reorder slots within a row, so it holds during
+        them."""
+        self.allocator.check()
         page_size, lengths = self.allocator.page_size, self.committed_len.host
         for row, slots in enumerate(self.slots.host):
             capacity, length, evicted = int(self.capacity[row]), int(lengths[row]), self.evicted_len[:, row]
@@ -314,15 +320,20 @@ class RequestTable:
             starts = np.maximum(adopted, length - self.retain)
             assert (evicted <= starts).all(), f"{row=}: evicted {evicted}, but the windows start at {starts}"
         rows, first, pages = self._pages_between(np.arange(len(lengths)), np.zeros_like(lengths), self.capacity)
-        offsets = np.arange(page_size)
-        slots = self.slots.host[rows[:, None], first[:, None] + offsets]  # [pages, page_size]
-        astray = (slots != self.allocator.slots_of(pages).reshape(slots.shape)).any(1)
-        assert not astray.any(), f"rows {rows[astray].tolist()}: not whole pages in order"
+        positions = first[:, None] + np.arange(page_size)
+        slots = self.slots.host[rows[:, None], positions]  # [pages, page_size]
+        wrong = slots != self.allocator.slots_of(pages).reshape(slots.shape)
+        where = f"rows {rows[wrong.any(1)]}, positions {positions[wrong]}, slots {slots[wrong]}"
+        assert not wrong.any(), f"{where}: not whole pages in order"
+        wrong = pages > self.allocator.primary.capacity
+        assert not wrong.any(), f"rows {rows[wrong]}, positions {first[wrong]}: pages {pages[wrong]} do not exist"
         assert len(set(zip(rows.tolist(), pages.tolist(), strict=True))) == len(pages), "a row owns a page twice"
         for group, pool in self.allocator.pools.items():
-            seen = pages[first >= self.evicted_len[group, rows]]
-            assert self.allocator.is_mapped(group, seen).all(), f"a token in the window of group {group} is unmapped"
-            owners = np.bincount(seen, minlength=self.allocator.primary.capacity + 1)  # rows, by primary page
+            seen = first >= self.evicted_len[group, rows]
+            wrong = seen & ~self.allocator.is_mapped(group, pages)
+            where = f"rows {rows[wrong]}, positions {first[wrong]}"
+            assert not wrong.any(), f"{where}: a token in the window of group {group} is unmapped"
+            owners = np.bincount(pages[seen], minlength=self.allocator.primary.capacity + 1)  # rows, by primary page
             claims = self.allocator.row_refs(group, np.arange(len(owners)))
             wrong = np.flatnonzero(owners != claims)
             message = f"{pool.name}: {owners[wrong]} rows own pages {wrong}, with {claims[wrong]} claims"
