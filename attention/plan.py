@@ -32,7 +32,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import RecurrentContext
-from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -120,9 +120,7 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
         inside = PrimaryLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
         return RunSlots(allocator.translate(group, inside), numbers, begin)
 
-    groups = [group for group, _ in allocator.pools.items()]
-    lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)
-    return PackTables(pack, ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)))
+    return PackTables(pack, ByGroup((every, *map(windowed, allocator.windowed))), allocator.located(own))
 
 
 Attend = Callable[..., torch.Tensor]

@@ -97,6 +97,13 @@ def depths(parents: list[int]) -> list[int]:
     return found
 
 
+def rounded(rows: torch.Tensor) -> Fp8Pool:
+    """These rows [slots, heads, D] in a pool of 8 bits."""
+    pool = Fp8Pool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
+
+
 def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """(arguments of `make_inputs`, arguments of any kernel, the fields named in `own`)."""
     shape = dict(shape)
@@ -128,9 +135,9 @@ def prepare_paged(shape: Shape) -> Prepared:
             lambda **options: pa.paged_attention(**args, **options),
             lambda: pa.reference_paged_attention(**in_float64(args)),
         )
-    args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
+    args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
     rows = (each.transpose(1, 2).flatten(0, 1) for each in (block_k, block_v))  # [B * M, Hkv, D]
-    blocks = [Fp8Pool.from_rows(each) for each in rows]
+    blocks = [rounded(each) for each in rows]
     numbers = [block.bits.view(torch.int16).unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
     exact = [
         x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
@@ -190,7 +197,7 @@ def _stored(
             rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
             args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
     if fp8:
-        args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
+        args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
 
     def path_by(find: Callable[..., OwnKeys]) -> PathKeys:
         return PathKeys(table, find(table, write, parents), positions, block_len, window)

@@ -188,6 +188,10 @@ class HybridAllocator:
         no peer."""
         return GroupLoc(slots if group == PRIMARY else self.maps.tensor[group][slots])
 
+    def located(self, slots: PrimaryLoc) -> ByGroup[GroupLoc]:
+        """`translate` for every group."""
+        return ByGroup(tuple(self.translate(group, slots) for group, _ in self.pools.items()))
+
     def peer_slots(self, group: GroupId, slots: IntArray) -> IntArray:
         """`translate` on the host."""
         return slots if group == PRIMARY else self.maps.host[group, slots]

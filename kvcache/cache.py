@@ -13,7 +13,7 @@ import torch
 from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import ByGroup, GroupId, GroupLoc, KVLayout
+from specdec.kvcache.layout import GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV
@@ -114,18 +114,14 @@ class KVCache:
 
     def move(self, move: Move) -> None:
         """Copy K/V from slot to slot, in all groups of every store."""
-        allocator = self.allocator
-        allocator.require_unfrozen("move")
-        by_group = ByGroup(
-            tuple([allocator.translate(group, slots) for slots in move] for group, _ in allocator.pools.items())
-        )
+        self.allocator.require_unfrozen("move")
         self.ranks.begin()
-        for rank, moves in enumerate(self.ranks.send(by_group)):
+        for rank, (source, destination) in enumerate(self.ranks.send(tuple(map(self.allocator.located, move)))):
             with self.ranks.on(rank):
                 for store in self.stores:
                     if store.rank == rank:
-                        for group, (source, destination) in moves.items():
-                            self.operations.move(store, group, source, destination)
+                        for group, slots in source.items():
+                            self.operations.move(store, group, slots, destination[group])
         self.ranks.join()
 
     def bytes_by_group(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 
 from specdec.attention.kernels.own_keys import OwnKeys, PathKeys
 from specdec.attention.kernels.page_table import PageTable
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 from dense_oracle import attend
 
@@ -148,6 +149,13 @@ def lay_out(
         "softcap": softcap,
         "sinks": sinks,
     }
+
+
+def rounded(rows: torch.Tensor) -> Fp8Pool:
+    """These rows [slots, heads, D] in a pool of 8 bits."""
+    pool = Fp8Pool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
 
 
 def taken(fields: type[Any], args: dict[str, Any], **names: str) -> Any:

@@ -171,8 +171,8 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
         "evict": lambda: table.evict_unseen(rows),
         "close": lambda: table.close_rows(row),
-        "write": lambda: table.write(1, table.located(slots), k, k),
-        "sliding write": lambda: table.write(0, table.located(slots), k, k),
+        "write": lambda: table.write(1, table.allocator.located(slots), k, k),
+        "sliding write": lambda: table.write(0, table.allocator.located(slots), k, k),
     }
 
 
@@ -202,9 +202,9 @@ def test_a_lent_view_refuses_to_write(layer: int):
     k = torch.full((1, 1, 1), 99.0)
     message = f"write to layer {layer} through a frozen view"
     with table.lend(worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
-        table.write(layer, table.located(slots), k, k, view)
+        table.write(layer, table.allocator.located(slots), k, k, view)
     with pytest.raises(FrozenKVError):  # nor afterwards
-        table.write(layer, table.located(slots), k, k, view)
+        table.write(layer, table.allocator.located(slots), k, k, view)
     assert kv_contents(table) == before
 
 
@@ -216,9 +216,9 @@ def test_the_targets_own_view_reads_but_does_not_write_while_frozen():
     with table.lend(Worker(), [0, 1]):
         assert own.layer(1).k[slots].item() == 10.0
         with pytest.raises(FrozenKVError, match="KV write to layer 3 while the KV cache is frozen"):
-            table.write(3, table.located(slots), k, k, own)
+            table.write(3, table.allocator.located(slots), k, k, own)
         assert own.layer(1).k[slots].item() == 10.0
-    table.write(1, table.located(slots), k, k, own)
+    table.write(1, table.allocator.located(slots), k, k, own)
     assert own.layer(1).k[slots].item() == 99.0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_scene import Request, bushy, dense, lay_out, request, taken
+from attention_scene import Request, bushy, dense, lay_out, request, rounded, taken
 
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.paged_attention import (
@@ -18,7 +18,6 @@ from specdec.attention.kernels.paged_attention import (
     reference_paged_attention,
 )
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.fp8_pool import Fp8Pool
 
 from marks import deep, slow
 
@@ -142,8 +141,8 @@ def test_a_query_whose_window_holds_nothing_is_zero() -> None:
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
     """Those of the draft too, which are the newest of more rows."""
     args, _ = drafts(trees([35, 4], [-1, 0, 0, 1, 3], dtype=dtype, v_dim=12, **GROUPED), window=30)
-    pools = {name: Fp8Pool.from_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
-    blocks = [Fp8Pool.from_rows(args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
+    pools = {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    blocks = [rounded(args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
 
     def rows(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.unflatten(0, (2, 5)).transpose(1, 2)

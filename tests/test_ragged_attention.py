@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_scene import rounded
 
 from specdec import SamplingParams
 from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run, exact_run
@@ -17,7 +18,6 @@ from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
-from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
 from specdec.runtime.rounds.prompt_sizes import token_buckets
 
@@ -152,7 +152,7 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
     case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
-    k, v = Fp8Pool.from_rows(case.k), Fp8Pool.from_rows(case.v)
+    k, v = rounded(case.k), rounded(case.v)
     options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
     got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
     want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)

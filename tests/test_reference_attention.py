@@ -75,7 +75,7 @@ class Scene:
             self.table.ensure_slots(row, length + NODES)
             slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
-                self.table.write(layer, self.table.located(slots), self.k[layer][i], self.v[layer][i])
+                self.table.write(layer, self.table.allocator.located(slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints(row), ints(length))
         if evict:
             self.table.evict_unseen(self.rows)

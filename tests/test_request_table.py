@@ -39,7 +39,9 @@ def make(
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
     """Write `values` as the K/V (k = value, v = -value) of the slots at positions start..., in every layer."""
-    slots = table.located(PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy())))
+    slots = table.allocator.located(
+        PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
+    )
     k = torch.tensor(values).view(-1, 1, 1)
     for layer in (SLIDING_LAYER, FULL_LAYER):
         table.write(layer, slots, k + 0.5 * layer, -k - 0.5 * layer)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_scene import Request, Text, bushy, dense, depths, lay_out, path_of, request
+from attention_scene import Request, Text, bushy, dense, depths, lay_out, path_of, request, rounded
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
@@ -24,7 +24,6 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
-from specdec.kvcache.fp8_pool import Fp8Pool
 
 from marks import deep, deep_cases, is_deep, slow
 
@@ -126,7 +125,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
     args = lay_out(requests, window=window, page_size=4)
-    fp8 = {name: Fp8Pool.from_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    fp8 = {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
     expected = run(args | {name: pool.read() for name, pool in fp8.items()})
     torch.testing.assert_close(run(args | fp8), expected, atol=1e-5, rtol=1e-5)
 
