@@ -127,11 +127,8 @@ class Sanitizer:
         name = f"{pool.name} slot {slot}"
         if slot < self.allocator.page_size:
             return f"{name} (padding)"
-        rows = []
-        for row in self.table.active_rows.tolist():
-            slots = self.table.slots.host[row, : int(self.table.capacity[row])]
-            if slot in self.allocator.peer_slots(group, slots):
-                rows.append(str(row))
+        owned = ((row, self.table.slots.host[row, : self.table.capacity[row]]) for row in self.table.active_rows)
+        rows = [str(row) for row, slots in owned if slot in self.allocator.peer_slots(group, slots)]
         if rows:
             return f"{name} (of row {' and '.join(rows)})"
         page = slot // self.allocator.page_size

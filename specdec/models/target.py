@@ -105,8 +105,7 @@ class TargetModel(DescribedModel):
 
     def as_deterministic(self) -> "TargetModel":
         """Returns this model in deterministic form (itself, if it is already)."""
-        new = None if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
-        return new or self
+        return self if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
 
     def on_ranks(self, ranks: Ranks) -> "TargetModel":
         """Returns this model with its layers divided among ranks; the user's model stays whole where it is. Raises
