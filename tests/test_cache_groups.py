@@ -76,14 +76,7 @@ def test_nothing_is_allocated_freed_or_evicted_for_nothing():
 # every refusal below is of an allocator with 4 pages that holds pages 1, 3, 4, of which page 1 is evicted
 
 
-REFUSED_BY_FREE = {
-    "free": (2,),
-    "one-free": (1, 2),
-    "sink": (0,),
-    "named-twice": (1, 1),
-    "negative": (-1,),
-    "beyond-the-pool": (5,),
-}
+REFUSED_BY_FREE = {"free": (2,), "one-free": (1, 2), "sink": (0,), "twice": (1, 1), "negative": (-1,), "beyond": (5,)}
 REFUSED_BY_EVICT = {**REFUSED_BY_FREE, "evicted": (1,), "one-evicted": (1, 3), "mapped-twice": (3, 3)}
 
 

@@ -208,19 +208,15 @@ class ModelOnMeta(DescribedModel):
         self.dtype, self.device = model.dtype, self.home
         self.ops: Operations | None = None
         self.unmeasured: str | None = None
-        try:
-            self.layout = self._calls().measured(self.layout)
-        except Exception as error:  # on `meta`, a forward that reads a number may raise any error
-            self.unmeasured = first_line(error)
-
-    @torch.inference_mode()
-    def _calls(self) -> GeometryContext:
-        """Record the attention calls of a forward over one short text."""
         calls = GeometryContext()
         tokens = torch.zeros((1, TEXT_LEN), dtype=torch.int64, device=META)
         places = torch.arange(TEXT_LEN, device=META)[None]
-        self.decoder(input_ids=tokens, position_ids=places, use_cache=False, specdec_ctx=calls)
-        return calls
+        try:
+            with torch.inference_mode():
+                self.decoder(input_ids=tokens, position_ids=places, use_cache=False, specdec_ctx=calls)
+            self.layout = calls.measured(self.layout)
+        except Exception as error:  # on `meta`, a forward that reads a number may raise any error
+            self.unmeasured = first_line(error)
 
 
 def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
