@@ -19,7 +19,7 @@ from typing import Any
 
 from specdec.errors import ConfigError
 from specdec.evaluation.timed_comparison import UNNAMED, Record, grouped_figures, run_figures, table_lines
-from specdec.runtime.draft_reports import depths_in_words, why_slower
+from specdec.runtime.drafts.draft_reports import depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 
 # a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
