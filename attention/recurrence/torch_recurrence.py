@@ -71,7 +71,8 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
     else:
         assert plan.tree is not None
         request, node = numbers // shape[1], numbers % shape[1]
-        slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
+        table = plan.prefix.table(group)
+        slots, begin = _host(table.slots()), _host(table.begin)
         committed = [line[:end] for line, end in zip(slots, certain - begin, strict=True)]
         nodes, ancestors = write.reshape(shape), _host(plan.tree.ancestors)  # parents come before children
         paths = [np.append(committed[b], nodes[b][ancestors[b, n]]) for b, n in zip(request, node, strict=True)]
