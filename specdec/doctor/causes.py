@@ -1,12 +1,12 @@
 """The causes of low acceptance, one row each, with the way to recognise it.
 
-    seen       read from config, weights and names: certain, and needs no generation
-    changes    the pair with one setting changed; a change that raises acceptance clearly names the cause
+    SIGNS     read from config, weights and names: certain, and needs no generation
+    CAUSES    the pair with one setting changed; a change that raises acceptance clearly names the cause
 
 A drafter is built again with one setting changed; the original stays unchanged, and weights are shared if possible.
 Changed prompts have other answers, so a gain on them says less than a gain on the same text: it must be larger
-(MIN_GAIN_OF_PROMPTS). A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form
-to `DENSE_FORMS`.
+(MIN_GAIN_OF_PROMPTS). A new kind of drafter adds its rows to both tables and, for changes of its drafter, its dense
+form to `DENSE_FORMS`.
 """
 
 import copy
@@ -249,22 +249,17 @@ def _list(ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One reason for low acceptance, and how it is found.
+    """One reason for low acceptance, and the changes that show it.
 
-    name: its name in reports. kinds: drafters that it applies to; seen and changes are called with these only. least:
-    share of the accepted length that a change must gain. by_token: changes are compared token by token
-    (`conventions.py`).
+    name: its name in reports. kinds: drafters that it applies to; `changes` is called with these only. least: share of
+    the accepted length that a change must gain. by_token: changes are compared token by token (`conventions.py`).
     """
 
     name: str
     kinds: tuple[type, ...]
-    seen: Callable[[Any, CheckedPair], Symptom | None] | None = None
-    changes: Callable[[Any, ExaminedPair], Iterator[Change]] | None = None
+    changes: Callable[[Any, ExaminedPair], Iterator[Change]]
     least: float = MIN_GAIN
     by_token: bool = False
-
-    def applies_to(self, drafter: Drafter) -> bool:
-        return isinstance(drafter, self.kinds)
 
 
 def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
@@ -298,29 +293,25 @@ def no_template(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
 
 BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
+SIGNS = (*LOAD_SYMPTOMS, ("norm", (*HEADS, *ASSISTANTS), norm_of_ones), ("template", ANY, no_template))
 CAUSES = (
-    *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SYMPTOMS),
     Cause(name="taps", kinds=HEADS, changes=taps_of_heads),
     Cause(name="taps", kinds=BLOCKS, changes=taps_of_blocks),
     Cause(name="MASK id", kinds=BLOCKS, changes=mask_ids),
     Cause(name="norm", kinds=HEADS, changes=norms),
-    Cause(name="norm", kinds=(*HEADS, *ASSISTANTS), seen=norm_of_ones),
     Cause(name="rope base", kinds=HEADS, changes=rope_bases),
     Cause(name="embedding", kinds=HEADS, changes=embeddings),
     Cause(name="window", kinds=HEADS, changes=windows_of_heads),
     Cause(name="window", kinds=ASSISTANTS, changes=windows_of_assistants),
     Cause(name="frozen position", kinds=ASSISTANTS, changes=positions),
     Cause(name="MTP conventions", kinds=MODULES, changes=mtp_conventions, by_token=True),
-    Cause(name="template", kinds=ANY, seen=no_template),
     Cause(name="template", kinds=ANY, changes=templates, least=MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=thinking, least=MIN_GAIN_OF_PROMPTS),
 )
 
 
-def visible_symptoms(subject: CheckedPair, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Symptom]]:
-    """Every cause that shows a sign, found without generating."""
-    for cause in causes:
-        if cause.seen is not None and cause.applies_to(subject.drafter):
-            symptom = cause.seen(subject.drafter, subject)
-            if symptom is not None:
-                yield cause, symptom
+def visible_symptoms(subject: CheckedPair) -> Iterator[tuple[str, Symptom]]:
+    """Name and symptom of every cause that shows a sign, found without generating."""
+    for name, kinds, see in SIGNS:
+        if isinstance(subject.drafter, kinds) and (symptom := see(subject.drafter, subject)) is not None:
+            yield name, symptom

@@ -111,11 +111,6 @@ Dense = Callable[[Drafter, RecordedText, torch.Tensor, int], list[torch.Tensor]]
 """(drafter, text, roots [R], K) -> logits [R, V] of each depth; fewer than K depths if the drafter drafts no more."""
 
 
-def has_dense_form(drafter: Drafter) -> bool:
-    """Is there a dense form of drafters of this kind?"""
-    return type(drafter) in DENSE_FORMS
-
-
 @torch.inference_mode()
 def dense_drafts(drafter: Drafter, text: RecordedText, num_steps: int) -> Drafts:
     """Drafts of `num_steps` depths after every place of the answer that is followed by as many tokens."""

@@ -150,11 +150,7 @@ def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
 
 def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
     config = drafter.assistant.config.get_text_config()
-    position = (
-        "S"
-        if drafter.query_offset == 0
-        else f"S {'+' if drafter.query_offset > 0 else '-'} {abs(drafter.query_offset)}"
-    )
+    position = f"S{drafter.query_offset:+d}" if drafter.query_offset else "S"
     rope = getattr(config, "rope_parameters", None) or {}
     theta = {kind: part.get("rope_theta") for kind, part in rope.items() if isinstance(part, dict)}
     head = "centroids" if drafter.model.masked_embedding is not None else "dense"

@@ -1,4 +1,4 @@
-"""Helpers of all commands: from options to the runtime's settings, consoles, and an engine."""
+"""Helpers of all commands: from options to the runtime's settings, and an engine."""
 
 import logging
 import sys
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec.cli.options import PairOptions
@@ -38,12 +37,6 @@ def prepare_output(pair: PairOptions) -> None:
     quiet_libraries()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("specdec").setLevel((pair.log_level or "warning").upper())
-
-
-def table_console(width: int) -> Console:
-    """Console that tables are printed on. width: columns of a table that is written to a file or a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 @contextmanager
