@@ -60,7 +60,6 @@ def subject(make_target, make_assistant):
             [(7 * i + 3 * j) % target.vocab_size for j in range(context)] for i in range(batch)
         ],
         assumed=(2.0,),
-        dtype=target.dtype,
     )
 
 

@@ -102,7 +102,6 @@ def pair_subject(options: BenchOptions) -> BenchSubject:
         drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
         assumed=() if supposed is None else numbers("suppose_acceptance", supposed),
-        dtype=engine.target.dtype,
         tensor_parallel=pair.tensor_parallel,
     )
 

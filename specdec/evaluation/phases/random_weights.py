@@ -157,16 +157,8 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: 
 @torch.no_grad()
 def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
     """Allocate all tensors that are still on `meta`. Parameters get any values, buffers (rotary frequencies) theirs."""
-    made: dict[torch.Tensor, torch.Tensor] = {}  # a tied weight stays one
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in made:
-                    empty = torch.empty_like(tensor, device=device)
-                    made[tensor] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-                tensors[name] = made[tensor]  # type: ignore[assignment]
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model.tie_weights()
     model.initialize_weights()
 
 
@@ -378,7 +370,6 @@ def random_subject(
         drafts=drafts,
         prompts=prompts,
         assumed=assumed,
-        dtype=dtype,
         prepared=prepared,
         tensor_parallel=config.tensor_parallel,
     )
