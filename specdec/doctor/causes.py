@@ -12,7 +12,7 @@ form to `DENSE_FORMS`.
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def taps_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change
                 f"write {AUX_IDS}: {list(ids)} at the top level of the head's config.json (states that enter these "
                 f"layers), or load it by eagle3_drafter(..., aux_layers={list(ids)})"
             )
-            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+            yield _changed(pair, f"target states {list(spec.aux_layers)} -> {list(ids)}", do, aux_layers=ids)
 
 
 def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -108,9 +108,7 @@ def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     spec = drafter.spec
     for flag, place in (("norm_before_residual", ""), ("norm_output", "the eagle_config of ")):
         value = not getattr(spec, flag)
-        written = str(value).lower()
-        do = f"write {flag}: {written} into {place}the head's config.json"
-        yield _changed(pair, f"{flag} -> {written}", do, **{flag: value})
+        yield _rewritten(pair, flag, value, place, **{flag: value})
     if not spec.final_norm:
         do = "remove use_last_layernorm, and norm_output at the top level, from the head's config.json"
         yield _changed(pair, "a norm before lm_head", do, final_norm=True)
@@ -124,9 +122,7 @@ def rope_bases(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     own = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
     for base in dict.fromkeys((*own, *USUAL_BASES)):
         if base != spec.rope["rope_theta"]:
-            what = f"rope_theta {spec.rope['rope_theta']:g} -> {base:g}"
-            do = f"write rope_theta: {base:g} into the head's config.json"
-            yield _changed(pair, what, do, rope={**spec.rope, "rope_theta": base})
+            yield _rewritten(pair, "rope_theta", base, rope={**spec.rope, "rope_theta": base})
 
 
 def embeddings(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -145,8 +141,7 @@ def windows_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Cha
     for step in (1, -1):
         changed = tuple(None if window is None else max(window + step, 1) for window in spec.windows)
         value = next(window for window in changed if window is not None)
-        do = f"write sliding_window: {value} into the head's config.json"
-        yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
+        yield _rewritten(pair, "sliding_window", value, windows=changed)
     do = "write use_sliding_window: false and no layer_types into the head's config.json"
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
 
@@ -161,22 +156,17 @@ def mtp_conventions(drafter: NativeMtpDrafter, pair: ExaminedPair) -> Iterator[C
 
 def mask_ids(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """The ids that may be MASK according to tokenizer and config."""
-    spec = drafter.spec
     for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
-        if token != spec.mask_token:
-            do = f"write mask_token_id: {token} into the drafter's config.json"
-            yield _changed(pair, f"MASK {spec.mask_token} -> {token}", do, mask_token=token)
+        if token != drafter.spec.mask_token:
+            yield _rewritten(pair, "mask_token_id", token, mask_token=token)
 
 
 def taps_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
-    """All states one layer later or earlier."""
-    spec, layers = drafter.spec, len(pair.target.layout.layers)
+    """All states one layer later or earlier. The file counts layers that states leave, the spec those they enter."""
     for step in (1, -1):
-        ids = tuple(layer + step for layer in spec.aux_layers)
-        if all(0 < layer < layers for layer in ids):
-            outputs = [layer - 1 for layer in ids]  # the file counts layers that states leave
-            do = f"write target_layer_ids: {outputs} into the drafter's config.json"
-            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+        ids = tuple(layer + step for layer in drafter.spec.aux_layers)
+        if all(0 < layer < len(pair.target.layout.layers) for layer in ids):
+            yield _rewritten(pair, "target_layer_ids", [layer - 1 for layer in ids], aux_layers=ids)
 
 
 def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
@@ -243,8 +233,11 @@ def _changed(pair: ExaminedPair, what: str, do: str, **settings: Any) -> Change:
     return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
 
 
-def _list(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids))
+def _rewritten(pair: ExaminedPair, key: str, value: Any, place: str = "", **settings: Any) -> Change:
+    """The pair with its drafter built again as if its config.json had another value. place: of the key in the file."""
+    written = json.dumps(value)
+    do = f"write {key}: {written} into {place}the drafter's config.json"
+    return _changed(pair, f"{key} -> {written}", do, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

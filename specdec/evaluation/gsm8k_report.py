@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
+import numpy as np
+
 from specdec.errors import ConfigError
 from specdec.evaluation.timed_comparison import UNNAMED, Record, grouped_figures, run_figures, table_lines
 from specdec.runtime.draft_reports import depths_in_words, why_slower
@@ -239,9 +241,6 @@ def _category_table(report: Report) -> list[str]:
     return ["", *table_lines(rows)] if rows else []
 
 
-COLOURS = {"speculative": "tab:green", "plain": "tab:grey"}
-
-
 def require_matplotlib() -> None:
     """Raises ConfigError before any work if matplotlib is missing."""
     if find_spec("matplotlib") is None:
@@ -256,18 +255,32 @@ def png_of(figure: Any) -> bytes:
 
 
 def drawn(report: Report) -> bytes:
-    """Accuracy with intervals (if graded), acceptance, and tokens per second, side by side, as a PNG."""
+    """Accuracy with intervals (if graded), acceptance, and tokens per second: bars side by side, as a PNG."""
     from matplotlib.figure import Figure
 
-    first, drafted = _first_run(report), bool(_first_run(report)["accepted_per_position"])
-    panels = [_accuracy] if "strict" in first else []
-    panels += [_acceptance_by_position] if drafted else []
-    panels += [_acceptance_by_category] if report["categories"] and drafted else []
-    panels += [_speed] if speeds_may_be_shown(report) else []
+    runs, first = report["runs"], _first_run(report)
+    scores = {f"{score}, {name}": run[score] for score in SCORES for name, run in runs.items() if score in run}
+    drafts = {f"draft {place}": share for place, share in enumerate(first["accepted_per_position"], start=1)}
+    lengths = {name: _first_run(group)["acceptance_length"] for name, group in report["categories"].items()}
+    speeds = {name: report["timing"][name]["tokens_per_second"] for name in runs}
+    panels: dict[str, dict[str, float]] = {
+        "accuracy, Wilson 95 % interval": {label: score["share"] for label, score in scores.items()},
+        "share of rounds that accept the draft": drafts,
+        "acceptance length, tokens a forward": lengths if drafts else {},
+        "tokens/s": speeds if speeds_may_be_shown(report) else {},
+    }
+    panels = {title: bars for title, bars in panels.items() if bars}
     figure = Figure(figsize=(4.2 * max(len(panels), 2), 4.2), layout="constrained")
     figure.suptitle(accuracy_title(report))
-    for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw(axes, report)
+    for axes, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        labels, values = [*bars], [*bars.values()]
+        spans = [scores[label]["wilson_95"] for label in labels if label in scores]
+        errors = np.abs(np.transpose(spans) - values) if spans else None
+        colours = ["tab:grey" if label.endswith("plain") else "tab:green" for label in labels]
+        axes.bar_label(axes.barh(labels, values, color=colours, xerr=errors, capsize=4), fmt="%.3g", padding=2)
+        axes.invert_yaxis()
+        axes.margins(x=0.2)  # room for the figures
+        axes.set(title=title)
     return png_of(figure)
 
 
@@ -293,38 +306,3 @@ def _first_run(report: Report) -> dict[str, Any]:
     """The run with a drafter, if there is one: only it has acceptance by position."""
     run: dict[str, Any] = next(iter(report["runs"].values()))
     return run
-
-
-def _accuracy(axes: Any, report: Report) -> None:
-    width = 0.8 / len(report["runs"])
-    for row, (name, run) in enumerate(report["runs"].items()):
-        shares = [run[score]["share"] for score in SCORES]
-        errors = [[abs(run[score]["wilson_95"][end] - run[score]["share"]) for score in SCORES] for end in (0, 1)]
-        places = [at + width * row for at in range(len(SCORES))]
-        axes.bar(places, shares, 0.9 * width, yerr=errors, capsize=4, label=name, color=COLOURS[name])
-    axes.set_xticks([at + width * (len(report["runs"]) - 1) / 2 for at in range(len(SCORES))])
-    axes.set_xticklabels([score.replace("_", " ") for score in SCORES])
-    axes.set(title="accuracy, Wilson 95 % interval", ylabel="share of problems", ylim=(0, 1))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
-
-
-def _acceptance_by_position(axes: Any, report: Report) -> None:
-    shares = _first_run(report)["accepted_per_position"]
-    axes.bar(range(1, len(shares) + 1), shares, color=COLOURS["speculative"])
-    axes.set_xticks(range(1, len(shares) + 1))
-    axes.set(title="rounds that accept the draft", xlabel="draft position", ylabel="share of rounds", ylim=(0, 1))
-
-
-def _acceptance_by_category(axes: Any, report: Report) -> None:
-    most = 1 + len(_first_run(report)["accepted_per_position"])
-    lengths = {name: _first_run(group)["acceptance_length"] for name, group in report["categories"].items()}
-    axes.barh([*lengths], [*lengths.values()], color=COLOURS["speculative"])
-    axes.invert_yaxis()
-    axes.set(title="acceptance length", xlabel="tokens a forward", xlim=(1, most))
-
-
-def _speed(axes: Any, report: Report) -> None:
-    speeds = {name: report["timing"][name]["tokens_per_second"] for name in report["runs"]}
-    for name, speed in speeds.items():
-        axes.bar_label(axes.bar(name, speed, 0.6, color=COLOURS[name]), fmt="%.1f", padding=2)
-    axes.set(title="speed", ylabel="tokens/s", ylim=(0, 1.1 * max(speeds.values())))  # room for the figure above
