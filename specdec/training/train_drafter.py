@@ -41,6 +41,14 @@ from specdec.training.training_loop import TrainingBatches, train_steps
 
 SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
 
+NEW_DRAFTERS: dict[str, Callable[[TargetModel, TrainSettings], TrainableDrafter]] = {
+    "eagle3": trainable_eagle3,
+    "block": trainable_block,
+    "mtp": trainable_module,
+    "assistant": trainable_assistant,
+}
+"""Makers by kind. They raise ConfigError or UnsupportedModelError for a drafter that cannot be made."""
+
 
 def measure(
     target: TargetModel, tokenizer: Any, settings: TrainSettings, prompts: Sequence[Chat], stage: Stage
@@ -77,17 +85,6 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
     }
 
 
-def new_drafter(target: TargetModel, settings: TrainSettings) -> TrainableDrafter:
-    """Raises ConfigError or UnsupportedModelError for a drafter that cannot be made."""
-    make: dict[str, Callable[[TargetModel, TrainSettings], TrainableDrafter]] = {
-        "eagle3": trainable_eagle3,
-        "block": trainable_block,
-        "mtp": trainable_module,
-        "assistant": trainable_assistant,
-    }
-    return make[settings.kind](target, settings)
-
-
 def train_drafter(settings: TrainSettings) -> None:
     """Run all stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C finished work is kept."""
     require_fields(settings, name_of=lambda name: f"--{name.replace('_', '-')}")
@@ -101,7 +98,7 @@ def train_drafter(settings: TrainSettings) -> None:
     tokenizer, target = load_tokenizer(settings.tokenizer or settings.target), TargetModel(model)
     if tokenizer is None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
-    drafter = new_drafter(target, settings)  # before the target answers anything
+    drafter = NEW_DRAFTERS[settings.kind](target, settings)  # before the target answers anything
     if state.is_main_process:
         claim_folder(settings)
         warn_of_repetition(settings.answers, source.num_prompts)
