@@ -59,13 +59,6 @@ def run_interleaved(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]
     return runs
 
 
-def tokens_per_second(runs: Sequence[Runs], name: str) -> float:
-    """Output tokens of one way per second of its own batches."""
-    own = [run[name] for run in runs]
-    seconds: float = sum(run["seconds"] for run in own)
-    return sum(len(run["token_ids"]) for run in own) / seconds
-
-
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
     """Position of the first token that differs; None if the outputs are equal."""
     if ours == reference:
