@@ -80,6 +80,7 @@ ASKED_FOR_CUDA = [
         (("bench", "--weights", "fp8"), "--weights belongs to --shape or --phases"),
         (("bench", "--plot", "o.png"), "--plot belongs to --shape or --phases"),
         (("bench", "--suppose-acceptance", "2"), "--suppose-acceptance belongs to --shape or --phases"),
+        (("bench", "--batches", "8"), "--batches belongs to --shape or --phases"),  # it was ignored
         (("bench", "--data-folder", "."), "--data-folder is for gsm8k"),
         (("bench", "--data", "missing.jsonl"), "missing.jsonl"),
         (("bench", "--data", "gsm8"), "data='gsm8': no such file; a JSONL file is expected, or one of gsm8k, mt-bench"),

@@ -5,7 +5,7 @@ Nothing heavy is imported here: a body is loaded when its command runs.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,11 +78,10 @@ class PhaseOptions:
 
     def require_unused(self) -> None:
         """Raises ConfigError if an option that needs --shape or --phases is given."""
-        used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
-        used |= {"weights": self.weights, "suppose-acceptance": self.suppose_acceptance}
-        given = [f"--{name}" for name, value in used.items() if value is not None]
-        if given:
-            raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if changed:
+            given = ", ".join(f"--{name.removesuffix('_file').replace('_', '-')}" for name in changed)
+            raise ConfigError(f"{given} belongs to --shape or --phases; give one of these, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,6 @@ from specdec.doctor.diagnosis import (
     measured_densely,
 )
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts
-from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, is_clearly_better, is_worth_more
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -96,6 +95,7 @@ def diagnose(
         trials, named = examination.name_changes(causes, update)
     if not findings and not named and examination.texts and examination.as_loaded.length < NEAR_ONE:
         named = [_untrained(examination.as_loaded.length)]
+    final = examination.pair.drafter  # with the named changes
     return Diagnosis(
         read=pair_facts(pair),
         prompts=len(prompts),
@@ -105,7 +105,7 @@ def diagnose(
         findings=(*findings, *named),
         trials=tuple(trials),
         memory=engine.cache.bytes_by_group(),
-        conventions=examination.conventions(drafter),
+        conventions=asdict(final.family) if isinstance(final, NativeMtpDrafter) and final is not drafter else None,
         notes=() if type(pair.drafter) in DENSE_FORMS else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
@@ -150,14 +150,6 @@ class Examination:
             return None
         exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
         return ReferenceCheck.from_drafts(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
-
-    def conventions(self, loaded: Drafter) -> dict[str, Any] | None:
-        """Conventions of the MTP modules after the named changes; None: no change was named, so those of `loaded` are
-        right."""
-        drafter = self.pair.drafter
-        if not isinstance(drafter, NativeMtpDrafter) or drafter is loaded:
-            return None
-        return asdict(drafter.family)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of the

@@ -70,21 +70,17 @@ def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
     return {**names, "spec": spec, "config": config, **pair.loading()}
 
 
-@contextmanager
-def naming_recipe(target: str) -> Iterator[None]:
-    """If the block refuses a model of the hub, the message also names the recipe of a model with a similar name."""
+def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
+    """An engine of the pair. If a model of the hub is refused, the error also names the recipe of a similar model."""
     try:
-        yield
+        with working(f"loading {pair.target}"):
+            return Engine.from_pretrained(**pair_arguments(pair, config))
     except (CapacityError, UnsupportedModelError) as error:
-        near = None if "/" not in target or Path(target).exists() else nearest_recipe(target, CALLED_LIKE)
+        on_hub = "/" in pair.target and not Path(pair.target).exists()
+        near = nearest_recipe(pair.target, CALLED_LIKE) if on_hub else None
         if near is None:
             raise
         raise type(error)(f"{error}; what runs is `specdec recipe {near.name}`, of {near.target}") from error
-
-
-def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
-    with working(f"loading {pair.target}"), naming_recipe(pair.target):
-        return Engine.from_pretrained(**pair_arguments(pair, config))
 
 
 def drafter_name(pair: PairOptions) -> str | None:
