@@ -133,7 +133,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     assert stats.draft_nodes >= stats.draft_tokens * (1.5 if draft.topk > 1 else 1)
     lengths = [1 + sum(out.stats.accepted_counts) / out.stats.drafted_rounds for out in outputs]
     assert found["acceptance_length_per_request"] == pytest.approx(sum(lengths) / 4)
-    assert {name: one["prompts"] for name, one in report["categories"].items()} == {"a": 2, "b": 2}
+    assert {name: one["problems"] for name, one in report["categories"].items()} == {"a": 2, "b": 2}
     times = report["times"]["specdec, tiny-gemma4-mtp"]
     assert times["output_tokens"] == stats.output_tokens == sum(len(out.token_ids) for out in outputs)
     assert 0 < times["tpot_ms"]["p50"] <= times["tpot_ms"]["p99"] and times["ttft_ms"]["mean"] > 0

@@ -20,6 +20,7 @@ from specdec.evaluation.timed_comparison import (
     Way,
     acceptance_figures,
     first_difference,
+    group_lines,
     grouped_figures,
     run_figures,
     run_interleaved,
@@ -45,10 +46,10 @@ class BenchReport:
     ended. stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
     drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
-    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: by name: number of
-    prompts, acceptance length, and tokens/s of each way. data: source of the prompts. template, thinking: how
-    prompts were rendered, in words. processor_share: processor seconds of this process per second of the measurement;
-    None on a GPU. Below 1, times are longer than on an idle machine.
+    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: `run_figures` by name.
+    data: source of the prompts. template, thinking: how prompts were rendered, in words. processor_share: processor
+    seconds of this process per second of the measurement; None on a GPU. Below 1, times are longer than on an idle
+    machine.
     """
 
     target: str
@@ -65,9 +66,9 @@ class BenchReport:
     slower: str
     accuracy: float | None
     cut_off: int
-    identical_to_plain: bool
     hardware: str
     versions: str
+    identical_to_plain: bool = True
     data: str = ""
     template: str = ""
     thinking: str = ""
@@ -113,6 +114,7 @@ def run_bench(
         for generate in ways.values():
             generate(ids[:1])
     records: list[Record] = []
+    names = [problem.category for problem in prompts]
 
     def report() -> BenchReport:
         """The figures of `records`."""
@@ -140,7 +142,6 @@ def run_bench(
             slower=slower,
             accuracy=_accuracy(records, prompts),
             cut_off=whole["runs"][PLAIN]["cut_off"],
-            identical_to_plain=True,
             hardware=hardware(engine.target.device),
             versions=VERSIONS,
             data=data,
@@ -148,7 +149,7 @@ def run_bench(
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
             times={name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
             speculative_decoding=accepted,
-            categories=_by_category(records, prompts, engines[-1]),
+            categories=grouped_figures(records, False, lambda one: names[one["index"]] or UNNAMED, any(names)),
             processor_share=_processor_share(records) if engine.target.device.type == "cpu" else None,
         )
 
@@ -175,20 +176,6 @@ def require_parity(records: Sequence[Record], name: str) -> None:
             raise SpecDecError(
                 f"no figures: prompt {record['index']} differs from plain decoding at token {at} with {name}"
             )
-
-
-def _by_category(records: Sequence[Record], prompts: Sequence[Problem], drafting: str) -> dict[str, dict[str, Any]]:
-    """Figures by category; empty without categories."""
-    names = [problem.category for problem in prompts]
-    groups = grouped_figures(records, False, lambda one: names[one["index"]] or UNNAMED, any(names))
-    return {
-        name: {
-            "prompts": group["problems"],
-            "acceptance_length": group["runs"][drafting]["acceptance_length"],
-            "tokens_per_second": {run: timing["tokens_per_second"] for run, timing in group["timing"].items()},
-        }
-        for name, group in groups.items()
-    }
 
 
 def markdown_table(report: BenchReport) -> str:
@@ -218,7 +205,7 @@ def markdown_table(report: BenchReport) -> str:
         f"{_drafts_in_words(report)}{accuracy}; "
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}{busy and '; '}{busy}.",
         *_acceptance_lines(report),
-        *_category_lines(report),
+        *group_lines(report.categories, PLAIN if report.drafter is None else f"specdec, {report.drafter}"),
     ]
     return "\n".join(lines)
 
@@ -238,8 +225,7 @@ def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
 
 def _acceptance_lines(report: BenchReport) -> list[str]:
     """Figures of drafts that other tools print, if there were drafts, and the conditions they depend on."""
-    known = {"data": report.data, "template": report.template, "thinking": report.thinking}
-    lines = ["", "; ".join(f"{name}: {words}" for name, words in known.items() if words)] if any(known.values()) else []
+    lines = ["", f"data: {report.data}; template: {report.template}; thinking: {report.thinking}"]
     found = report.speculative_decoding
     if found is None or not found["num_spec_steps"]:
         return lines
@@ -253,15 +239,6 @@ def _acceptance_lines(report: BenchReport) -> list[str]:
         f"given the one before {shares['conditional_']}; "
         f"{found['accepted_per_node']:.3f} accepted per verified node",
     ]
-
-
-def _category_lines(report: BenchReport) -> list[str]:
-    rows = [
-        {"category": name, "prompts": str(one["prompts"]), "acceptance length": f"{one['acceptance_length']:.2f}"}
-        | {f"{run}: tokens/s": f"{speed:.1f}" for run, speed in one["tokens_per_second"].items()}
-        for name, one in report.categories.items()
-    ]
-    return ["", *table_lines(rows)] if rows else []
 
 
 def _drafts_in_words(report: BenchReport) -> str:

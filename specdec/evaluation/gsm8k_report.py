@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import ConfigError
-from specdec.evaluation.timed_comparison import UNNAMED, Record, grouped_figures, run_figures, table_lines
+from specdec.evaluation.timed_comparison import (
+    UNNAMED,
+    Record,
+    group_lines,
+    grouped_figures,
+    length_in_words,
+    run_figures,
+    table_lines,
+)
 from specdec.runtime.draft_reports import depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 
@@ -122,7 +130,9 @@ def markdown(report: Report) -> str:
     """A table, the result of the comparison, and the settings that are not off."""
     settings = report["settings"]
     known = [f"{key} {value}" for key, value in settings.items() if value not in (None, "", [])]
-    lines = [*_run_table(report), *_comparison_lines(report), *_category_table(report)]
+    drafting, groups = next(iter(report["runs"])), report["categories"] | report["turns"]
+    lines = [*_run_table(report), *_comparison_lines(report)]
+    lines += group_lines(groups, drafting, speeds_may_be_shown(report))
     if report["note"]:
         lines += ["", f"{settings['task']}: {report['note']}."]
     return "\n".join([*lines, "", "; ".join([*known, report["timing"]["hardware"]])])
@@ -169,19 +179,11 @@ def _run_table(report: Report) -> list[str]:
     for name, run in report["runs"].items():
         speed = f"{report['timing'][name]['tokens_per_second']:.1f}" if speeds_may_be_shown(report) else "withheld"
         row = {"run": name} | {head: _percentage(run[score]) for score, head in SCORE_HEADS.items() if score in run}
-        row |= {"cut off": str(run["cut_off"]), "acceptance length": _length(run)}
+        row |= {"cut off": str(run["cut_off"]), "acceptance length": length_in_words(run)}
         by_position = depths_in_words(run["accepted_per_position"], run["drafted_counts"])
         row |= {"by position": by_position, "tokens/s": speed}
         rows.append(row)
     return table_lines(rows)
-
-
-def _length(run: dict[str, Any]) -> str:
-    """Acceptance length of a run, and the share of rounds with drafts if below 90 %."""
-    if not run["drafted_rounds"]:
-        return "no drafts"
-    share = run["drafted_rounds"] / run["rounds"]
-    return f"{run['acceptance_length']:.2f}" + (f" in {100 * share:.0f} % of rounds" if share < 0.9 else "")
 
 
 def _percentage(score: dict[str, Any]) -> str:
@@ -225,20 +227,6 @@ def _parting_line(one: Record) -> str:
     if one["logit_margin"] is None:
         return f"- {where} ends in one run at token {one['position']}, and goes on in the other"
     return f"- {where} parts at token {one['position']}, logit margin {one['logit_margin']:.2g}"
-
-
-def _category_table(report: Report) -> list[str]:
-    rows: list[dict[str, str]] = []
-    first, *_ = names = list(report["runs"])
-    for category, group in (report["categories"] | report["turns"]).items():
-        row = {"category": category, "problems": str(group["problems"])}
-        row[f"{first}: acceptance length"] = _length(group["runs"][first])
-        if speeds_may_be_shown(report):
-            row |= {f"{name}: tokens/s": f"{group['timing'][name]['tokens_per_second']:.1f}" for name in names}
-        if "speed_up" in group["timing"]:
-            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
-        rows.append(row)
-    return ["", *table_lines(rows)] if rows else []
 
 
 def require_matplotlib() -> None:

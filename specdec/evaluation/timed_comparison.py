@@ -151,3 +151,25 @@ def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Rows, by heading, as lines of a Markdown table; figures are right-aligned."""
     rule = ["---" if head in WORDS else "---:" for head in rows[0]]
     return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]
+
+
+def group_lines(groups: Mapping[str, Any], drafting: str, with_speed: bool = True) -> list[str]:
+    """A table of `grouped_figures`, after an empty line; empty without groups. drafting: the run that has drafts."""
+    rows: list[dict[str, str]] = []
+    for name, group in groups.items():
+        row = {"category": name, "problems": str(group["problems"])}
+        row[f"{drafting}: acceptance length"] = length_in_words(group["runs"][drafting])
+        if with_speed:
+            row |= {f"{run}: tokens/s": f"{group['timing'][run]['tokens_per_second']:.1f}" for run in group["runs"]}
+        if "speed_up" in group["timing"]:
+            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
+        rows.append(row)
+    return ["", *table_lines(rows)] if rows else []
+
+
+def length_in_words(run: Mapping[str, Any]) -> str:
+    """Acceptance length of a run of `run_figures`, and the share of rounds with drafts if below 90 %."""
+    if not run["drafted_rounds"]:
+        return "no drafts"
+    share = run["drafted_rounds"] / run["rounds"]
+    return f"{run['acceptance_length']:.2f}" + (f" in {100 * share:.0f} % of rounds" if share < 0.9 else "")
