@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
@@ -66,13 +66,9 @@ def spread(options: type[Any]) -> Iterator[inspect.Parameter]:
             if "option" in each.metadata:
                 flags, settings = each.metadata["option"]
                 hint = Annotated[hint, typer.Option(*flags, **settings)]
-            yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=_default(each), annotation=hint)
-
-
-def _default(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return inspect.Parameter.empty if option.default is MISSING else option.default
+            made = each.default if each.default_factory is MISSING else each.default_factory()
+            default = inspect.Parameter.empty if made is MISSING else made
+            yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def gathered(options: type[Any], given: Mapping[str, Any]) -> Any:

@@ -4,11 +4,11 @@ Compare the ratios: absolute figures depend on the machine and the moment.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
 from specdec.evaluation.conditions import VERSIONS, hardware
@@ -79,28 +79,23 @@ class BenchReport:
 
 
 def run_bench(
-    *,
+    engine: Engine,
     target: str,
     drafter: str | None,
     prompts: Sequence[Problem],
-    spec: SpecConfig,
-    config: EngineConfig,
     params: SamplingParams,
+    *,
     raw: bool = False,
     peer: bool = False,
     data: str = "",
-    **loading: Any,
 ) -> BenchReport:
     """Run every way of generating on every prompt. Raises SpecDecError if an output differs from plain decoding.
 
-    prompts: at least one. params: with a seed at temperatures above 0, or no two outputs would agree. data: the
-    prompts' source, for the report. loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted
-    with the report of the prompts that all ways finished.
+    engine: without a prefix cache, so that every run computes every prompt. target, drafter, data: names of its models
+    and of the prompts' source, for the report. params: with a seed at temperatures above 0, or no two outputs would
+    agree. Ctrl-C raises Interrupted with the report of the prompts that all ways finished.
     """
-    config = replace(config, prefix_cache=False)  # every run computes every prompt
-    with working(f"loading {target}"):
-        engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
-    spec = engine.spec
+    spec, config = engine.spec, engine.config
     bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     ways: dict[str, Way] = {PLAIN: partial(bare.generate, params=params, progress=False)}
     if drafter is not None:
@@ -113,8 +108,8 @@ def run_bench(
     with working("warming up"):  # allocations, thread pools, kernels
         for generate in ways.values():
             generate(ids[:1])
-    records: list[Record] = []
     names = [problem.category for problem in prompts]
+    records: list[Record] = []
 
     def report() -> BenchReport:
         """The figures of `records`."""

@@ -180,15 +180,11 @@ def bench_pair(options: BenchOptions) -> None:
     prepare_output(options.pair)
     options.timing.require_unused()
     source, prompts = bench_prompts(options)
-    with shown_when_interrupted(lambda report: print(markdown_table(report))):
-        report = run_bench(
-            prompts=prompts,
-            data=source,
-            params=SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed),
-            raw=options.raw,
-            peer=options.peer,
-            **pair_arguments(options.pair, engine_config(options.pair, options.batch_size)),
-        )
+    params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
+    names = options.pair.target, drafter_name(options.pair)
+    engine = load_engine(options.pair, replace(engine_config(options.pair, options.batch_size), prefix_cache=False))
+    with engine, shown_when_interrupted(lambda report: print(markdown_table(report))):
+        report = run_bench(engine, *names, prompts, params, raw=options.raw, peer=options.peer, data=source)
     if write_report(asdict(report), options.json_file, indent=None):
         print(markdown_table(report))
 
