@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from specdec import Engine, __version__
 from specdec.cli.app import COMMANDS, app, load_command
-from specdec.cli.command import spread
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.published import BUNDLED_NAMES, PAIRS
@@ -236,7 +235,7 @@ def test_a_command_is_listed_with_the_first_line_of_its_help(name):
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeSettings])
 def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(settings):
-    options = {each.name: each.default for each in spread(ServeOptions)}
+    options = {each.name: each.default for each in fields(ServeOptions)}
     shared = {each.name: each.default for each in fields(settings) if each.name in options}
     assert len(shared) > 3
     assert shared == {name: options[name] for name in shared}

@@ -1,6 +1,6 @@
 """Options shared by several commands, and how their values are read. Nothing heavy is imported.
 
-Options that always occur together form a dataclass, which is a field of each command's own dataclass.
+Options that always occur together form a dataclass, which each command's own dataclass inherits.
 """
 
 import json
@@ -51,7 +51,7 @@ JsonFile = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PairOptions:
     """Which target and drafter, how they are loaded, and how they speculate: the same for every command."""
 

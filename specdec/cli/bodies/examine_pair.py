@@ -19,11 +19,11 @@ from specdec.text.prompt_files import read_prompts
 
 
 def examine_pair(options: DoctorOptions) -> None:
-    if drafter_name(options.pair) is None:
+    if drafter_name(options) is None:
         raise ConfigError("the doctor looks at a drafter; give --drafter a hub id, a folder or a bundled name")
-    prepare_output(options.pair)
+    prepare_output(options)
     questions = [problem.text for problem in read_prompts(options.prompts or HELD_OUT_PROBLEMS, options.limit)]
-    with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
+    with load_engine(options, engine_config(options, batch_size=1)) as engine:
         drafter = None if engine.drafter is None else model_of(engine.drafter)
         folder = drafter.source if isinstance(drafter, NativeMtpDrafter) else None
         if options.write_conventions and folder is None:

@@ -12,11 +12,12 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from transformers.utils import logging as transformers_logging
 
 from specdec.cli.options import PairOptions
-from specdec.config import EngineConfig, OpenDepth, SpecConfig
+from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
+from specdec.settings.sampling_numbers import SamplingNumbers
 
 CALLED_LIKE = 0.5
 """Minimum similarity of two names for one to be suggested for the other."""
@@ -56,9 +57,14 @@ def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
-    """Settings of an engine for the pair. settings: further fields."""
-    return EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
+def sampling_params(options: SamplingNumbers) -> SamplingParams:
+    """Parameters of every request, from the options that have their names."""
+    return SamplingParams(**shared_fields(options, SamplingNumbers))
+
+
+def engine_config(options: PairOptions, batch_size: int) -> EngineConfig:
+    """Settings of an engine, from the options that have the name of one."""
+    return EngineConfig(max_batch_size=batch_size, **shared_fields(options, EngineConfig))
 
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
