@@ -68,9 +68,10 @@ def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
     if (options.target, options.drafter) != ("tiny-gemma4", "auto"):
         raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
     shape = find_shape(name)
+    drafts = {PLAIN: None, **shape.drafts, **(ON_REQUEST if shape.drafts else {})}
     return random_subject(
         shape,
-        choose_drafts({PLAIN: None, **shape.drafts}, options.drafts, ON_REQUEST if shape.drafts else {}),
+        choose_drafts(drafts, options.drafts),
         weights=options.weights,
         layers=options.layers,
         divisor=options.shrink,
@@ -122,20 +123,11 @@ def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
     return prompts
 
 
-def choose_drafts(
-    shapes: Mapping[str, SpecConfig | None], named: str | None, on_request: Mapping[str, SpecConfig] = {}
-) -> dict[str, SpecConfig | None]:
-    """The named shapes, in the order of `shapes`; named None: all but those of `on_request`.
-
-    Raises ConfigError for an unknown name.
-    """
-    if named is None:
-        return dict(shapes)
-    known = {**shapes, **on_request}
-    names = [word.strip() for word in named.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"drafts={named!r}: {unknown[0]!r} is not one of {', '.join(known)}")
+def choose_drafts(known: Mapping[str, SpecConfig | None], named: str | None) -> dict[str, SpecConfig | None]:
+    """The named drafts, in the order of `known`; named None: all but those of ON_REQUEST."""
+    names = known.keys() - ON_REQUEST.keys() if named is None else {word.strip() for word in named.split(",")}
+    if unknown := names - known.keys():
+        raise ConfigError(f"drafts={named!r}: {min(unknown)!r} is not one of {', '.join(known)}")
     return {name: spec for name, spec in known.items() if name in names}
 
 

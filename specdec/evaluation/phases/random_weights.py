@@ -341,7 +341,7 @@ def random_subject(
     the dtype. layers, divisor: of `Shrink`. config: the device, the dtype, and whether layers are fused.
     """
     form = None if weights is None else find_form(weights)
-    shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMN_MULTIPLE)
+    shrink = Shrink(layers, divisor, COLUMN_MULTIPLE if form else 8)
     where = pick_device(config.device)
     dtype = pick_dtype(config.dtype, where, shape.target(shrink))
     if weights == UNPACKED:
