@@ -537,6 +537,10 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, BF16, 128, 4, 130, tree=True, cap=50.0)
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
     yield launch(attention, BF16, 128, 8, 4, first_key=2)  # later MTP modules
+    yield launch(attention, BF16, 128, 4, 1, batch=64)  # of many requests: one warp
+    yield launch(attention, BF16, 256, 4, 5, batch=128, window=512)
+    yield launch(attention, BF16, 64, 8, 5, batch=64)  # 64 rows of a chain
+    yield launch(attention, BF16, 256, 4, 16, batch=8, tree=True)
     yield launch(draft_level, BF16, 128, 8, 3, 4, 2, first_key=2)
     yield launch(attention, BF16, 128, 4, 5, tree=True, fp8=True)  # K/V of 8 bits
     yield launch(attention, FP16, 256, 4, 1, window=512, fp8=True)

@@ -368,6 +368,14 @@ def test_two_warps_decode_keys_of_8_bits() -> None:
         assert choose_rows(4, heads, 128, 2, is_tree=False, fp8=fp8).num_warps == warps
 
 
+def test_tiles_of_many_programs_hold_a_chain_or_the_rows_of_few_paths() -> None:
+    """Tiles of 64 rows where a chain fills them, of 16 for trees; a warp for 128 channels."""
+    tall = {"item_size": 2, "fp8": False}
+    assert choose_rows(40, 256, 128, is_tree=False, **tall) == RowTiles(64, 4, 3)
+    assert choose_rows(40, 256, 128, is_tree=True, **tall) == RowTiles(16, 1, 3)
+    assert [choose_rows(4, 512, width, is_tree=False, **tall).num_warps for width in (128, 256, 512)] == [1, 2, 4]
+
+
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
     cut = choose_key_split(512, 2, 1)

@@ -124,8 +124,10 @@ def tree_attention(
     part = torch.empty((*part_shape, value_dim), dtype=torch.float32, device=query.device)
     part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
-    # even a program of an empty split costs a launch slot, so a program may take several splits
-    split_programs = 1 if fold else min(num_splits, max(16, -(-1024 // programs)))
+    # even a program of an empty split costs a launch slot, so a program may take several splits: as many as fill the
+    # device under a window, which all requests fill alike; fewer where a long request would keep its programs waiting
+    most = 512 // programs if window is not None else max(16, -(-1024 // programs))
+    split_programs = 1 if fold else min(num_splits, max(1, most))
     shared_options = {
         "HAS_OWN": own.path_len > 0,
         "KV_HEADS": kv_heads,
@@ -182,20 +184,21 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
     """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
 
     Few programs are bound by latency: they get small tiles, more stages and, with one per multiprocessor, more warps.
-    Many programs share reads of K and V, so as many as possible should fit a multiprocessor, unless they fold, which
-    needs registers for a second accumulator. 8-bit K/V are bound by instructions, and two warps need a fifth fewer than
-    four. Chains over 128 channels were timed on an H100 within an engine's steps, between other kernels: there, few
-    programs take a third less time with eight warps. A graph of attention alone does not show it.
+    Many are bound by instructions, of which fewer warps need fewer: a warp for 128 channels. Chains over 128 channels
+    were timed on an H100 within an engine's steps, between other kernels: there, few programs take a third less time
+    with eight warps. A graph of attention alone does not show it.
     """
     if item_size > 2:  # float32 multiplies without tensor cores
         return RowTiles(16, 4 if block_d <= 256 else 8, 2)
     if num_rows > 256:
         return RowTiles(32 if block_d <= 256 else 16, 4, 3)
-    lone, rows = heads <= 8, 8 if is_tree and num_rows * heads <= 128 else None
     if num_rows > 16 and num_rows * heads > (384 if block_d == 256 else 256):
-        return RowTiles(32, 4, 3)
+        return _tiles_of_trees(heads, block_d) if is_tree else _tiles_of_chains(num_rows, heads, block_d, fp8=fp8)
+    if heads >= 128 and block_d <= 256:
+        return RowTiles(16, max(1, block_d // 128), 5 if block_d <= 64 else 3)
+    lone, rows = heads <= 8, 8 if is_tree and num_rows * heads <= 128 else None
     if block_d > 256:
-        return RowTiles(16, 4, 5 if lone else 3, rows)
+        return RowTiles(16, 4, 5 if heads <= 16 else 3, rows)
     if block_d > 128 and (lone or num_rows > 16):
         return RowTiles(16, 8 if lone else 4, 5, rows)
     stages = 5 if block_d <= 128 or heads <= 16 else 3
@@ -204,6 +207,24 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
     if block_d == 128 and not is_tree and not fp8:
         return RowTiles(16, 8 if heads <= 16 else 4, 5 if heads <= 32 else 3)
     return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
+
+
+def _tiles_of_trees(heads: int, block_d: int) -> RowTiles:
+    """Small tiles: each path in a tile is a loop of its own over the newest keys."""
+    if block_d <= 128:
+        return RowTiles(16, 1 if heads >= 64 else 2, 3)
+    return RowTiles(16, block_d // 128, 2 if block_d == 256 else 3)
+
+
+def _tiles_of_chains(num_rows: int, heads: int, block_d: int, *, fp8: bool) -> RowTiles:
+    """Tiles of up to 64 rows, which see nearly the same keys and read them once; of 32 where registers or the decoding
+    of 8-bit K/V bind."""
+    if block_d > 256:
+        return RowTiles(32, 4, 5 if heads <= 32 else 3)
+    stages = 5 if block_d <= 64 else 3
+    if num_rows > 32 and not fp8:
+        return RowTiles(64, 4, stages)
+    return RowTiles(32, 2 if heads >= (64 if block_d <= 128 else 256) else 4, stages)
 
 
 def fit_rows(tiles: RowTiles, cut: KeySplit, block_d: int, item_size: int, shared: int) -> RowTiles:
