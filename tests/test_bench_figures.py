@@ -211,7 +211,7 @@ SETTINGS = {"task": "gsm8k", "target": "t", "drafter": "d", "problems": 4, "temp
 
 @pytest.fixture
 def fixed_report():
-    return make_report(SETTINGS, ANSWERS, RECORDS, "a machine")
+    return make_report(SETTINGS, ANSWERS, RECORDS, "a machine", [None] * 4)
 
 
 def test_the_report_of_fixed_records(fixed_report):
@@ -287,7 +287,7 @@ PLAIN = [{**one, "runs": {"plain": one["runs"]["plain"]}} for one in RECORDS]
 )
 def test_markdown_says_what_was_found(answers, records, lines):
     """A task that is made for its speed gives none where an output differs."""
-    report = make_report(SETTINGS, answers, records, "a machine")
+    report = make_report(SETTINGS, answers, records, "a machine", [None] * 4)
     assert set(lines) <= set(markdown(report).splitlines())
     assert (report["comparison"] is None) == (records is PLAIN)
     assert report["timing"].get("speed_up") == (

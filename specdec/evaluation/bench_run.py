@@ -15,7 +15,6 @@ from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.data_sets import batches_of
 from specdec.evaluation.gsm8k_report import final_number, is_correct
 from specdec.evaluation.timed_comparison import (
-    UNNAMED,
     Record,
     Way,
     acceptance_figures,
@@ -108,7 +107,6 @@ def run_bench(
     with working("warming up"):  # allocations, thread pools, kernels
         for generate in ways.values():
             generate(ids[:1])
-    names = [problem.category for problem in prompts]
     records: list[Record] = []
 
     def report() -> BenchReport:
@@ -144,7 +142,7 @@ def run_bench(
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
             times={name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
             speculative_decoding=accepted,
-            categories=grouped_figures(records, False, lambda one: names[one["index"]] or UNNAMED, any(names)),
+            categories=grouped_figures(records, False, [prompts[one["index"]].category for one in records]),
             processor_share=_processor_share(records) if engine.target.device.type == "cpu" else None,
         )
 

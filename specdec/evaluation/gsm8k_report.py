@@ -21,7 +21,6 @@ import numpy as np
 
 from specdec.errors import ConfigError
 from specdec.evaluation.timed_comparison import (
-    UNNAMED,
     Record,
     group_lines,
     grouped_figures,
@@ -93,7 +92,7 @@ def make_report(
     answers: Sequence[str] | None,
     records: Sequence[Record],
     hardware: str,
-    categories: Sequence[str | None] = (),
+    categories: Sequence[str | None],
     note: str = "",
 ) -> Report:
     """`records` in the order of the problems; answers and categories by the number of the problem.
@@ -111,16 +110,14 @@ def make_report(
     whole = run_figures(records, comparable)
     for name, scores in graded.items():
         whole["runs"][name] |= {score: _share(right) for score, right in scores.items()}
+    several = any(one["turn"] for one in records)
+    turns = [f"turn {one['turn'] + 1}" if several else None for one in records]
     return {
         "settings": settings,
         "note": note,
         "runs": whole["runs"],
-        "categories": grouped_figures(
-            records, comparable, lambda one: categories[one["index"]] or UNNAMED, any(categories)
-        ),
-        "turns": grouped_figures(
-            records, comparable, lambda one: f"turn {one['turn'] + 1}", any(one["turn"] for one in records)
-        ),
+        "categories": grouped_figures(records, comparable, [categories[one["index"]] for one in records]),
+        "turns": grouped_figures(records, comparable, turns),
         "comparison": comparison,
         "timing": {"hardware": hardware, **whole["timing"]},
     }

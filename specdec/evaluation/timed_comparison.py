@@ -97,14 +97,12 @@ def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
     return {"problems": len({record["index"] for record in records}), "runs": runs, "timing": timing}
 
 
-def grouped_figures(
-    records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
-) -> dict[str, Any]:
-    """Figures by group; empty if the data has no groups."""
+def grouped_figures(records: Sequence[Record], comparable: bool, names: Sequence[str | None]) -> dict[str, Any]:
+    """Figures by group. names: of each record's group; if none has a name, there are no groups."""
     groups: dict[str, list[Record]] = {}
-    for record in records if grouped else ():
-        groups.setdefault(group_of(record), []).append(record)
-    return {name: run_figures(members, comparable) for name, members in groups.items()}
+    for record, name in zip(records, names, strict=True):
+        groups.setdefault(name or UNNAMED, []).append(record)
+    return {name: run_figures(members, comparable) for name, members in groups.items()} if any(names) else {}
 
 
 def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:

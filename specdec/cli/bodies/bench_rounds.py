@@ -15,7 +15,7 @@ from specdec.cli.bodies.settings import (
     load_engine,
     pair_arguments,
     prepare_output,
-    sampling_params,
+    request_params,
     shown_when_interrupted,
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
@@ -194,7 +194,7 @@ def evaluate_task(options: EvalOptions) -> None:
             shots=options.shots,
             instruction=options.instruction,
             compare=options.compare,
-            params=sampling_params(options),
+            params=request_params(options),
             folder=options.transcripts,
             **pair_arguments(options, config),
         )

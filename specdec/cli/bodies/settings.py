@@ -57,7 +57,7 @@ def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def sampling_params(options: SamplingNumbers) -> SamplingParams:
+def request_params(options: SamplingNumbers) -> SamplingParams:
     """Parameters of every request, from the options that have their names."""
     return SamplingParams(**shared_fields(options, SamplingNumbers))
 
