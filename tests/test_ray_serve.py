@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -34,7 +33,6 @@ from served_engine import until
 ROOT = Path(__file__).resolve().parent.parent
 CHAT = [{"role": "user", "content": "Tom has 3 apples and buys 5 more. How many apples does he have?"}]
 ASKED = {"messages": CHAT, "max_tokens": 12, "temperature": 0}
-SERVED = ServeOptions()
 EXAMPLE = ROOT / "examples" / "ray_serve.py"
 HAS_RAY = find_spec("ray") is not None  # before a stand-in takes its name
 
@@ -67,7 +65,7 @@ def example() -> Iterator[ModuleType]:
 def pair(example: ModuleType, shallow_folder: Path) -> Iterator[list[Any]]:
     """Two replicas in this process."""
     target, drafter = (str(shallow_folder / name) for name in ("tiny-gemma4", "tiny-gemma4-mtp"))
-    options = replace(SERVED, target=target, drafter=drafter, served_model_name=["tiny-gemma4"])
+    options = ServeOptions(target=target, drafter=drafter, served_model_name=["tiny-gemma4"])
     close = example.Replica.__del__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(example, "prepare_process", lambda options: None)  # the process is pytest's
