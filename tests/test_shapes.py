@@ -203,10 +203,11 @@ def test_tied_tables_stay_one_when_they_leave_meta():
 
 def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
+    plain, packed = (count_weights(SHAPES["gemma4-31b"], Shrink(), form=form) for form in (None, FORMS["int4-g32"]))
     with pytest.raises(CapacityError, match=r"gemma4-31b takes 62\.3 GB of weights in bfloat16 and 10\.7 GB are free"):
-        require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16)
+        require_room("gemma4-31b", plain, CPU, torch.bfloat16)
     with pytest.raises(CapacityError, match=r"20\.2 GB of weights in int4-g32, the rest bfloat16 and 10\.7 GB are"):
-        require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16, FORMS["int4-g32"])
+        require_room("gemma4-31b", packed, CPU, torch.bfloat16)
 
 
 # the floor, by hand

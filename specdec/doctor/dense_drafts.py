@@ -205,25 +205,24 @@ COARSE = 0.1
 
 
 class Watched:
-    """Wraps a drafter and keeps its workers' first logits in `seen`: those of each row's first round, [V] float32."""
+    """Wraps a drafter and keeps the first logits of its first draft after `root` in `seen`: [V] float32."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.seen: dict[int, torch.Tensor] = {}  # by the position of the root
+    def __init__(self, drafter: Drafter, root: int) -> None:
+        self._drafter, self._root = drafter, root
+        self.seen: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
     def bind(self, binding: Binding) -> DraftWorker:
         worker = self._drafter.bind(binding)
-        propose, seen = worker.propose, self.seen
+        propose = worker.propose
 
         def watched(batch: DraftBatch) -> DraftTree:
             def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
                 def noted(logits: torch.Tensor, *given: Any) -> Any:
-                    roots = (batch.history_len - 1).tolist()
-                    if len(roots) == 1:
-                        seen.setdefault(roots[0], logits[0, 0].float().clone())
+                    if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
+                        self.seen = logits[0, 0].float().clone()
                     return draw(logits, *given)
 
                 return noted

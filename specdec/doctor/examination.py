@@ -142,14 +142,13 @@ class Examination:
         if not self.texts:
             return None
         pair, text = self.pair, self.texts[0]
-        watched: Any = Watched(pair.drafter)
+        watched: Any = Watched(pair.drafter, text.prompt_len)
         prompt = text.tokens[: text.prompt_len].tolist()
         replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
-        proposed = watched.seen.get(text.prompt_len)
-        if proposed is None:
+        if watched.seen is None:
             return None
         exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
-        return ReferenceCheck.from_drafts(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
+        return ReferenceCheck.from_drafts(watched.seen, dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of the

@@ -200,15 +200,13 @@ def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
     return StoredWeights(spec.modules * numbers, spec.modules * numbers * target.dtype.itemsize, "")
 
 
-def require_room(
-    shape: ModelShape, shrink: Shrink, device: torch.device, dtype: torch.dtype, form: WeightForm | None = None
-) -> None:
+def require_room(name: str, weights: PairWeights, device: torch.device, dtype: torch.dtype) -> None:
     """Raise CapacityError with the numbers if the weights leave no room on the device."""
-    target, drafter = count_weights(shape, shrink, dtype, form)
+    target, drafter = weights
     needed, free = target.bytes + drafter.bytes, free_bytes(device)
     if needed > free * KV_SHARE.get(device.type, 0.5):
         raise CapacityError(
-            f"{shape.name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
+            f"{name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
             f"{free / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
             "--shrink, or use another device"
         )
@@ -348,7 +346,7 @@ def random_subject(
         if config.dtype not in (None, torch.bfloat16):
             raise ConfigError(f"weights={UNPACKED!r} and dtype={config.dtype} contradict each other; give one of them")
         dtype = torch.bfloat16
-    require_room(shape, shrink, where, dtype, form)
+    require_room(shape.name, count_weights(shape, shrink, dtype, form), where, dtype)
     with working(f"making {shape.name}"):
         operations = choose_operations(config.fused, config.attention, where, dtype)  # as Engine.from_pretrained does
         model = make_target(shape, shrink, where, dtype, seed, form)
