@@ -5,7 +5,7 @@ Nothing heavy is imported here: a body is loaded when its command runs.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -183,8 +183,7 @@ class ListOptions(PairOptions):
 
     def require_used(self) -> None:
         """Raises ConfigError if an option needs --memory and it is missing."""
-        usual = replace(ListOptions(), memory=self.memory, json_file=self.json_file)
-        if not self.memory and self != usual:
+        if not self.memory and self != ListOptions(json_file=self.json_file):
             raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
 
 
