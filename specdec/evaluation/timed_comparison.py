@@ -34,6 +34,11 @@ Record = dict[str, Any]
 its runs (`Runs`)."""
 
 
+RUN_FIGURES = (
+    *("output_tokens", "acceptance_length", "accepted_per_position", "drafted_counts"),
+    *("rounds", "round_tokens", "drafted_rounds"),
+)
+"""Figures of `RequestStats` that reports of runs have."""
 UNNAMED = "other"
 """Category of problems without one, if others have one."""
 WORDS = ("run", "category", "by position")
@@ -81,16 +86,8 @@ def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
         stats = RequestStats.total(stats_of(records, name))
         seconds = sum(one["seconds"] for one in made)
         timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
-        runs[name] = {
-            "output_tokens": stats.output_tokens,
-            "cut_off": sum(one["finish_reason"] == "length" for one in made),
-            "acceptance_length": stats.acceptance_length,
-            "accepted_per_position": stats.accepted_per_position,
-            "drafted_counts": stats.drafted_counts,
-            "rounds": stats.rounds,
-            "round_tokens": stats.round_tokens,
-            "drafted_rounds": stats.drafted_rounds,
-        }
+        runs[name] = {figure: getattr(stats, figure) for figure in RUN_FIGURES}
+        runs[name]["cut_off"] = sum(one["finish_reason"] == "length" for one in made)
     if comparable:
         first, second = (each["tokens_per_second"] for each in timing.values())
         timing["speed_up"] = first / second
