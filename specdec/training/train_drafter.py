@@ -28,10 +28,9 @@ from specdec.training.head_training import TrainableEagle3, trainable_block, tra
 from specdec.training.native_mtp_training import trainable_module
 from specdec.training.output_folder import claim_folder, require_free_folder
 from specdec.training.target_answers import (
-    MIN_ANSWER,
     Chat,
     collect_answers,
-    encode,
+    fitting_prompts,
     prompt_source,
     read_answers,
     warn_of_repetition,
@@ -61,7 +60,7 @@ def measure(
         stage.update(turn / len(shapes), name)
         drafter = load_any_drafter(str(settings.out), target)
         with Engine(target, drafter, tokenizer=tokenizer, spec=spec, config=config) as engine:
-            ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + MIN_ANSWER <= settings.length]
+            ids = [*fitting_prompts(engine, prompts, settings.length)]
             room = [min(settings.max_new_tokens, settings.length - len(p)) for p in ids]
             engine.generate(ids, [SamplingParams(max_new_tokens=most) for most in room], progress=False)
             stats = engine.stats()

@@ -230,10 +230,6 @@ def make_target(
     return model
 
 
-def make_drafter(shape: ModelShape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
-    return drafter_of(shape.drafter(target.config, shrink), target, seed)
-
-
 def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetModel, seed: int) -> Drafter:
     if isinstance(described, MtpSpec):
         modules = make_modules(described, target)
@@ -352,7 +348,7 @@ def random_subject(
         model = make_target(shape, shrink, where, dtype, seed, form)
         begin = perf_counter()
         target = TargetModel(model, operations)
-        drafter = make_drafter(shape, shrink, target, seed + 1) if any(drafts.values()) else None
+        drafter = drafter_of(shape.drafter(target.config, shrink), target, seed + 1) if any(drafts.values()) else None
         prepared = perf_counter() - begin
 
     def prompts(batch: int, context: int) -> list[list[int]]:
