@@ -111,6 +111,17 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
         raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(names)}")
 
 
+def require_text(name: str, text: Any) -> str:
+    """The text, if a tokenizer can read it: a string without halves of surrogate pairs."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} is {shown(text)}; a string is expected")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} holds half a surrogate pair at character {error.start + 1}; take it out") from error
+    return text
+
+
 @contextmanager
 def about(name: str) -> Iterator[None]:
     """Prefix errors of the block about a model or checkpoint with `name`."""

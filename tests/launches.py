@@ -64,7 +64,7 @@ from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
-from specdec.sampling.row_scores import SeenTokens
+from specdec.sampling.row_scores import LogitRows, SeenTokens
 from specdec.sampling.sampling_table import FLOAT_COLUMNS, INT_COLUMNS, ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
@@ -431,10 +431,10 @@ def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, 
         seen = SeenTokens(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
         mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
     if best:
-        best_tokens(logits[:, :1], positions[:, :1], params, 8)
-        sample(logits, positions, params, cap)
+        best_tokens(LogitRows(logits[:, :1], positions[:, :1], params), 8)
+        sample(LogitRows(logits, positions, params, cap))
     else:
-        sample(logits, positions, params, cap, seen)
+        sample(LogitRows(logits, positions, params, cap, seen))
     if cap is not None:
         softcap(logits, cap)
 

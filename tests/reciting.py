@@ -105,8 +105,6 @@ HARMONY = """\
 class Recital(GrammarState):
     """The place in a text before token number `at` of it. inner: in the request's own grammar, or None."""
 
-    __slots__ = ("at", "ids", "inner", "words")
-
     def __init__(
         self, ids: list[int], words: int, inner: GrammarState | None, at: int = 0, *, over: bool = False
     ) -> None:
@@ -116,10 +114,6 @@ class Recital(GrammarState):
     @property
     def grammar(self) -> GrammarState | None:
         return self.inner
-
-    @property
-    def num_words(self) -> int:
-        return self.words
 
     @property
     def mask(self) -> Words:

@@ -27,7 +27,7 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
 from specdec.load_check import warn_at_load
 from specdec.models import published
-from specdec.models.published import ACCEPTED, HELD_OUT_PROBLEMS, PAIR_GROUPS, PAIRS_BY_TITLE, published_acceptance
+from specdec.models.published import ACCEPTED, HELD_OUT_PROBLEMS, PAIRS_BY_TITLE, published_acceptance
 from specdec.models.weight_storage import NONE, grid_of
 from specdec.text.prompt_files import read_prompts
 
@@ -412,6 +412,6 @@ def test_ids_that_may_be_a_mask():
 def test_the_page_of_block_drafters_names_every_pair_with_its_figure():
     """Names that a row of the page shortens, `_8b_`, are looked for by their beginning."""
     page = (Path(__file__).parent.parent / "docs/block_drafters.md").read_text("utf-8")
-    for pair in PAIR_GROUPS["block"]:
+    for pair in PAIRS_BY_TITLE["published block drafters and their targets"]:
         assert pair.drafter.rpartition("/")[2].partition("_8b_")[0].partition("_14b_")[0] in page, pair
         assert pair.accepts is None or f"{pair.accepts.length}" in page, pair

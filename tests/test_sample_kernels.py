@@ -16,7 +16,7 @@ from specdec.sampling.grammars.mask_bits import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
-from specdec.sampling.row_scores import SeenTokens
+from specdec.sampling.row_scores import LogitRows, SeenTokens
 from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 from specdec.sampling.token_bitmaps import mark_seen
@@ -70,7 +70,7 @@ def wrong_draws(settings, logits, vocab_split=DEFAULT_VOCAB_SPLIT):
     positions = torch.randint(0, 5000, logits.shape[:2], device=DEVICE)
     fast, slow = batch_of([SamplingParams(**one) for one in settings])
     got, expected = (
-        sample(logits, positions, fast, vocab_split=vocab_split).tolist(),
+        sample(LogitRows(logits, positions, fast), vocab_split).tolist(),
         slow.sample(logits, positions).tolist(),
     )
     return {str(s): (g, e) for s, g, e in zip(settings, got, expected, strict=True) if g != e}
@@ -125,7 +125,7 @@ def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
     position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     for top_p, kept in ((0.2, [1]), (0.4, [1, 2]), (0.6, [1, 2, 3]), (0.9, [1, 2, 3, 4]), (0.95, [0, 1, 2, 3, 4])):
         fast, _ = batch_of([SamplingParams(temperature=1.0, top_p=top_p)])
-        best = best_tokens(logits, position, fast, 6)
+        best = best_tokens(LogitRows(logits, position, fast), 6)
         assert sorted(best.tokens[best.scores > -INF].tolist()) == kept
 
 
@@ -136,7 +136,8 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
     fast, slow = batch_of([SamplingParams(temperature=1.0, top_p=0.3)])
     kept = int((slow.log_weights(logits) > -INF).sum())
     cut = VocabSplit(tile=64, group=16, capacity=150, listed=64)
-    best = best_tokens(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast, 60, vocab_split=cut)
+    rows = LogitRows(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast)
+    best = best_tokens(rows, 60, cut)
     assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
 
 
@@ -151,7 +152,7 @@ def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     logits = logits_of(kind, len(params), 1, 130)
     positions = torch.arange(len(params), device=DEVICE)[:, None]
     fast, slow = batch_of(params)
-    best = best_tokens(logits, positions, fast, k, vocab_split=CUTS["many tiles"])
+    best = best_tokens(LogitRows(logits, positions, fast), k, CUTS["many tiles"])
     expected = slow.log_scores(logits, positions)
     ordered = expected.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(best.tokens, ordered.indices[..., :k])  # removed tokens too, lowest id first
@@ -172,7 +173,7 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
         DEFAULT_VOCAB_SPLIT,
         VocabSplit(tile=8, group=4),
     ):  # the first of the largest lies tiles before the largest logit
-        assert sample(logits, position, fast, 30.0, vocab_split=cut).tolist() == capped.argmax(-1).tolist()
+        assert sample(LogitRows(logits, position, fast, 30.0), cut).tolist() == capped.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -190,7 +191,7 @@ def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poiso
             (SeenTokens(nothing, itself), 1),
             (SeenTokens(nothing, blank), 0),
         ):
-            assert sample(logits, position, fast, 30.0, seen, vocab_split=cut).tolist() == [[want]]
+            assert sample(LogitRows(logits, position, fast, 30.0, seen), cut).tolist() == [[want]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -209,9 +210,10 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     logits = torch.randn(len(params), 2, 300, device=DEVICE)
     positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
     fast, _ = batch_of(params)
-    want = sample(logits, positions, fast, vocab_split=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
+    rows = LogitRows(logits, positions, fast)
+    want = sample(rows, CUTS["many tiles"]), best_tokens(rows, 3)
     monkeypatch.setattr("specdec.sampling.collect_candidates.COLLECTORS", 1)
-    got = sample(logits, positions, fast, vocab_split=CUTS["many tiles"]), best_tokens(logits, positions, fast, 3)
+    got = sample(rows, CUTS["many tiles"]), best_tokens(rows, 3)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 
 
@@ -242,7 +244,7 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     seen = SeenTokens(bits[row], path_tokens(tree.tokens, tree.ancestors))
     penalised = slow.penalised(logits, past_tokens(EditInputs(length, tree, lambda: history), vocab))
     expected = slow.sample(penalised, positions)
-    assert sample(logits, positions, fast, None, seen, vocab_split=CUTS[cut]).tolist() == expected.tolist()
+    assert sample(LogitRows(logits, positions, fast, None, seen), CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
 
 
@@ -346,9 +348,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
     logits = logits_of("ties", len(params), 1, 200)
     positions = torch.arange(len(params), device=DEVICE)[:, None]
     fast, _ = batch_of(params)
-    together = best_tokens(logits, positions, fast, 3, vocab_split=CUTS["many tiles"])
+    together = best_tokens(LogitRows(logits, positions, fast), 3, CUTS["many tiles"])
     for i in range(len(params)):
         one = ParamVectors(*(p[:, i : i + 1].contiguous() for p in fast))
-        alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, vocab_split=CUTS["many tiles"])
+        alone = best_tokens(LogitRows(logits[i : i + 1], positions[i : i + 1], one), 3, CUTS["many tiles"])
         assert torch.equal(alone.tokens[0], together.tokens[i])
         assert torch.equal(alone.scores[0], together.scores[i])

@@ -156,12 +156,12 @@ def test_the_drafter_knows_what_may_follow_the_root(kind, engine_of, prompts, pa
     """The best child of every root is a token that the grammar allows; without that, hardly ever one is."""
     few = slice(examples(2, 0), examples(3, 4))
 
-    def noting(trees):
+    def noting(trees, num_words):
         for root, tokens, parents in trees:
             best = parents.index(0, 1) if 0 in parents[1:] else None
             if best is not None and not root.forced:
                 seen.append(bool(root.mask[tokens[best] // 32] >> tokens[best] % 32 & 1))
-        return whole(trees)
+        return whole(trees, num_words)
 
     seen, whole = [], grammar.tree_masks
     monkeypatch.setattr("specdec.runtime.grammar_masks.tree_masks", noting)

@@ -198,7 +198,7 @@ def test_a_reader_of_stop_strings_keeps_no_text():
     request = Request([3], params, 0, Detokenizer(CountingTokenizer()), frozenset())
     for n in range(100):
         request.settle([2 + n % 80])
-    assert len(request.settled.reader._pending) <= 20
+    assert len(request.settled.reader.pending) <= 20
 
 
 def test_a_read_that_is_interrupted_has_read_nothing(monkeypatch):

@@ -64,9 +64,9 @@ def test_after_min_tokens_a_request_waits_for_no_masks(engine_of, prompts, monke
     """The rule is over, the request goes on: its rounds are those of any other."""
     seen = []
 
-    def spied(trees):
+    def spied(trees, num_words):
         seen.append(len(trees))
-        return tree_masks(trees)
+        return tree_masks(trees, num_words)
 
     monkeypatch.setattr("specdec.runtime.grammar_masks.tree_masks", spied)
     engine = engine_of("mtp")
@@ -79,7 +79,7 @@ def test_masks_of_a_tree_by_hand():
     """Two tokens to go; the root 1 has the children 2 and the end, 2 has the end: allowed only at the third token."""
     params = SamplingParams(min_tokens=2, max_new_tokens=8)
     root = token_rules.rules_state(None, params, frozenset({5}), 40)
-    masks = tree_masks([(root, [1, 2, 5, 5, 3], [-1, 0, 0, 1, 1])])[0]
+    masks = tree_masks([(root, [1, 2, 5, 5, 3], [-1, 0, 0, 1, 1])], 2)[0]
     closed, open = np.array([~(1 << 5), -1], dtype=np.int32), np.array([-1, -1], dtype=np.int32)
     assert masks.tolist() == [each.tolist() for each in (closed, closed, open, open, open)]  # 2 and 3: never reached
     state = root.after(2).after(3)

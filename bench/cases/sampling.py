@@ -15,6 +15,7 @@ from specdec import SamplingParams
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
 from specdec.sampling.kernel_sampler import best_tokens, sample
 from specdec.sampling.reference_sampler import ReferenceSampler
+from specdec.sampling.row_scores import LogitRows
 from specdec.sampling.sampling_table import ParamVectors, SamplerFeatures, SamplingTable
 
 VOCAB = 1000 if ON_CPU else 262_144
@@ -65,7 +66,7 @@ def check_rows() -> Iterator[Row]:
             logits = logits_of(kind, len(some), dtype)
             positions = torch.randint(0, 10_000, (len(some), 1), device=DEVICE)
             fast, slow = samplers_of(some)
-            wrong = (sample(logits, positions, fast) != slow.sample(logits, positions))[:, 0]
+            wrong = (sample(LogitRows(logits, positions, fast)) != slow.sample(logits, positions))[:, 0]
             differing += [some[row] for row in wrong.nonzero()[:, 0].tolist()]
         found = f"{len(differing)} of {len(mixed)} tokens differ{': ' if differing else ''}"
         ok = len(differing) <= (0 if ON_CPU else 1)
@@ -73,7 +74,8 @@ def check_rows() -> Iterator[Row]:
     torch.manual_seed(0)
     logits, positions = logits_of("zipf", 6), torch.arange(6, device=DEVICE)[:, None]
     fast, slow = samplers_of([SamplingParams(temperature=t) for t in (0.0, 1.0)] * 3)
-    best, expected = best_tokens(logits, positions, fast, 4), slow.log_scores(logits, positions).topk(4, dim=-1)
+    best = best_tokens(LogitRows(logits, positions, fast), 4)
+    expected = slow.log_scores(logits, positions).topk(4, dim=-1)
     error = float((best.scores - expected.values).abs().max())
     yield Row("sampling: 4 best, log-probabilities", f"{error:.1e}", ok=error < 1e-4)
 

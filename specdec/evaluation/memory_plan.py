@@ -29,8 +29,7 @@ from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import StateShape
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
-from specdec.models.quantised.packed_quantizer import without_quantization
-from specdec.models.quantised.stored_tensors import stored_tensors
+from specdec.models.quantised.packed_quantizer import stored_tensors, without_quantization
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.calls.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.unread import MAX_UNREAD
@@ -188,7 +187,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, spec: SpecConfig) -> Planned
     if modules:
         names = {name for of_module in modules for name in of_module.values()}
         stored = stored_tensors({str(files[name]) for name in names})
-        tensors = [torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for name in names]
+        tensors = [stored[name].to("meta") for name in names]
         weights = sum((each.to(target.dtype) if is_unquantised(each) else each).nbytes for each in tensors)
     layout = layout_of_modules(target.layout, conventions_of(folder, target).like, count)
     return PlannedDrafter(own_needs(layout, spec, reread=count - 1), weights, default_steps(count))

@@ -69,16 +69,12 @@ class VectorwiseMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in FUNCTIONS and _is_alone(args, kwargs):
+        others = (*args[1:], *kwargs.values())
+        if func in FUNCTIONS and isinstance(args[0], torch.Tensor) and not any(map(torch.is_tensor, others)):
             return _by_vectors(func, *args, **kwargs)
         if func is F.linear and len(args) > 1 and type(args[1].data) is torch.Tensor and len(args[1]) < FEW_COLUMNS:
             return _few_columns(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _is_alone(args: Any, kwargs: Any) -> bool:
-    others = [*args[1:], *kwargs.values()]
-    return isinstance(args[0], torch.Tensor) and not any(isinstance(x, torch.Tensor) for x in others)
 
 
 def _by_vectors(func: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -19,10 +19,10 @@ from torch import nn
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
-from specdec.errors import SpecDecError, UnsupportedModelError
+from specdec.errors import SpecDecError, UnsupportedModelError, error_summary
 from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
-from specdec.models.recurrent_probe import RecurrentProbe, TextPaths
+from specdec.models.recurrent_probe import TextPaths
 from specdec.sampling.softcap import reference_softcap
 
 TEXT_LEN = 6
@@ -113,7 +113,8 @@ class ProbeContext:
     past: "ProbeContext | None" = None
     by_row: bool = False
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
-    recurrent: RecurrentProbe = field(default_factory=RecurrentProbe)
+    convolutions: dict[int, torch.Tensor] = field(default_factory=dict)  # inputs [T, C]
+    recurrences: dict[int, Recurrence] = field(default_factory=dict)  # in float32
     faults: dict[int, str] = field(default_factory=dict)
     states: dict[int, torch.Tensor | None] = field(default_factory=dict)  # states that enter the layers of its keys
     shares: "Sequence[ProbeContext]" = ()  # one per rank, if several run the forward
@@ -161,9 +162,8 @@ class ProbeContext:
         if k is None or v is None:
             _, k, v = self.rows[spec.owner]
         self.rows[layer] = q, k, v
-        seen = self._seen()
-        keys, values = (torch.cat([context.rows[spec.owner][i] for context in seen]) for i in (1, 2))
-        text, positions = torch.cat([c.text for c in seen]), torch.cat([c.positions for c in seen])
+        keys, values = (torch.cat([context.rows[spec.owner][kind] for context in self._seen()]) for kind in (1, 2))
+        text, positions = self._places()
         distance = self.positions[:, None] - positions
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
         if spec.window is not None:
@@ -181,17 +181,22 @@ class ProbeContext:
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See `RecurrentContext`."""
-        return self.recurrent.convolve(*self._paths(), layer, inputs, weight, bias)
+        self.convolutions[layer] = inputs
+        return self._paths().convolved([context.convolutions[layer] for context in self._seen()], weight, bias)
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """See `RecurrentContext`."""
         self.rows[layer] = rows.q, rows.k, rows.v
-        return self.recurrent.recur(*self._paths(), layer, rows)
+        self.recurrences[layer] = rows.map(torch.Tensor.float)
+        return self._paths().recurred([context.recurrences[layer] for context in self._seen()])
 
-    def _paths(self) -> tuple[list[RecurrentProbe], TextPaths]:
+    def _paths(self) -> TextPaths:
+        return TextPaths.of(self.text, self.positions, *self._places())
+
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and position of all rows that these rows see, [L] each."""
         seen = self._seen()
-        numbers = [torch.cat([c.text for c in seen]), torch.cat([c.positions for c in seen])]
-        return [context.recurrent for context in seen], TextPaths.of(self.text, self.positions, numbers)
+        return torch.cat([context.text for context in seen]), torch.cat([context.positions for context in seen])
 
     def _seen(self) -> "list[ProbeContext]":
         """The forwards whose K/V these rows see, earliest first."""
@@ -220,7 +225,7 @@ class ProbeContext:
 
     def verify(self, name: str) -> None:
         """Raise UnsupportedModelError unless every layer called attention, and with supported arguments only."""
-        called = {*self.rows, *self.faults, *self.recurrent.inputs}
+        called = {*self.rows, *self.faults, *self.convolutions}
         missing = [spec.layer for spec in self.layout.layers if spec.fields and spec.layer not in called]
         if missing:
             raise UnsupportedModelError(
@@ -327,9 +332,8 @@ def prove(
     texts: [2, T] tokens. own: tokens [B, T] -> logits [B, T, V] of the model's own forward. exact: a row's product does
     not depend on other rows.
     """
-    device = texts.device
     own_logits = _centred(own(texts).flatten(0, 1))
-    steps = torch.arange(texts.shape[1], device=device)
+    steps = torch.arange(texts.shape[1], device=texts.device)
     alone = [ProbeContext(layout, torch.full_like(steps, i), steps) for i in range(len(texts))]
     states = []
     for i, context in enumerate(alone):
@@ -393,6 +397,4 @@ def refusing(name: str, what: str) -> Iterator[None]:
     except (SpecDecError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise UnsupportedModelError(f"{name}: {what} ({reason[:200]})") from error
+        raise UnsupportedModelError(f"{name}: {what} ({error_summary(error)})") from error

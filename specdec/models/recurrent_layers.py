@@ -161,13 +161,3 @@ def _context_as_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
     """Pass the context as the cache: before transformers 5.24, a layer passes a short convolution only a cache, not our
     keyword."""
     return args, {**kwargs, **cache_argument(layer, kwargs.get("specdec_ctx"))}
-
-
-def require_attention_only(target: Any, what: str) -> None:
-    """Raise UnsupportedModelError for a target with recurrent layers. what: the feature that reads long texts outside
-    an engine."""
-    if target.recurrent:
-        raise UnsupportedModelError(
-            f"{target.name} has recurrent layers, and {what} reads texts without their states; it needs a target of "
-            "attention layers alone"
-        )

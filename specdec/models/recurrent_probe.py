@@ -1,12 +1,11 @@
 """Recurrent layers outside an engine: in a probe, and over one whole text.
 
-A probe records each layer's calls, and computes each row from the earlier rows of the same text. Its texts fit the
-block of the first FOLD positions, so there is no earlier state. A whole text may have any length: its rows are in
-order, and its state is folded from block to block.
+A probe computes each row from the earlier rows of the same text. Its texts fit the block of the first FOLD positions,
+so there is no earlier state. A whole text may have any length: its rows are in order, and its state is folded from
+block to block.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,9 +25,10 @@ class TextPaths(NamedTuple):
     exist: torch.Tensor
 
     @classmethod
-    def of(cls, text: torch.Tensor, positions: torch.Tensor, seen: Sequence[torch.Tensor]) -> "TextPaths":
-        """Make the paths. text, positions: [T]; seen: text and positions of all rows seen, including these [L]."""
-        seen_text, seen_positions = seen
+    def of(
+        cls, text: torch.Tensor, positions: torch.Tensor, seen_text: torch.Tensor, seen_positions: torch.Tensor
+    ) -> "TextPaths":
+        """Make the paths. text, positions: [T]; seen: of all rows seen, including these [L]."""
         mine = (text[:, None] == seen_text) & (seen_positions <= positions[:, None])  # [T, L]
         assert int(mine.sum(1).max()) <= FOLD, "a text of a probe is one block"
         order = torch.where(mine, seen_positions, FOLD).argsort(dim=1, stable=True)[:, :FOLD]
@@ -40,45 +40,29 @@ class TextPaths(NamedTuple):
         found = torch.cat([*rows])[self.cells]
         return found.masked_fill(~self.exist.view(*self.exist.shape, *[1] * (found.dim() - 2)), 0.0)
 
-
-@dataclass(slots=True)
-class RecurrentProbe:
-    """Recurrent layers' calls in one forward, by layer."""
-
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    rows: dict[int, Recurrence] = field(default_factory=dict)
-
-    def convolve(
-        self,
-        seen: "Sequence[RecurrentProbe]",
-        paths: TextPaths,
-        layer: int,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+    def convolved(
+        self, inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `RecurrentContext`. seen: probes of earlier forwards, then this one."""
-        self.inputs[layer] = inputs
-        path = paths.gather([probe.inputs[layer] for probe in seen])  # [T, FOLD, C]
+        """`RecurrentContext.convolve` for these rows. inputs: of the forwards seen."""
+        path = self.gather(inputs)  # [T, FOLD, C]
         path = torch.cat([path.new_zeros((len(path), weight.shape[1], path.shape[2])), path], dim=1)
-        taps = paths.exist.sum(1)[:, None] + torch.arange(weight.shape[1], device=path.device)
+        taps = self.exist.sum(1)[:, None] + torch.arange(weight.shape[1], device=path.device)
         return convolved(path[torch.arange(len(path), device=path.device)[:, None], taps], weight, bias)
 
-    def recur(self, seen: "Sequence[RecurrentProbe]", paths: TextPaths, layer: int, rows: Recurrence) -> torch.Tensor:
-        """See `RecurrentContext`. Blocks run in tiles, since a GPU's library chooses products by their number."""
-        self.rows[layer] = rows.map(torch.Tensor.float)
-        parts = zip(*(probe.rows[layer] for probe in seen), strict=True)
-        found = [None if None in part else paths.gather(part) for part in parts]
+    def recurred(self, rows: Sequence[Recurrence]) -> torch.Tensor:
+        """`RecurrentContext.recur` for these rows. rows: of the forwards seen, float32. Blocks run in tiles, since a
+        GPU's library chooses products by their number."""
+        found = [None if None in part else self.gather(part) for part in zip(*rows, strict=True)]
         tiles = []
-        for begin in range(0, len(paths.exist), ROWS):
+        for begin in range(0, len(self.exist), ROWS):
             tile = slice(begin, begin + ROWS)
-            exist, q, k, v, g, beta = (None if x is None else pad_rows(x[tile]) for x in (paths.exist, *found))
+            exist, q, k, v, g, beta = (None if x is None else pad_rows(x[tile]) for x in (self.exist, *found))
             assert exist is not None and q is not None and k is not None and v is not None and g is not None
             places = torch.arange(FOLD, device=k.device).expand_as(exist)
             state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
             out, _ = run_blocks(RecordBlock(state, k, torch.zeros_like(v), g), NewPlaces(places, exist, q, v, beta))
             tiles.append(out[torch.arange(len(out), device=out.device), exist.sum(1) - 1])
-        return torch.cat(tiles)[: len(paths.exist)]
+        return torch.cat(tiles)[: len(self.exist)]
 
 
 def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

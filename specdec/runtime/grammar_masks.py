@@ -66,7 +66,7 @@ class GrammarSteps:
             self._done.synchronize()
         tokens, parents = self._trees.tolist()
         held = [(i, state) for i, state in enumerate(self._states) if state is not None]
-        found = tree_masks([(state, tokens[i], parents[i]) for i, state in held])
+        found = tree_masks([(state, tokens[i], parents[i]) for i, state in held], self._masks.num_words)
         allowed = self._masks.view(self._batch, found.shape[1])  # a drafter may propose fewer nodes than requested
         write_masks(allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 

@@ -29,14 +29,13 @@ from specdec.sampling.row_scores import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    SeenTokens,
-    kernel_inputs,
+    LogitRows,
     load_logits,
     mass_of,
     min_score_of,
     score_of,
 )
-from specdec.sampling.sampling_table import ParamVectors, index_of
+from specdec.sampling.sampling_table import index_of
 from specdec.sampling.softcap import capped
 
 LARGEST_FLOAT = tl.constexpr(3e38)
@@ -322,24 +321,15 @@ def collect_kernel(
                 tl.store(p_list_x + i_row * capacity + o_list, b_x, mask=m_list)
 
 
-def collect(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    params: ParamVectors,
-    softcap: float | None,
-    seen: SeenTokens | None,
-    k: int,
-    vocab_split: VocabSplit,
-    *,
-    scores: bool,
-) -> Shortlist:
+def collect(given: LogitRows, k: int, vocab_split: VocabSplit, *, scores: bool) -> Shortlist:
     """The candidates for the k best tokens of each row and, if `scores`, for their log-probabilities: see
     `KernelSampler`."""
+    logits, positions, params, *_ = given
     batch, num_nodes, vocab_size = logits.shape
     rows, device = batch * num_nodes, logits.device
     num_tiles = triton.cdiv(vocab_size, vocab_split.tile)
     num_groups = num_tiles * (vocab_split.tile // vocab_split.group)
-    pointers, scalars = kernel_inputs(logits, softcap, seen)
+    pointers, scalars = given.pointers, given.scalars
     options = pdl_options(device)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -15,8 +15,7 @@ from specdec.sampling.choose_candidate import choose_kernel
 from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit, collect
 from specdec.sampling.log_probs import TopTokens
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
-from specdec.sampling.row_scores import SeenTokens, kernel_inputs
-from specdec.sampling.sampling_table import ParamVectors
+from specdec.sampling.row_scores import LogitRows, SeenTokens
 from specdec.sampling.token_bitmaps import mark_seen
 
 MAX_BEST = 64
@@ -31,18 +30,18 @@ class KernelSampler(ReferenceSampler):
         return self
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return sample(logits, positions, self.params)
+        return sample(LogitRows(logits, positions, self.params))
 
     def draw(
         self, logits: torch.Tensor, positions: torch.Tensor, inputs: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
         if self.features.edits:  # edits that the kernels cannot do while they read
-            return sample(self.edited(logits, inputs, softcap), positions, self.params)
+            return self.sample(self.edited(logits, inputs, softcap), positions)
         seen = _seen(inputs, logits.shape) if self.features.penalty else None
-        return sample(logits, positions, self.params, softcap, seen)
+        return sample(LogitRows(logits, positions, self.params, softcap, seen))
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
-        return best_tokens(logits, positions, self.params, count)
+        return best_tokens(LogitRows(logits, positions, self.params), count)
 
 
 def _seen(inputs: EditInputs, shape: torch.Size) -> SeenTokens:
@@ -64,46 +63,19 @@ def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
     return torch.where(ancestors, tokens[:, None, :], -1)
 
 
-def sample(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    params: ParamVectors,
-    softcap: float | None = None,
-    seen: SeenTokens | None = None,
-    *,
-    vocab_split: VocabSplit = DEFAULT_VOCAB_SPLIT,
-) -> torch.Tensor:
-    """The token drawn at each node: logits [B, N, V] of any floating dtype, positions [B, N] int64 -> [B, N] int64.
-
-    softcap: applied first, if the logits are uncapped. seen: tokens that the repetition penalty applies to; None: none.
-    """
-    return _choose(logits, positions, params, softcap, seen, 1, vocab_split, scores=False).tokens[..., 0]
+def sample(rows: LogitRows, vocab_split: VocabSplit = DEFAULT_VOCAB_SPLIT) -> torch.Tensor:
+    """The token drawn at each node, [B, N] int64."""
+    return _choose(rows, 1, vocab_split, scores=False).tokens[..., 0]
 
 
-def best_tokens(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    params: ParamVectors,
-    k: int,
-    *,
-    vocab_split: VocabSplit = DEFAULT_VOCAB_SPLIT,
-) -> TopTokens:
+def best_tokens(rows: LogitRows, k: int, vocab_split: VocabSplit = DEFAULT_VOCAB_SPLIT) -> TopTokens:
     """The k best tokens of log P + g at each node and their log-probabilities, normalised over all tokens; greedy: the
     best tokens of the logits. If the filters leave fewer, the lowest removed ids follow, with -inf."""
-    return _choose(logits, positions, params, None, None, k, vocab_split, scores=True)
+    return _choose(rows, k, vocab_split, scores=True)
 
 
-def _choose(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    params: ParamVectors,
-    softcap: float | None,
-    seen: SeenTokens | None,
-    k: int,
-    vocab_split: VocabSplit,
-    *,
-    scores: bool,
-) -> TopTokens:
+def _choose(rows: LogitRows, k: int, vocab_split: VocabSplit, *, scores: bool) -> TopTokens:
+    logits, positions, params, *_ = rows
     batch, num_nodes, vocab_size = logits.shape
     assert 1 <= k <= min(MAX_BEST, vocab_size), f"{k=} {vocab_size=}"
     assert positions.shape == (batch, num_nodes), f"{positions.shape=}"
@@ -111,14 +83,13 @@ def _choose(
     best = TopTokens.empty((batch, num_nodes), k, logits.device)
     if batch * num_nodes == 0:
         return best
-    positions = positions.contiguous()
-    found = collect(logits, positions, params, softcap, seen, k, vocab_split, scores=scores)
-    pointers, scalars = kernel_inputs(logits, softcap, seen)
+    rows = rows._replace(positions=positions.contiguous())
+    found = collect(rows, k, vocab_split, scores=scores)
     num_tiles = triton.cdiv(vocab_size, vocab_split.tile)
     for listed in (True, False):
         choose_kernel[(batch * num_nodes,)](
-            *(logits, positions, *params, *pointers, *found, best.tokens, best.scores if scores else None),
-            *(num_tiles, vocab_size, num_nodes, batch, vocab_split.capacity, 0, *scalars),
+            *(logits, rows.positions, *params, *rows.pointers, *found, best.tokens, best.scores if scores else None),
+            *(num_tiles, vocab_size, num_nodes, batch, vocab_split.capacity, 0, *rows.scalars),
             LISTED=listed,
             SCORES=scores,
             K=k,

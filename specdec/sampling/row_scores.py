@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.sampling_table import index_of
+from specdec.sampling.sampling_table import ParamVectors, index_of
 from specdec.sampling.softcap import capped, inverse_cap
 
 INF = tl.constexpr(float("inf"))
@@ -30,19 +30,34 @@ class SeenTokens(NamedTuple):
     path: torch.Tensor
 
 
-def kernel_inputs(
-    logits: torch.Tensor, softcap: float | None, seen: SeenTokens | None
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """How kernels read logits [B, N, V]: (p_seen, p_path) and (softcap, cap_inverse, s_row, s_seen, path_len)."""
-    batch, num_nodes, _ = logits.shape
-    assert logits.stride(2) == 1, f"{logits.stride()=}"
-    assert num_nodes == 1 or batch == 1 or logits.stride(0) == num_nodes * logits.stride(1), f"{logits.stride()=}"
-    s_row = logits.stride(1) if num_nodes > 1 else logits.stride(0)
-    cap = (softcap, None if softcap is None else inverse_cap(softcap))
-    if seen is None:
-        return (None, None), (*cap, s_row, 0, 0)
-    assert seen.path.shape[:2] == (batch, num_nodes) and seen.bits.stride(1) == 1, f"{seen.path.shape=}"
-    return (seen.bits, seen.path.contiguous()), (*cap, s_row, seen.bits.stride(0), seen.path.shape[2])
+class LogitRows(NamedTuple):
+    """Logits [B, N, V] of any floating dtype with positions [B, N] int64, as kernels read them.
+
+    softcap: applied first, if the logits are uncapped. seen: tokens that the repetition penalty applies to; None: none.
+    """
+
+    logits: torch.Tensor
+    positions: torch.Tensor
+    params: ParamVectors
+    softcap: float | None = None
+    seen: SeenTokens | None = None
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """(p_seen, p_path) of the kernels."""
+        return (None, None) if self.seen is None else (self.seen.bits, self.seen.path.contiguous())
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """(softcap, cap_inverse, s_row, s_seen, path_len) of the kernels."""
+        (batch, num_nodes, _), strides, seen = self.logits.shape, self.logits.stride(), self.seen
+        assert strides[2] == 1 and (1 in (batch, num_nodes) or strides[0] == num_nodes * strides[1]), f"{strides=}"
+        assert seen is None or (seen.path.shape[:2] == (batch, num_nodes) and seen.bits.stride(1) == 1), (
+            f"{seen.path.shape=}"
+        )
+        cap = (self.softcap, None if self.softcap is None else inverse_cap(self.softcap))
+        of_seen = (0, 0) if seen is None else (seen.bits.stride(0), seen.path.shape[2])
+        return (*cap, strides[1] if num_nodes > 1 else strides[0], *of_seen)
 
 
 @triton.jit

@@ -84,14 +84,6 @@ class SeenBits:
         device = self.bits.device
         self.bits.index_copy_(0, upload(rows, device), upload(words, device))
 
-    def select_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Bits of these rows, [B, ceil(V / 32)], a copy."""
-        return self.bits.index_select(0, rows)
-
-    def add(self, rows: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
-        """Add the first `length` [B] of tokens [B, D] to rows [B], which commit them."""
-        mark_seen(self.bits, rows, tokens, length)
-
 
 # tokens that grammars allow
 

@@ -10,7 +10,7 @@ The marker is removed after the template's own control tokens were found:
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from specdec.errors import require_one_of
@@ -62,9 +62,10 @@ class ContentTokens:
 
     def ids(self, rendered: str, marker: str) -> list[int]:
         """Token ids of a text or rendered chat whose control tokens are broken by `marker`."""
+        plain = partial(self._tokenizer, add_special_tokens=False)
         if not getattr(self._tokenizer, "is_fast", False):
-            return [token for piece in rendered.split(marker) if piece for token in self._plain(piece)]
-        found = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+            return [int(token) for piece in rendered.split(marker) if piece for token in plain(piece)["input_ids"]]
+        found = plain(rendered, return_offsets_mapping=True)
         ids: list[int] = []
         text_from = run_from = 0  # start of the text after the last control token, in characters and in tokens
         tokens, spans = found["input_ids"], found["offset_mapping"]
@@ -79,15 +80,21 @@ class ContentTokens:
         """Token ids of text between two control tokens; `tokens`: its ids with markers."""
         if marker not in text:
             return [int(token) for token in tokens]
-        without = _without_added(self._tokenizer, len(self._tokenizer))
-        ids: list[int] = without.encode(text.replace(marker, ""), add_special_tokens=False).ids
+        ids: list[int] = self._base.encode(text.replace(marker, ""), add_special_tokens=False).ids
         if self._ids.isdisjoint(ids):
             return ids
         # a model whose base vocabulary has a control token as a word
-        return [token for piece in text.split(marker) for token in without.encode(piece, add_special_tokens=False).ids]
+        return [
+            token for piece in text.split(marker) for token in self._base.encode(piece, add_special_tokens=False).ids
+        ]
 
-    def _plain(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+    @cached_property
+    def _base(self) -> Any:
+        """The tokenizer without the tokens that were added to its base vocabulary."""
+        backend = self._tokenizer.backend_tokenizer
+        described = json.loads(backend.to_str())
+        described |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        return type(backend).from_str(json.dumps(described))
 
 
 @lru_cache(maxsize=16)
@@ -98,15 +105,6 @@ def content_tokens(tokenizer: Any, template: str, size: int) -> ContentTokens:
 
 def require_handling(value: object) -> None:
     require_one_of("special_tokens_in_content", value, HANDLINGS)
-
-
-@lru_cache(maxsize=4)
-def _without_added(tokenizer: Any, size: int) -> Any:
-    """The tokenizer without the tokens that were added to its base vocabulary."""
-    backend = tokenizer.backend_tokenizer
-    described = json.loads(backend.to_str())
-    described |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    return type(backend).from_str(json.dumps(described))
 
 
 def _pattern(tokens: set[str]) -> "re.Pattern[str]":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first, min_tokens_of
+from specdec.text.stop_strings import cut_at_stop, find_first
 
 REPLACEMENT = "\ufffd"
 
@@ -79,7 +79,7 @@ class Detokenizer:
     _known_len: int = field(default=0, init=False)  # characters of the context
     _shown: str = field(default="", init=False)  # context and unsettled text, as if the output ended at `seen`
     _context: str = field(default="", init=False)  # end of the settled text, as far as a stop string can reach back
-    _pending: str = field(default="", init=False)  # settled text not handed out yet
+    pending: str = field(default="", init=False)  # settled text not handed out yet
     _sent: list[str] = field(default_factory=list, init=False)  # pieces that `stream` handed out; copies share it
     _num_sent: int = field(default=0, init=False)  # number of pieces that this copy handed out
     _final: str | None = field(default=None, init=False)  # the whole text, once computed
@@ -99,9 +99,9 @@ class Detokenizer:
         if self.tokenizer is None:
             return False
         reach = max(map(len, stops), default=0)
-        text = self._context + self._update(output_ids, reach)
-        self._pending = ""  # nothing is handed out here: growing text would be copied for each token
-        least = min_tokens_of(stops)
+        text = self._context + self.update(output_ids, reach)
+        self.pending = ""  # nothing is handed out here: growing text would be copied for each token
+        least = getattr(stops, "min_tokens", 0)
         if len(output_ids) <= least:
             return False
         in_text = any(stop in text for stop in stops)
@@ -127,19 +127,13 @@ class Detokenizer:
             new = self._final[sum(map(len, self._sent[: self._num_sent])) :]
         else:
             reach = max(map(len, stops), default=0)
-            self._update(output_ids, reach)
-            ready = len(self._pending) - max(0, reach - 1)
-            new, self._pending = self._pending[: max(0, ready)], self._pending[max(0, ready) :]
+            self.update(output_ids, reach)
+            ready = len(self.pending) - max(0, reach - 1)
+            new, self.pending = self.pending[: max(0, ready)], self.pending[max(0, ready) :]
         del self._sent[self._num_sent :]  # pieces of a dropped copy
         self._sent.append(new)
         self._num_sent += 1
         return new
-
-    def unsettled(self, output_ids: Sequence[int]) -> str:
-        """The text after the settled text, if the output read so far ended here."""
-        if self._in_byte_run(output_ids, len(output_ids)):  # a byte run is decoded when it ends
-            return self._decode(output_ids[self._prefix :])[self._known_len :]
-        return self._shown[self._known_len :]
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """The whole text, cut before the first stop string."""
@@ -154,18 +148,19 @@ class Detokenizer:
         if text.startswith(sent):
             return text
         # the tokenizer took text back in an unforeseen way: text handed out stays
-        self._update(output_ids, 0)
-        return sent + cut_at_stop(self._pending + self._shown[self._known_len :], stops)
+        self.update(output_ids, 0)
+        return sent + cut_at_stop(self.pending + self._shown[self._known_len :], stops)
 
     def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
         """Number of leading characters within which no stop string counts: see `StopStrings.min_tokens`."""
-        least = min_tokens_of(stops)
+        least = getattr(stops, "min_tokens", 0)
         return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
 
-    def _update(self, tokens: Sequence[int], reach: int) -> str:
+    def update(self, tokens: Sequence[int], reach: int) -> str:
         """Read the output; returns the text after the text settled before, if the output ended here.
 
-        `reach`: characters that a stop string can reach back; 0 without stop strings.
+        reach: characters that a stop string can reach back; 0 without stop strings: then a run of bytes is not decoded
+        before it ends.
         """
         unsettled = self._shown[self._known_len :]
         now = len(tokens)
@@ -194,7 +189,7 @@ class Detokenizer:
     def _settle(self, end: int, shown: str, tokens: Sequence[int], reach: int) -> None:
         """Settle the text up to token `end`; the tokens read last become the context of later decodes."""
         text = shown[self._known_len :]
-        self._pending += text
+        self.pending += text
         self._context = (self._context + text)[-reach:] if reach else ""
         self._prefix, self._read = self._read, end
         known = self._decode(tokens[self._prefix : end])
@@ -222,8 +217,9 @@ class Detokenizer:
         if end < len(output_ids) and output_ids[end] not in self._kinds().special:
             new = written[len(head) : at]
             text += new if self._decode(output_ids[: end + 1]).startswith(text + new) else new.lstrip()
-        included = isinstance(stops, StopStrings) and stops.included
-        return text + written[found.begin : found.end] if found is not None and included else text
+        if found is None or not getattr(stops, "included", False):
+            return text
+        return text + written[found.begin : found.end]
 
     def _kinds(self) -> Kinds:
         tokenizer: Any = self.tokenizer

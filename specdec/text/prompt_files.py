@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
-from specdec.text.prompts import require_text
+from specdec.errors import ConfigError, require_text
 
-BOM = b"\xef\xbb\xbf"
 QUESTION_KEYS = ("question", "prompt", "turns")
+KEYS_IN_WORDS = "'question', 'prompt' or 'turns'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,7 @@ def read_prompts(path: str | Path, limit: int = 0) -> list[Problem]:
         raise ConfigError(f"limit={limit}: a number of prompts, or 0 for all, is expected")
     problems = [parse_problem(record, f"{path}:{line}") for line, record in islice(json_lines(path), limit or None)]
     if not problems:
-        raise ConfigError(
-            f"data={str(path)!r} holds no prompt; a line of JSON with {_names(QUESTION_KEYS)} is expected"
-        )
+        raise ConfigError(f"data={str(path)!r} holds no prompt; a line of JSON with {KEYS_IN_WORDS} is expected")
     return problems
 
 
@@ -51,16 +48,16 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     path = Path(path)
     if not path.exists() or path.is_dir():
         what = "is a folder" if path.is_dir() else "no such file"
-        raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {_names(QUESTION_KEYS)} is expected")
+        raise ConfigError(f"data={str(path)!r}: {what}; a JSONL file with {KEYS_IN_WORDS} is expected")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line := (line.removeprefix(BOM) if number == 1 else line).strip():
+            if line := line.strip():
                 yield number, _object(line, f"{path}:{number}")
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))  # without the mark that may begin a file
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} is 0x{line[error.start]:02x}"
         raise ConfigError(f"{where}: not UTF-8 ({byte}); convert the file") from error
@@ -78,7 +75,7 @@ def parse_problem(record: dict[str, Any], where: str) -> Problem:
     key = next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
     if key is None:
         keys = [*map(_shown, sorted(record)[:8]), *(["..."] if len(record) > 8 else [])]
-        raise ConfigError(f"{where}: no {_names(QUESTION_KEYS)}; keys are {', '.join(keys)}")
+        raise ConfigError(f"{where}: no {KEYS_IN_WORDS}; keys are {', '.join(keys)}")
     turns = record[key] if key == "turns" else [record[key]]
     if not isinstance(turns, list) or not turns:
         raise ConfigError(f"{where}: 'turns' is {_shown(turns)}; a list of texts, one for each turn, is expected")
@@ -100,8 +97,3 @@ def _shown(value: Any, max_chars: int = 40) -> str:
     """A value as JSON, cut to a readable length."""
     text = json.dumps(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
-
-
-def _names(keys: tuple[str, ...]) -> str:
-    *first, last = (f"'{key}'" for key in keys)
-    return f"{', '.join(first)} or {last}"

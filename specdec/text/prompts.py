@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.errors import ConfigError, first_line, shown
+from specdec.errors import ConfigError, first_line, require_text, shown
 from specdec.text.content_tokens import content_tokens, require_handling
 
 Prompt = str | Sequence[int]
@@ -37,36 +37,20 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    items = _as_list(prompts)
-    if items is None:
-        wanted = "a string, a list of token ids, or a list of such prompts is expected"
-        raise ConfigError(f"prompts={shown(prompts)}: {wanted}")
+    items = _items_of(prompts, "prompts=", "a string, a list of token ids, or a list of such prompts")
     if items and all(not isinstance(item, str) and _as_list(item) is None for item in items):
         return [_token_ids(items)]
-    return [_as_prompt(item) for item in items]
+    expected = "a string or a list of token ids"
+    return [item if isinstance(item, str) else _token_ids(_items_of(item, "prompt ", expected)) for item in items]
 
 
 def as_token_ids(value: Any) -> list[int]:
     """Ids to decode. Raises ConfigError, with the value, for anything else."""
-    items = _as_list(value)
-    if items is None:
-        raise ConfigError(f"token_ids={shown(value)}: a list of token ids is expected")
-    ids = _token_ids(items)
+    ids = _token_ids(_items_of(value, "token_ids=", "a list of token ids"))
     for token in ids:
         if token < 0:
             raise ConfigError(f"token id {token} is negative; take padding out before decoding")
     return ids
-
-
-def require_text(name: str, text: Any) -> str:
-    """The text, if a tokenizer can read it: a string without halves of surrogate pairs."""
-    if not isinstance(text, str):
-        raise ConfigError(f"{name} is {shown(text)}; a string is expected")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} holds half a surrogate pair at character {error.start + 1}") from error
-    return text
 
 
 def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -228,13 +212,11 @@ def _require_roles(chat: Sequence[Mapping[str, Any]], template: Any) -> None:
             )
 
 
-def _as_prompt(item: Any) -> Prompt:
-    if isinstance(item, str):
-        return item
-    ids = _as_list(item)
-    if ids is None:
-        raise ConfigError(f"prompt {shown(item)}: a string or a list of token ids is expected")
-    return _token_ids(ids)
+def _items_of(value: Any, name: str, expected: str) -> list[Any]:
+    items = _as_list(value)
+    if items is None:
+        raise ConfigError(f"{name}{shown(value)}: {expected} is expected")
+    return items
 
 
 def _as_list(value: Any) -> list[Any] | None:

@@ -31,11 +31,6 @@ class Found(NamedTuple):
     end: int
 
 
-def min_tokens_of(stops: Sequence[str]) -> int:
-    """Number of output tokens within which no stop string counts."""
-    return stops.min_tokens if isinstance(stops, StopStrings) else 0
-
-
 def find_first(text: str, stops: Sequence[str], since: int = 0) -> Found | None:
     """The first of the stop strings that ends after character `since`; None: there is none."""
     places = ((text.find(stop, max(0, since - len(stop) + 1)), stop) for stop in stops)
@@ -47,4 +42,4 @@ def cut_at_stop(text: str, stops: Sequence[str], since: int = 0) -> str:
     found = find_first(text, stops, since)
     if found is None:
         return text
-    return text[: found.end if isinstance(stops, StopStrings) and stops.included else found.begin]
+    return text[: found.end if getattr(stops, "included", False) else found.begin]

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.text.detokenize import REPLACEMENT, Detokenizer, token_bytes
-from specdec.text.stop_strings import cut_at_stop
 
 
 class TokenTexts:
@@ -21,27 +20,32 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, special: Sequence[str] = (), stops: Sequence[str] = ()) -> None:
         vocab = tokenizer.get_vocab() if special else {}
-        self._written = frozenset(vocab[token] for token in special if token in vocab)
         self._tokenizer, self._stops = tokenizer, stops
-        self._reader = Detokenizer(tokenizer, self._written)
+        self._reader = Detokenizer(tokenizer, frozenset(vocab[token] for token in special if token in vocab))
+        self._reach = max(map(len, stops), default=1)
         self._ids: list[int] = []
         self.begins: list[int] = []
         """Character at which each token's text begins; a token without text begins where the next does."""
         self.length = 0
         """Characters handed out."""
-        self._sent: list[str] = []
         self._settled = 0  # characters that no later token changes
         self._tail = ""  # the text after the settled characters, if the output ended here
-        self._waiting = ""  # settled text that may begin a stop string
         self._given = 0  # tokens before this index have been assigned to a piece of text, or to none
 
     def read(self, token_ids: Sequence[int], *, finished: bool) -> str:
         """The text that these tokens add. finished: they are the last."""
         for token in token_ids:
-            self._waiting += self._add(token)
-        new = self._rest() if finished else self._waiting[: self._ready()]
-        self._waiting = self._waiting[len(new) :]
-        self._sent.append(new)
+            self._ids.append(token)
+            pending = len(self._reader.pending)
+            after = self._reader.update(self._ids, self._reach)
+            begin = self._settled + _common(self._tail, after)
+            if self._tail.endswith(REPLACEMENT) and b"\x80" <= token_bytes(self._tokenizer, token)[:1] < b"\xc0":
+                begin = self.begins[-1]  # another part of one character
+            self.begins.append(begin)
+            settled = len(self._reader.pending) - pending
+            self._settled += settled
+            self._tail = after[settled:]
+        new = self._reader.stream(self._ids, self._stops, finished=finished)
         self.length += len(new)
         return new
 
@@ -60,27 +64,6 @@ class TokenTexts:
         first = max(self._given, bisect_left(self.begins, self.length))
         self._given = len(self.begins)
         return range(first, self._given)
-
-    def _add(self, token: int) -> str:
-        """The text that one more token settles."""
-        self._ids.append(token)
-        before, new = self._tail, self._reader.stream(self._ids, (), finished=False)
-        self._tail = self._reader.unsettled(self._ids)
-        begin = self._settled + _common(before, new + self._tail)
-        if before.endswith(REPLACEMENT) and b"\x80" <= token_bytes(self._tokenizer, token)[:1] < b"\xc0":
-            begin = self.begins[-1]  # another part of one character
-        self.begins.append(begin)
-        self._settled += len(new)
-        return new
-
-    def _ready(self) -> int:
-        return max(0, len(self._waiting) - max(0, max(map(len, self._stops), default=0) - 1))
-
-    def _rest(self) -> str:
-        text, sent = Detokenizer(self._tokenizer, self._written).final_text(self._ids, self._stops), "".join(self._sent)
-        if text.startswith(sent):
-            return text[len(sent) :]
-        return cut_at_stop(self._waiting + self._tail, self._stops)  # the tokenizer took text back
 
 
 def _common(first: str, second: str) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
-from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import cache_argument
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
@@ -83,7 +83,11 @@ def run_target(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`). Raises
     UnsupportedModelError for a target with recurrent layers, whose states would carry over between documents."""
-    require_attention_only(target, "training")
+    if target.recurrent:
+        raise UnsupportedModelError(
+            f"{target.name} has recurrent layers, and training reads texts without their states; it needs a target of "
+            "attention layers alone"
+        )
     seen: dict[int, torch.Tensor] = {}
     windows = [spec.window for spec in target.layout.layers]
     masks = {window: causal_mask(batch.pos, window, target.dtype) for window in set(windows)}

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the promises of its `quantization_config`. It reads only the headers of the files.
+"""Compares a checkpoint with the promises of its `quantization_config`, by the names, shapes and types of its tensors.
 
 Each tensor is one of these; any other raises an error with its name:
 
@@ -21,14 +21,7 @@ from transformers import PreTrainedModel
 from specdec.errors import UnsupportedModelError
 from specdec.models.quantised.formats import NOT_AS_PROMISED, dtype_name
 from specdec.models.quantised.quantization_config import Quantization
-from specdec.models.quantised.stored_tensors import StoredTensor
-from specdec.models.quantised.weight_places import (
-    OF_ONE_EXPERT,
-    StoredWeight,
-    WeightPlace,
-    WeightPlaces,
-    with_and_without,
-)
+from specdec.models.quantised.weight_places import OF_ONE_EXPERT, StoredWeight, WeightPlaces, with_and_without
 
 logger = logging.getLogger("specdec")
 
@@ -43,31 +36,51 @@ OF_ALL_EXPERTS = re.compile(r"(?P<stem>.+\.experts\.\w+)_(?P<name>blocks|scales)
 """Keys of tensors that hold all experts, in formats whose joint is "_"."""
 
 
-def changes_values(name: str) -> bool:
-    """Does a tensor with this name change the values of its module (a scale, a zero point, a bias)?"""
+def changes_values(key: str) -> bool:
+    """Does a tensor with this key change the values of its module (a scale, a zero point, a bias)?"""
+    name = key.rpartition(".")[2]
     return bool(CHANGES_VALUES.search(name)) and not IGNORABLE.fullmatch(name)
 
 
-def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, places: WeightPlaces) -> None:
+def place_quantised(stored: Mapping[str, torch.Tensor], promised: Quantization, places: WeightPlaces) -> None:
     """Add every quantised weight to `places`. Raises UnsupportedModelError for a tensor that breaks a promise, and
     CheckpointError for a missing one."""
+
+    def is_left_over(key: str) -> bool:
+        """Would the module compute something else because this tensor is ignored, or read as another type?"""
+        tensor, parameter = stored[key], places.parameter(key)
+        if parameter is not None:
+            return parameter.is_floating_point() and tensor.dtype not in PLAIN_TYPES
+        return changes_values(key) and not places.ignores(key) and not (key.endswith("bias") and _is_idle(tensor))
+
     by_stem = _by_stem(stored, promised)
     found = {stem: places.find(stem) for stem in by_stem}
     used = {part for stem, place in found.items() if place is not None for part in _ancestors(stem)}
-    for stem, tensors in by_stem.items():
+    for stem, keys in by_stem.items():
         place = found[stem]
         if place is None:
-            if stem in used or places.has_module(stem):
-                _require_unused(tensors, places)
+            for key in filter(is_left_over, keys.values()) if stem in used or places.has_module(stem) else ():
+                raise UnsupportedModelError(
+                    f"{key} is not read as {dtype_name(stored[key].dtype)}, and the module that it lies in is; "
+                    f"{NOT_AS_PROMISED}"
+                )
             continue
-        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORABLE.fullmatch(name)}
-        bias = tensors.pop("bias", None)
-        if bias is not None:
-            _require_bias(bias, places)
-        if _is_plain(tensors, place, places):
+        keys = {name: key for name, key in keys.items() if not IGNORABLE.fullmatch(name)}
+        bias = keys.pop("bias", None)
+        if bias is not None and is_left_over(bias):
+            raise UnsupportedModelError(
+                f"{bias} is not read: it is not zero, and the model's class has no bias there, or it is not plain; "
+                "correct what config.json says of biases (attention_bias, mlp_bias), or give a checkpoint without it"
+            )
+        tensors = {name: stored[key] for name, key in keys.items()}
+        if place.shape is None:
+            is_plain = not any(map(is_left_over, keys.values()))
+        else:
+            is_plain = set(tensors) <= {"weight"} and all(tensor.dtype in PLAIN_TYPES for tensor in tensors.values())
+        if is_plain:
             continue
         if "weight" in tensors and tensors["weight"].dtype in PLAIN_TYPES:
-            others = (tensor.key for name, tensor in sorted(tensors.items()) if name != "weight")
+            others = (key for name, key in sorted(keys.items()) if name != "weight")
             dtype = dtype_name(tensors["weight"].dtype)
             raise UnsupportedModelError(
                 f"{stem} has a plain weight ({dtype}), and {', '.join(others)} next to it, which is not read; "
@@ -87,15 +100,15 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
         logger.info(message, len(ignored), ignored[0])
 
 
-def _by_stem(stored: Mapping[str, StoredTensor], promised: Quantization) -> dict[str, dict[str, StoredTensor]]:
-    """Tensors by their module's name in the checkpoint (the stem), then by the rest of their key."""
-    by_stem: dict[str, dict[str, StoredTensor]] = {}
+def _by_stem(stored: Iterable[str], promised: Quantization) -> dict[str, dict[str, str]]:
+    """Keys by their module's name in the checkpoint (the stem), then by the rest of the key."""
+    by_stem: dict[str, dict[str, str]] = {}
     has_joined = any(format.joint == "_" for _, format in promised.rules)
-    for key, tensor in stored.items():
+    for key in stored:
         stem, _, name = key.rpartition(".")
         if has_joined and (joined := OF_ALL_EXPERTS.fullmatch(key)):
             stem, name = joined["stem"], joined["name"]
-        by_stem.setdefault(stem, {})[name] = tensor
+        by_stem.setdefault(stem, {})[name] = key
     return by_stem
 
 
@@ -104,40 +117,9 @@ def _ancestors(stem: str) -> list[str]:
     return [".".join(parts[:number]) for number in range(len(parts) + 1)]
 
 
-def _is_plain(tensors: Mapping[str, StoredTensor], place: WeightPlace, places: WeightPlaces) -> bool:
-    if place.shape is not None:
-        return set(tensors) <= {"weight"} and all(tensor.dtype in PLAIN_TYPES for tensor in tensors.values())
-    return not any(_is_left_over(name, tensor, places) for name, tensor in tensors.items())
-
-
-def _is_left_over(name: str, tensor: StoredTensor, places: WeightPlaces) -> bool:
-    """Would the module compute something else because this tensor is ignored, or read as another type?"""
-    parameter = places.parameter(tensor.key)
-    if parameter is not None:
-        return parameter.is_floating_point() and tensor.dtype not in PLAIN_TYPES
-    return changes_values(name) and not places.ignores(tensor.key) and not (name.endswith("bias") and _is_idle(tensor))
-
-
-def _is_idle(bias: StoredTensor) -> bool:
+def _is_idle(bias: torch.Tensor) -> bool:
     """Is the bias zero, or the causal mask (4-D) or its constant (0-D), which older classes stored as biases?"""
-    return len(bias.shape) not in (1, 2) or not bias.read().count_nonzero()
-
-
-def _require_bias(bias: StoredTensor, places: WeightPlaces) -> None:
-    if _is_left_over("bias", bias, places):
-        raise UnsupportedModelError(
-            f"{bias.key} is not read: it is not zero, and the model's class has no bias there, or it is not plain; "
-            "correct what config.json says of biases (attention_bias, mlp_bias), or give a checkpoint without it"
-        )
-
-
-def _require_unused(tensors: Mapping[str, StoredTensor], places: WeightPlaces) -> None:
-    for name, tensor in tensors.items():
-        if _is_left_over(name, tensor, places):
-            raise UnsupportedModelError(
-                f"{tensor.key} is not read as {dtype_name(tensor.dtype)}, and the module that it lies in is; "
-                f"{NOT_AS_PROMISED}"
-            )
+    return bias.ndim not in (1, 2) or not bias.count_nonzero()
 
 
 def require_values_read(model: PreTrainedModel, unused: Iterable[str]) -> None:
@@ -148,9 +130,9 @@ def require_values_read(model: PreTrainedModel, unused: Iterable[str]) -> None:
     """
     modules = {name for name, _ in model.named_modules()}
     for key in sorted(unused):
-        stem, _, name = key.rpartition(".")
+        stem = key.rpartition(".")[0]
         one = OF_ONE_EXPERT.fullmatch(stem)
-        if not changes_values(name) or name.endswith("bias"):
+        if not changes_values(key) or key.endswith("bias"):
             continue
         if not modules.isdisjoint(with_and_without(one["experts"] if one else stem, model.base_model_prefix)):
             raise UnsupportedModelError(

@@ -18,7 +18,6 @@ import torch
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.packed.packed_weight import PackedWeight, pack_words
-from specdec.models.quantised.stored_tensors import StoredTensor
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_TYPES = (torch.int32, torch.int64)
@@ -79,9 +78,7 @@ class WeightFormat:
         """Map each name in the checkpoint to its name in `tensors`."""
         return {name: name for name in names}
 
-    def compare(
-        self, stem: str, given: Mapping[str, StoredTensor], shape: torch.Size, num_experts: int | None = None
-    ) -> None:
+    def compare(self, stem: str, given: Tensors, shape: torch.Size, num_experts: int | None = None) -> None:
         """Raise CheckpointError for a missing tensor, UnsupportedModelError for any other difference.
 
         stem: the weight's name in the checkpoint. num_experts: each tensor holds this many experts, in its first
@@ -298,30 +295,21 @@ class Fp8(WeightFormat):
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
         [scales] = (tensors[name] for name in self.scales if name in tensors)
         num_rows, num_columns = shape
-        for rows, columns in self.tiles:
-            each = rows or num_rows, columns or num_columns
-            if scales.numel() == math.ceil(num_rows / each[0]) * math.ceil(num_columns / each[1]):
-                return _repack_fp8(tensors["weight"], scales, each)
-        raise AssertionError(f"{scales.shape=} was not compared with {self.title}")
+        tiles = [(rows or num_rows, columns or num_columns) for rows, columns in self.tiles]
+        counts = [math.ceil(num_rows / rows) * math.ceil(num_columns / columns) for rows, columns in tiles]
+        rows, columns = tiles[counts.index(scales.numel())]
+        # the last tile of either dimension may be smaller; groups divide both a tile and K
+        group = math.gcd(columns, num_columns)
+        of_row = torch.arange(num_rows, device=scales.device) // rows
+        of_group = torch.arange(0, num_columns, group, device=scales.device) // columns
+        scales = scales.reshape(-1, -(-num_columns // columns)).T[of_group][:, of_row].contiguous()
+        return PackedWeight("e4m3", pack_words(tensors["weight"].view(torch.uint8), "e4m3"), scales, None, group)
 
 
 def _tile_in_words(rows: int | None, columns: int | None) -> str:
     if columns is None:
         return "by tensor" if rows is None else "by channel"
     return f"in groups of {columns}" if rows == 1 else f"in blocks of {rows} x {columns}"
-
-
-def _repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, int]) -> PackedWeight:
-    """Pack numbers [N, K] e4m3. scales: of any shape, one per tile of `each` (rows, columns), row by row. The last tile
-    of either dimension may be smaller; the packed weight's groups then divide both a tile and K."""
-    num_rows, num_columns = numbers.shape
-    rows, columns = each
-    group = math.gcd(columns, num_columns)
-    of_row = torch.arange(num_rows, device=scales.device) // rows
-    of_group = torch.arange(0, num_columns, group, device=scales.device) // columns
-    scales = scales.reshape(-1, -(-num_columns // columns))
-    words = pack_words(numbers.view(torch.uint8), "e4m3")
-    return PackedWeight("e4m3", words, scales.T[of_group][:, of_row].contiguous(), None, group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ A module is quantised if the checkpoint has more than plain tensors for it. No b
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform, convert_and_load_state_dict_in_model
@@ -25,15 +26,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
-from specdec.layers.description.moe_families import experts_of
-from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.models.quantised.comparison import place_quantised
-from specdec.models.quantised.formats import Int4
 from specdec.models.quantised.quantization_config import Quantization
-from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces
 
 METHOD = "specdec-packed"
@@ -45,6 +42,17 @@ class PackedConfig(QuantizationConfigMixin):
     def __init__(self, promised: Quantization) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # any registered name will do
         self.promised = promised
+
+
+def stored_tensors(files: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors by key, as maps of the files: values are read from the disk when they are used. Raises CheckpointError
+    for a file that is not safetensors."""
+    stored: dict[str, torch.Tensor] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise CheckpointError(f"{Path(file).name} is no safetensors file; packed weights are read from no other")
+        stored |= load_file(file)
+    return stored
 
 
 def without_quantization(config: Any) -> Any:
@@ -69,7 +77,7 @@ class PackedQuantizer(HfQuantizer):
     def preprocess_model(self, model: PreTrainedModel, dtype: Any = None, **kwargs: Any) -> None:
         self.model: PreTrainedModel = model
         self.dtype: torch.dtype = dtype
-        self.stored = stored_tensors(kwargs["checkpoint_files"] or ())
+        self.stored: Mapping[str, torch.Tensor] = stored_tensors(kwargs["checkpoint_files"] or ())
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
@@ -83,15 +91,6 @@ class PackedQuantizer(HfQuantizer):
         place_quantised(self.stored, self.promised, places)
         if not places.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
-        _require_plain_groups(places)
-        self.experts: dict[str, Experts] = {}  # descriptions by path
-        for path in places.experts:
-            module: Any = places.modules[path]
-            with about(path):
-                experts = experts_of(module)
-                if experts is None:
-                    raise UnsupportedModelError(f"{type(module).__name__} of another activation")
-            self.experts[path] = experts
         for path in (*places.linears, *places.experts):
             _put(self.model, path, OnlyBiases(places.modules[path]))
         loaded: Any = self.model
@@ -109,7 +108,9 @@ class PackedQuantizer(HfQuantizer):
         for path, weights in self.places.experts.items():
             biases = model.get_submodule(path)._parameters
             names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
-            experts = self.experts[path]._replace(
+            described = self.places.descriptions[path]
+            assert described is not None, path
+            experts = described._replace(
                 gate_up=_stacked([weights[name] for name in names], self.dtype, device),
                 down=_stacked([weights["down_proj"]], self.dtype, device),
                 gate_up_bias=biases.get("gate_up_proj_bias"),
@@ -135,16 +136,6 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[name] = module.eval()
 
 
-def _require_plain_groups(places: WeightPlaces) -> None:
-    """Refuse reordered columns (`desc_act`) after looking at one weight, before gigabytes are read."""
-    for weight in places.linears.values():
-        for name, tensor in weight.tensors.items():
-            if name.endswith("g_idx") and isinstance(weight.format, Int4):
-                with about(weight.stem):
-                    weight.format.require_in_order(tensor.read())
-                return
-
-
 class OnlyBiases(nn.Module):
     """Replaces a quantised module while transformers loads the rest of the model."""
 
@@ -158,7 +149,7 @@ class OnlyBiases(nn.Module):
 def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
     """Yield the packed weight, or one per expert if its tensors hold several, for products in `dtype`. Scales keep the
     checkpoint's dtype, except that they are float32 for products in float32."""
-    tensors = {name: tensor.read().to(device) for name, tensor in stored.tensors.items()}
+    tensors = {name: tensor.to(device) for name, tensor in stored.tensors.items()}
     count, shape = stored.place.num_stacked, stored.place.shape
     assert shape is not None, f"{stored.stem=}"
     for expert in range(count or 1):
@@ -209,10 +200,7 @@ def load_packed(
     stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
     quantizer = PackedQuantizer(PackedConfig(replace(promised, renamed=stems)))
     quantizer.preprocess_model(model, dtype, checkpoint_files=())
-    quantizer.stored = {
-        name: StoredTensor(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name))
-        for name, t in tensors.items()
-    }
+    quantizer.stored = tensors
     mapping: list[Any] = quantizer.update_weight_conversions(conversions)
     plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.places.keys}
     config = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)

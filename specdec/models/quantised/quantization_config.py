@@ -7,7 +7,7 @@ in one sentence. To support another format, add a class or a layout to `formats.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -33,6 +33,13 @@ ALLOWED = (
 
 REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
 """Methods that are refused although transformers knows some of them."""
+
+T = TypeVar("T", str, bool, int)
+KINDS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    str: ("a string", str.lower),
+    bool: ("true or false", bool),
+    int: ("a whole number", int),
+}
 
 ANY_MODULE = "Linear"
 """compressed-tensors' target for every module: it names the class, and only nn.Linear is ever quantised."""
@@ -90,26 +97,21 @@ class Settings:
         value = self.values.get(name)
         return Settings.from_json(f"{self.path}.{name}", {} if value is None else value)
 
-    def parts(self, name: str) -> list["Settings"]:
-        found = self.part(name)
-        return [found.part(each) for each in found.values]
-
-    def text(self, *names: str, default: str = "") -> str:
-        """The first of these entries that exists, in lower case."""
-        value: str = self._first(names, str, "a string", default)
-        return value.lower()
-
-    def flag(self, name: str, default: bool) -> bool:
-        value: bool = self._first((name,), bool, "true or false", default)
-        return value
-
-    def number(self, *names: str, default: int) -> int:
-        value: int = self._first(names, int, "a whole number", default)
-        return value
+    def get(self, *names: str, default: T) -> T:
+        """The first of these entries that exists, of the default's type; text in lower case."""
+        words, read = KINDS[type(default)]
+        for name in names:
+            value = self.values.get(name)
+            if value is not None:
+                if type(value) is not type(default):
+                    raise self.wrong(name, words)
+                found: T = read(value)
+                return found
+        return default
 
     def group_size(self, *names: str, default: int) -> int | None:
         """Columns per group; None (stored as -1): a whole row."""
-        size = self.number(*names, default=default)
+        size = self.get(*names, default=default)
         if size != -1 and size < 1:
             raise self.wrong(next(name for name in names if name in self.values), "a whole number above 0, or -1")
         return None if size == -1 else size
@@ -140,15 +142,6 @@ class Settings:
         except re.error as error:
             raise self.wrong(name, f"patterns that can be read ({error})") from error
 
-    def _first(self, names: tuple[str, ...], kind: type, words: str, default: Any) -> Any:
-        for name in names:
-            value = self.values.get(name)
-            if value is not None:
-                if type(value) is not kind:
-                    raise self.wrong(name, words)
-                return value
-        return default
-
     def wrong(self, name: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.path}.{name} is {shown(self.values.get(name))}, expected {expected}")
 
@@ -168,7 +161,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     Raises UnsupportedModelError if neither supports it, and CheckpointError if it is malformed.
     """
     settings = Settings.from_json("quantization_config", config)
-    method = settings.text("quant_method")
+    method = settings.get("quant_method", default="")
     if method in READ:
         return READ[method](settings)
     plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # bitsandbytes may name no method
@@ -184,12 +177,13 @@ def _unread(what: str) -> UnsupportedModelError:
 def _compressed_tensors(config: Settings) -> Quantization:
     if config.part("transform_config").values:
         raise _unread("compressed-tensors with transforms of activations")
-    sparsity = config.part("sparsity_config").text("format", default="dense")
+    sparsity = config.part("sparsity_config").get("format", default="dense")
     if sparsity != "dense":
         raise _unread(f"compressed-tensors, sparse: {sparsity}")
     rules = []
-    for group in config.parts("config_groups"):
-        format = _compressed_format(group, group.text("format") or config.text("format"))
+    groups = config.part("config_groups")
+    for group in map(groups.part, groups.values):
+        format = _compressed_format(group, group.get("format", default="") or config.get("format", default=""))
         rules += [(target, format) for target in group.targets("targets") or (ANY_MODULE,)]
     if not rules:
         raise _unread("no config_groups")
@@ -202,18 +196,18 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
     if group.values.get("weights") is None:
         raise _unread("compressed-tensors without quantised weights")
     weights, inputs = group.part("weights"), group.part("input_activations")
-    kind = f"{weights.number('num_bits', default=8)} bits, {weights.text('type', default='int')}"
+    kind = f"{weights.get('num_bits', default=8)} bits, {weights.get('type', default='int')}"
     if group.part("output_activations").values or (inputs.values and inputs.values.get("dynamic") is not True):
         raise _unread(f"compressed-tensors, {kind}, activations in calibrated scales")
-    symmetric, block = weights.flag("symmetric", default=True), weights.block("block_structure")
+    symmetric, block = weights.get("symmetric", default=True), weights.block("block_structure")
     size = weights.group_size("group_size", default=-1)
     given = weights.values.get("group_size")
     default = "group" if size else "tensor" if given is None else "channel"
-    strategy = weights.text("strategy", default=default)
-    if strategy in ("group", "tensor_group") and size is None:
-        raise weights.wrong("group_size", f"a whole number above 0, as its strategy is {strategy}")
-    if strategy not in ("group", "tensor_group") and size is not None:
-        raise weights.wrong("group_size", f"null, as its strategy is {strategy}")
+    strategy = weights.get("strategy", default=default)
+    grouped = strategy in ("group", "tensor_group")
+    if grouped != (size is not None):
+        expected = "a whole number above 0" if grouped else "null"
+        raise weights.wrong("group_size", f"{expected}, as its strategy is {strategy}")
     if strategy == "block" and block is None:
         raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
     about = f"compressed-tensors, {kind}, strategy {strategy}"
@@ -232,11 +226,11 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
 def _is_in_any_order(weights: Settings) -> bool:
     """May the columns of a group be scattered?"""
     order = weights.values.get("actorder")
-    return order is True if isinstance(order, bool) else weights.text("actorder") in ("group", "dynamic")
+    return order is True if isinstance(order, bool) else weights.get("actorder", default="") in ("group", "dynamic")
 
 
 def _fp8(config: Settings) -> Quantization:
-    scheme, layout = config.text("activation_scheme", default="dynamic"), config.text("fmt", default="e4m3")
+    scheme, layout = config.get("activation_scheme", default="dynamic"), config.get("fmt", default="e4m3")
     if scheme != "dynamic":
         raise _unread(f"fp8, activations in calibrated scales: {scheme}")
     if layout not in ("e4m3", "float8_e4m3fn"):
@@ -264,8 +258,8 @@ def _gptq(config: Settings) -> Quantization:
 
 
 def _gptq_format(config: Settings) -> WeightFormat:
-    bits, layout = config.number("bits", default=0), config.text("checkpoint_format", "format", default="gptq")
-    words = config.text("pack_dtype", default="int32")
+    bits, layout = config.get("bits", default=0), config.get("checkpoint_format", "format", default="gptq")
+    words = config.get("pack_dtype", default="int32")
     if bits != 4:
         raise _unread(f"GPTQ in {bits or 'no'} bits")
     if layout not in ("gptq", "gptq_v2"):
@@ -275,19 +269,19 @@ def _gptq_format(config: Settings) -> WeightFormat:
     return Int4(
         GPTQ_V1 if layout == "gptq" else GPTQ_V2,
         config.group_size("group_size", default=128),
-        config.flag("sym", default=True),
-        in_any_order=config.flag("desc_act", default=False),
+        config.get("sym", default=True),
+        in_any_order=config.get("desc_act", default=False),
     )
 
 
 def _awq(config: Settings) -> Quantization:
-    bits, layout = config.number("bits", "w_bit", default=0), config.text("version", "format", default="gemm")
-    if config.text("backend") == "llm-awq":
+    bits, layout = config.get("bits", "w_bit", default=0), config.get("version", "format", default="gemm")
+    if config.get("backend", default="") == "llm-awq":
         layout = "llm-awq"
     if bits != 4 or layout != "gemm":
         raise _unread(f"AWQ in {bits or 'no'} bits, {layout}")
     size = config.group_size("group_size", "q_group_size", default=128)
-    return _for_all(Int4(AWQ, size, symmetric=not config.flag("zero_point", default=True)))
+    return _for_all(Int4(AWQ, size, symmetric=not config.get("zero_point", default=True)))
 
 
 READ: dict[str, Callable[[Settings], Quantization]] = {

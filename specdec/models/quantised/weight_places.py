@@ -22,9 +22,9 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.description.moe_families import MIXTURES, holds_experts
+from specdec.layers.description.moe_families import MIXTURES, experts_of, holds_experts
+from specdec.layers.moe.experts import Experts
 from specdec.models.quantised.formats import WeightFormat, dtype_name
-from specdec.models.quantised.stored_tensors import StoredTensor
 
 OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -56,7 +56,7 @@ class StoredWeight:
 
     stem: str
     format: WeightFormat
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, torch.Tensor]
     place: WeightPlace
 
     @property
@@ -72,13 +72,15 @@ class WeightPlaces:
     """The quantised weights of a model.
 
     modules: all modules of the model by path. linears: quantised weight of each linear, by module path. experts: for
-    each mixture, by projection, one stored weight for all experts or one per expert. keys: checkpoint keys of all these
+    each mixture, by projection, one stored weight for all experts or one per expert. descriptions: of the experts by
+    path; None: their activation is not known. keys: checkpoint keys of all these
     tensors."""
 
     def __init__(self, model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.linears: dict[str, StoredWeight] = {}
         self.experts: dict[str, dict[str, list[StoredWeight]]] = {}
+        self.descriptions: dict[str, Experts | None] = {}
         self.keys: set[str] = set()
         self._prefix = model.base_model_prefix
         self._names = _renaming(model, conversions)
@@ -112,8 +114,11 @@ class WeightPlaces:
         module = self.modules[path]
         if holds_experts(module):
             last = PROJECTIONS.get(one["name"], one["name"]) if one else last
-            sizes, num_experts = _sizes_of(module)
-            return WeightPlace(path, last, sizes.get(last), num_experts, int(one["number"]) if one else None)
+            described = self.descriptions[path] if path in self.descriptions else experts_of(module)
+            self.descriptions[path] = described
+            shape = None if described is None else _shapes_of(described).get(last)
+            num_experts = len(module.gate_up_proj)
+            return WeightPlace(path, last, shape, num_experts, int(one["number"]) if one else None)
         is_linear = type(module) is nn.Linear and last == "weight"
         return WeightPlace(path, last, module.weight.shape if is_linear else None)
 
@@ -131,7 +136,7 @@ class WeightPlaces:
                 f"{weight.stem} is quantised, and the config ties its weight to {other}; set tie_word_embeddings to "
                 "false in config.json if the checkpoint has both, or leave it out when quantising"
             )
-        self.keys.update(tensor.key for tensor in weight.tensors.values())
+        self.keys.update(f"{weight.stem}{weight.format.joint}{name}" for name in weight.tensors)
         if place.num_experts is None:
             self.linears[place.path] = weight
             return
@@ -164,14 +169,12 @@ def with_and_without(name: str, prefix: str) -> set[str]:
     return {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}
 
 
-def _sizes_of(experts: nn.Module) -> tuple[dict[str, torch.Size], int]:
-    """Shape [N, K] of each projection of one expert, and the number of experts."""
-    module: Any = experts
-    transposed = getattr(module, "is_transposed", False)  # Step 3.7's experts lack the attribute
-    gate_up, down = (p.transpose(1, 2) if transposed else p for p in (module.gate_up_proj, module.down_proj))
-    sizes = {"gate_up_proj": gate_up.shape[1:], "down_proj": down.shape[1:]}
-    sizes["gate_proj"] = sizes["up_proj"] = torch.Size((gate_up.shape[1] // 2, gate_up.shape[2]))
-    return sizes, len(gate_up)
+def _shapes_of(experts: Experts) -> dict[str, torch.Size]:
+    """Shape [N, K] of each projection of one expert."""
+    _, rows, columns = experts.gate_up.shape
+    half = torch.Size((rows // 2, columns))
+    whole = {"gate_up_proj": experts.gate_up.shape[1:], "down_proj": experts.down.shape[1:]}
+    return {**whole, "gate_proj": half, "up_proj": half}
 
 
 def _renaming(model: PreTrainedModel, conversions: list[WeightTransform]) -> Callable[[str], str]:

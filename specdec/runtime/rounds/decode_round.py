@@ -23,6 +23,7 @@ from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_r
 from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler, RootMaskedSampler
+from specdec.sampling.token_bitmaps import mark_seen
 
 DECODE_STAGES = ("other", "draft", "verify", "other")
 """Stages of a round that the clock times."""
@@ -147,7 +148,7 @@ class DecodeRound:
         _, nodes, tokens = packed.split([1, shape.width, shape.depth], dim=1)
         path = nodes[:, : shape.depth]  # no path is longer
         if state.seen_bits is not None and shape.features.penalty:
-            state.seen_bits.add(rows.index, tokens, length)
+            mark_seen(state.seen_bits.bits, rows.index, tokens, length)
         if state.unread is not None and unread_tokens(shape):
             state.keep_unread(rows, opened.committed_len, *self.states, path)
         else:

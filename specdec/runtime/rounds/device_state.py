@@ -196,7 +196,7 @@ class DeviceState:
         opened: the round's opening, which has read the parameters; None: read them here.
         """
         prompt_len = self.prompt_len.tensor[rows.index] if shape.features.counts else None
-        seen = self.seen_bits.select_rows(rows.index) if self.seen_bits is not None and shape.features.penalty else None
+        seen = self.seen_bits.bits[rows.index] if self.seen_bits is not None and shape.features.penalty else None
         return self.sampler(
             *self.sampling.row_params(rows.index, shape.features, opened and opened.params),
             inputs=EditInputs(history_len, None, lambda: self.history(rows), prompt_len, None, seen),

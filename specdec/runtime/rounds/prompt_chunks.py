@@ -32,7 +32,7 @@ from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import RoundShape, pack_round_result
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.token_bitmaps import RowMasks, write_masks
+from specdec.sampling.token_bitmaps import RowMasks, mark_seen, write_masks
 
 PREFILL_STAGES = ("prefill",)
 """Stages of a group of prompt chunks that the clock times."""
@@ -219,7 +219,7 @@ def draw_first_tokens(
         first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [B, 1]
         state.tokens.tensor[drawing.index, history_len] = first[:, 0]
         if state.seen_bits is not None and shape.features.penalty:
-            state.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
+            mark_seen(state.seen_bits.bits, drawing.index, first, torch.ones_like(first[:, 0]))
         scores = None if shape.logprobs is None else LogProbs.from_logits(logits, first, shape.logprobs)
     _observe_prompts(state, chunk, last_hidden, first_position)
     one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)

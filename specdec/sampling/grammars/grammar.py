@@ -12,7 +12,9 @@ import copy
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
-from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
+from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bits
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
 """White space between the parts of JSON: nothing, one space, or a new line with its indent. Otherwise a small model may
@@ -50,7 +52,6 @@ class Grammars:
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._library: GrammarLibrary | None = None
         self._kept: OrderedDict[tuple[str, Any], CompiledGrammar] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # guards `_kept`
 
@@ -65,20 +66,23 @@ class Grammars:
             return None
         if self._tokenizer is None:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
-        if self._library is None:
-            self._library = GrammarLibrary(self._tokenizer, self._vocab_size)
+        library = self._library
         special = frozenset(
             token
             for token in ends
-            if 0 <= token < self._vocab_size and (token in own_ends or self._library.is_special(token))
+            if 0 <= token < self._vocab_size and (token in own_ends or library.is_special(token))
         )
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        state = GrammarState(self._compile(name, value), self._library, special)
-        if state.is_dead:
+        state = GrammarState(self._compile(name, value), library, special)
+        if not state.may_end and not library.goes_on(state.matcher):
             raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
         return state
+
+    @cached_property
+    def _library(self) -> "GrammarLibrary":
+        return GrammarLibrary(self._tokenizer, self._vocab_size)
 
     @property
     def kept_bytes(self) -> int:
@@ -87,7 +91,6 @@ class Grammars:
 
     def _compile(self, name: str, value: Any) -> Any:
         """The library's matcher at the beginning of a grammar: a kept one, or a new one."""
-        assert self._library is not None
         with self._lock:
             if (name, value) in self._kept:
                 self._kept.move_to_end((name, value))
@@ -127,6 +130,9 @@ class GrammarLibrary:
         self._one_at_a_time = threading.Lock()
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
+        # the library's own end tokens, and ids beyond the model's
+        foreign = [*self._tokenizer.eos_tokens, *range(vocab_size, 32 * self.num_words)]
+        self._own = ~token_bits([token for token in foreign if token < 32 * self.num_words], self.num_words)
 
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
@@ -167,25 +173,25 @@ class GrammarLibrary:
     def goes_on(self, matcher: Any) -> bool:
         """Is any token of the model allowed next?"""
         twin = matcher.deep_copy()
-        bits = np.frombuffer(twin.compute_bitmask(), dtype=np.int32).copy()
-        for token in (*self._tokenizer.eos_tokens, *range(self.vocab_size, 32 * len(bits))):
-            bits[token // 32] &= ~token_bit(token)
-        return bool(bits.any()) and not twin.is_error()
+        return not twin.is_error() and bool(self._texts([twin]).any()) and not twin.is_error()
 
     def masks(self, states: "Sequence[GrammarState]") -> Words:
         """Masks of M states, [M, words], computed on several threads."""
-        bits = np.zeros((len(states), self._width), dtype=np.int32)
-        going_on = [(state.matcher, i) for i, state in enumerate(states)]
-        self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
-        for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
-            bits[:, end // 32] &= ~token_bit(end)  # the library's own end tokens, and ids beyond the model's
+        bits = self._texts([state.matcher for state in states])
         for mask, state in zip(bits, states, strict=True):
-            may_end = state.may_end
-            for end in state.ends:
-                mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
-            if not mask[: self.num_words].any():
+            ends = token_bits(state.ends, self.num_words)
+            mask[:] = mask | ends if state.may_end else mask & ~ends
+            if not mask.any():
                 mask[:] = -1  # the round must draw some token here; `after` will refuse it
-        return np.ascontiguousarray(bits[:, : self.num_words])
+        return bits
+
+    def _texts(self, matchers: Sequence[Any]) -> Words:
+        """Tokens of the model with which these texts go on, [M, words]; none of them is the library's own end."""
+        bits = np.zeros((len(matchers), self._width), dtype=np.int32)
+        numbered = [(matcher, number) for number, matcher in enumerate(matchers)]
+        self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, numbered, bits)
+        own: Words = bits[:, : self.num_words] & self._own
+        return own
 
 
 class GrammarState:
@@ -195,16 +201,12 @@ class GrammarState:
     for a draft after this state; the tokens that the round then draws are not valid.
     """
 
-    __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
-
     def __init__(self, matcher: Any, library: Any, ends: frozenset[int], *, over: bool = False) -> None:
         self.over = over
         self.fault: BaseException | None = None
         self.matcher = matcher
         self.library = library
         self.ends = ends
-        self._mask: Words | None = None
-        self._forced: tuple[int, ...] | None = None
 
     @property
     def free(self) -> bool:
@@ -212,22 +214,9 @@ class GrammarState:
         return False
 
     @property
-    def is_dead(self) -> bool:
-        """Is neither an end nor any token allowed next?"""
-        if self.over or self.may_end:
-            return False
-        dead = self.matcher.is_error() or not self.library.goes_on(self.matcher)
-        return bool(dead)
-
-    @property
     def grammar(self) -> "GrammarState | None":
         """The state whose mask the library computes; None: there is no grammar."""
         return self
-
-    @property
-    def num_words(self) -> int:
-        num_words: int = self.library.num_words
-        return num_words
 
     @property
     def may_end(self) -> bool:
@@ -242,78 +231,76 @@ class GrammarState:
         matcher = self.matcher.deep_copy()
         return GrammarState(matcher, self.library, self.ends) if matcher.consume_token(token) else None
 
-    @property
+    @cached_property
     def mask(self) -> Words:
         """Tokens that are allowed next, [words]."""
-        if self._mask is None:
-            [self._mask] = self.library.masks([self])
-        return self._mask
+        mask: Words = self.library.masks([self])[0]
+        return mask
 
-    @property
+    @cached_property
     def forced(self) -> tuple[int, ...]:
         """The next tokens, up to the first place where the grammar allows several."""
-        if self._forced is None:
-            tokens: list[int] = []
-            state: GrammarState | None = self
-            while state is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
-                only = only_bit(state.mask)
-                if only is None:
-                    break
-                tokens.append(only)
-                state = state.after(only)
-            self._forced = tuple(tokens)
-        return self._forced
+        tokens: list[int] = []
+        state: GrammarState | None = self
+        while state is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
+            only = only_bit(state.mask)
+            if only is None:
+                break
+            tokens.append(only)
+            state = state.after(only)
+        return tuple(tokens)
 
 
 def compute_masks(states: Sequence[GrammarState | None]) -> None:
     """Compute the masks of these states in one call of the library, so that `mask` only returns them. If the library
     fails, none is set, and `mask` of the faulty state raises the error."""
     grammars = [state.grammar for state in states if state is not None]
-    missing = {id(state.matcher): state for state in grammars if state is not None and state._mask is None}
+    missing = {id(state.matcher): state for state in grammars if state is not None and "mask" not in vars(state)}
     if not missing:
         return
     chosen = list(missing.values())
     try:
         for state, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
-            state._mask = mask
+            state.mask = mask
     except BaseException as error:
         if not is_fault(error):
             raise
 
 
-def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]]) -> Words:
-    """Masks of every node of T trees, [T, N, words]. Each tree is given by the state after its root, its tokens [N] and
-    its parents [N].
+@contextmanager
+def _blaming(root: GrammarState) -> Iterator[None]:
+    """An error of the library in the block becomes the `fault` of this root."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        root.fault = error
+
+
+def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]], num_words: int) -> Words:
+    """Masks of every node of T trees, [T, N, num_words]. Each tree is given by the state after its root, its tokens [N]
+    and its parents [N].
 
     All bits are set for a node that the grammar does not allow, or whose ancestor it does not allow. If the library
     fails for a tree, the error becomes the `fault` of its root; other trees are not affected.
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
-    masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
+    masks = np.full((len(trees), num_nodes, num_words), -1, dtype=np.int32)
     reached: list[tuple[int, int, GrammarState]] = []
     for number, (root, tokens, parents) in enumerate(trees):
-        try:
-            masks[number, 0] = root.mask
+        with _blaming(root):
             states: list[GrammarState | None] = [root]
             for node in range(1, len(tokens)):
                 above = states[parents[node]]
                 state = None if above is None or tokens[node] < 0 else above.after(tokens[node])
                 states.append(state)
-                if state is not None and not state.over:
-                    reached.append((number, node, state))
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            root.fault = error
-            reached = [each for each in reached if each[0] != number]
+            live = ((node, state) for node, state in enumerate(states) if state is not None and not state.over)
+            reached += [(number, node, state) for node, state in live]
     compute_masks([state for _, _, state in reached])
     for number, node, state in reached:
-        try:
+        with _blaming(trees[number][0]):
             masks[number, node] = state.mask
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            trees[number][0].fault = error
     return masks
 
 

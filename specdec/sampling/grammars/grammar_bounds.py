@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, require_text, shown
 
 MAX_SCHEMA_CHARS = 1 << 20
 MAX_REGEX_CHARS = 1 << 16
@@ -59,13 +59,13 @@ def require_bounded(name: str, value: Any) -> None:
     elif name == "regex":
         _require_length(name, len(value), MAX_REGEX_CHARS)
         _require_depth(name, _depth(_ESCAPED_OR_CLASS.sub("", value), "(", ")"))
-        _require_unicode(name, value)
+        require_text(name, value)
     elif name == "choice":
         if len(value) > MAX_CHOICES:
             raise ConfigError(f"choice has {len(value)} strings; at most {MAX_CHOICES} are allowed, so give fewer")
         _require_length(name, sum(map(len, value)), MAX_CHOICE_CHARS)
         for one in value:
-            _require_unicode(name, one)
+            require_text(name, one)
 
 
 def compiles_in_linear_time(name: str, value: Any) -> bool:
@@ -95,13 +95,6 @@ def _require_depth(name: str, depth: int) -> None:
         raise ConfigError(
             f"{name} cannot be followed (it is nested {depth} deep, and {MAX_DEPTH} is allowed); flatten it"
         )
-
-
-def _require_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} holds half a surrogate pair at character {error.start + 1}; take it out") from None
 
 
 def _require_references(schema: Any) -> None:

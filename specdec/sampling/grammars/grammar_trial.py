@@ -50,7 +50,6 @@ class GrammarTrial:
     def __init__(self, tokenizer_json: str, eos: Any, *, n_vocab: int) -> None:
         self._begin = {"tokenizer": tokenizer_json, "n_vocab": n_vocab, "eos": eos}
         self._worker: subprocess.Popen[bytes] | None = None
-        self._pid = os.getpid()
         self._finalizer: Any = None
 
     def run(self, grammar: str) -> int:
@@ -69,7 +68,7 @@ class GrammarTrial:
 
     def _ready(self) -> "subprocess.Popen[bytes]":
         """The running worker, started if there is none or this process is a fork."""
-        if self._worker is not None and self._pid == os.getpid() and self._worker.poll() is None:
+        if self._worker is not None and self._worker.poll() is None:  # in a fork, its parent's worker counts as ended
             return self._worker
         self._end()
         try:
@@ -88,7 +87,7 @@ class GrammarTrial:
             )
         except OSError as error:
             raise ConfigError(f"no process could be started to compile it in: {error}") from None
-        self._worker, self._pid = worker, os.getpid()
+        self._worker = worker
         self._finalizer = weakref.finalize(self, _stop, worker, os.getpid())
         try:
             self._answer(worker, self._begin, START_SECONDS)
@@ -151,11 +150,6 @@ def _why(worker: "subprocess.Popen[bytes]") -> str:
 
 
 def _stop(worker: "subprocess.Popen[bytes]", pid: int) -> None:
-    if os.getpid() != pid:  # in a fork, whose parent has the worker
-        return
-    worker.kill()
-    worker.wait()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    if os.getpid() == pid:  # otherwise in a fork, whose parent has the worker
+        with contextlib.suppress(OSError), worker:
+            worker.kill()

@@ -8,11 +8,6 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int32]
 
 
-def token_bit(token: int) -> np.int32:
-    """The token's bit within its word."""
-    return np.int32(np.uint32(1 << token % 32).astype(np.int32))
-
-
 def token_bits(tokens: Collection[int], num_words: int) -> Words:
     """A mask with the bits of these tokens, [num_words]. All tokens must be below 32 * num_words."""
     ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))

@@ -8,6 +8,7 @@ node of a tree, like a grammar's. If the grammar can only end, the text ends, ev
 restricts nothing, it is `free`, and its request costs no more than one without rules.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars.grammar import GrammarState
-from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
+from specdec.sampling.grammars.mask_bits import Words, token_bits
 
 
 class TokenRules(NamedTuple):
@@ -33,9 +34,7 @@ class TokenRules(NamedTuple):
 
 class RuledState(GrammarState):
     """The state after some output tokens. remaining: tokens before the output may end. inner: the state in the grammar;
-    None: there is no grammar."""
-
-    __slots__ = ("inner", "remaining", "rules")
+    None: there is no grammar. A request with a grammar has no `allowed_token_ids`."""
 
     def __init__(self, rules: TokenRules, remaining: int, inner: GrammarState | None, *, over: bool = False) -> None:
         super().__init__(None if inner is None else inner.matcher, None, rules.ends, over=over)
@@ -51,11 +50,7 @@ class RuledState(GrammarState):
     def grammar(self) -> GrammarState | None:
         return self.inner
 
-    @property
-    def num_words(self) -> int:
-        return len(self.rules.open)
-
-    @property
+    @cached_property
     def mask(self) -> Words:
         own = self.rules.closed if self.remaining else self.rules.open
         if self.inner is None:
@@ -63,17 +58,17 @@ class RuledState(GrammarState):
         both: Words = self.inner.mask & own
         return both if both.any() else self.inner.mask
 
-    @property
+    @cached_property
     def forced(self) -> tuple[int, ...]:
         return () if self.inner is None else self.inner.forced
 
     def after(self, token: int) -> GrammarState | None:
         if self.over:
             return None
-        if (self.inner is None or token in self.ends) and not self.mask[token // 32] & token_bit(token):
+        if (self.inner is None or token in self.ends) and not self.mask[token // 32] >> token % 32 & 1:
             return None
         inner = None if self.inner is None else self.inner.after(token)
-        if self.inner is not None and (inner is None or (self.rules.anything and self.remaining <= 1)):
+        if self.inner is not None and (inner is None or self.remaining <= 1):
             return inner  # None if the grammar forbids the token; otherwise only the grammar restricts from here on
         return RuledState(self.rules, max(0, self.remaining - 1), inner, over=token in self.ends)
 
