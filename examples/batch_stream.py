@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.models.published import BUNDLED_NAMES, HELD_OUT_PROBLEMS
-from specdec.runtime.draft_reports import acceptance_in_words
+from specdec.runtime.drafts.draft_reports import acceptance_in_words
 from specdec.runtime.request_output import StreamDelta
 from specdec.text.prompt_files import read_prompts
 

@@ -101,14 +101,14 @@ class SpecConfig:
         return self.topk + (num_steps - 1) * self.topk**2 if num_steps else 0
 
 
-class OpenDepth(SpecConfig):
-    """A draft with its drafter's default number of levels, or `num_steps` if the drafter has no default."""
+class BoundedDepth(SpecConfig):
+    """A draft of `num_steps` levels, or fewer if its drafter's maximum is lower."""
 
     __slots__ = ()
 
 
-class BoundedDepth(SpecConfig):
-    """A draft of `num_steps` levels, or fewer if its drafter's maximum is lower."""
+class OpenDepth(BoundedDepth):
+    """A draft with its drafter's default number of levels; if the drafter has no default, a `BoundedDepth`."""
 
     __slots__ = ()
 

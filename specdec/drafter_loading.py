@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
 from specdec.models.quantised.packed_quantizer import load_packed
 from specdec.models.target import TargetModel
+from specdec.runtime.calls.arguments import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +69,8 @@ def load_any_drafter(
         except CheckpointError as error:
             raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *TARGET_WORDS))}, none") from error
     if callable(getattr(drafter, "bind", None)):
-        bound: Drafter = drafter
-        return bound
+        complete: Drafter = with_defaults(drafter)
+        return complete
     module = unwrapped(drafter, "drafter")
     if isinstance(module, PreTrainedModel):
         described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
@@ -118,15 +120,14 @@ def _drafter_of_target(
 def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, Any]) -> Iterator[str]:
     """Drafters that "auto" tries for a target of `num_layers`: "mtp", and published names that are on disk. here:
     options of a checkpoint that is not downloaded."""
-    try:
+    with suppress(CheckpointError):  # missing or damaged
         if has_modules(checkpoint.config_file.parent, num_layers):
             yield MTP
-    except CheckpointError:
-        pass  # missing or damaged
     for pair in PAIRS:
-        named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
-        if named and _is_found(Checkpoint.from_name(pair.drafter, here)):
-            yield pair.drafter
+        if pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path:
+            with suppress(CheckpointError):
+                if Checkpoint.from_name(pair.drafter, here).config:
+                    yield pair.drafter
 
 
 def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
@@ -146,13 +147,6 @@ def _modules_of(checkpoint: Checkpoint, target: TargetModel) -> Drafter:
     promised = checkpoint.promised
     load = None if promised is None else partial(load_packed, promised, target.dtype)
     return native_mtp_drafter(checkpoint.folder(), target, load)
-
-
-def _is_found(checkpoint: Checkpoint) -> bool:
-    try:
-        return bool(checkpoint.config)
-    except CheckpointError:
-        return False
 
 
 def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[], Path]) -> bool:
@@ -178,7 +172,7 @@ def _model_and_lookup(
         fitted = load_any_drafter(model, target, options, tokenizer)
         if model == AUTO and type(fitted) in WORDS.values():
             return WORDS[lookup]()
-        if fitted is not None and not getattr(fitted, "has_lookup", False):
+        if fitted is not None and not fitted.has_lookup:
             return ModelAndLookup(fitted, WORDS[lookup]())
     raise ConfigError(
         f"drafter is {shown(drafters)}; of two the first is a model that drafts, and the second one of "

@@ -31,32 +31,20 @@ from specdec.gpu.ranks import make_ranks
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.target import TargetModel
-from specdec.modules.weight_watch import updates_are_counted, watched_weights
+from specdec.modules.weight_watch import watched_weights
 from specdec.progress import progress_bar
-from specdec.runtime.calls.arguments import (
-    caches_states,
-    fitted_spec,
-    known_keywords,
-    require_adaptive_lookup,
-    require_loading_arguments,
-    require_one_sample,
-    require_parts,
-    require_recurrent,
-    require_suitable,
-    require_type,
-    warn_where_drafts_end,
-)
+from specdec.runtime.calls import arguments
 from specdec.runtime.calls.handle import Handle
 from specdec.runtime.calls.inbox import Inbox
 from specdec.runtime.calls.request_builder import RequestBuilder
 from specdec.runtime.calls.turns import Turns
-from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy import DraftPolicy, draft_ladder
+from specdec.runtime.drafts.convention_watch import ConventionWatch
+from specdec.runtime.drafts.draft_policy import DraftPolicy, draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.prompts.prefill import division_of
 from specdec.runtime.prompts.prefixes import PrefixPolicy
-from specdec.runtime.prompts.prompt_budget import PromptBudget
+from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
@@ -68,7 +56,7 @@ from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.warm_up import warm_up
 from specdec.settings.declared_fields import require_int
-from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
+from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids, text_ids
 
 T = TypeVar("T")
 
@@ -82,7 +70,7 @@ class Engine:
     runtime). Engines may share target and drafter, which hold only weights; each engine has its own state.
     """
 
-    @known_keywords
+    @arguments.known_keywords
     @torch.inference_mode(False)  # ordinary tensors, even if the caller is in inference mode
     def __init__(
         self,
@@ -93,15 +81,15 @@ class Engine:
         spec: SpecConfig | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        require_parts(target, drafter, tokenizer)
-        require_type("spec", spec, SpecConfig)
-        require_type("config", config, EngineConfig)
+        arguments.require_parts(target, drafter, tokenizer)
+        arguments.require_type("spec", spec, SpecConfig)
+        arguments.require_type("config", config, EngineConfig)
         self.config = config = config or EngineConfig()
         self.target = target = target.as_deterministic() if config.deterministic else target
-        self.drafter = drafter
+        self.drafter = drafter = arguments.with_defaults(drafter)
         self.tokenizer = tokenizer
-        self.spec = spec = fitted_spec(spec, drafter)
-        require_suitable(spec, config, target, drafter)
+        self.spec = spec = arguments.fitted_spec(spec, drafter)
+        arguments.require_suitable(spec, config, target, drafter)
         if config.tensor_parallel > 1 and target.ranks is None:
             self.target = target = target.on_ranks(make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
@@ -116,24 +104,24 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
-        require_recurrent(target, config, backend)
+        arguments.require_recurrent(target, config, backend)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
-        warn_where_drafts_end(drafter, self.max_model_len)
+        arguments.warn_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.state = DeviceState(
-            target, drafter, self.cache, backend, lags=spec.adaptive, finished_tokens=config.finished_tokens
-        )
-        cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
-        shared = self.cache if cached else None
+        self.state = DeviceState(target, drafter, self.cache, backend, spec, config)
+        shared = self.cache if arguments.caches_prefixes(config, target, drafter) else None
         unread = None if self.state.unread is None else self.state.unread.count
         self.prefixes = PrefixPolicy(shared, self.state.weights.version, unread)
+        budget = PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent)
+        # a fixed chunk is read in one forward
+        division = division_of(self.state, captured=capture is not None) if config.prefill_chunk is None else None
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_budget=PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent),
+            prompt_gap=PromptGap(budget, division),
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )
@@ -143,12 +131,9 @@ class Engine:
             draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
         if capture is not None:
             strict = config.cuda_graphs is True
-            budget = config.max_capture_bytes or default_budget(*target.devices)
-            store = CaptureStore(capture, memory, budget)
+            store = CaptureStore(capture, memory, config.max_capture_bytes or default_budget(*target.devices))
             captured_rounds = CapturedRounds(self.state, store, strict=strict)
             captured_prompts = CapturedPrompts(self.state, store, strict=strict)
-        if config.prefill_chunk is None:  # a fixed chunk is read in one forward
-            self.scheduler.prompt_gap.division = division_of(self.state, captured=captured_prompts is not None)
         self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, captured_rounds, captured_prompts)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
@@ -184,11 +169,11 @@ class Engine:
         target that cannot run exactly, a drafter for another target), ConfigError (bad settings).
         """
         config = config or EngineConfig()
-        require_type("spec", spec, SpecConfig)
-        require_type("config", config, EngineConfig)
-        require_type("drafter_options", drafter_options, Mapping)
+        arguments.require_type("spec", spec, SpecConfig)
+        arguments.require_type("config", config, EngineConfig)
+        arguments.require_type("drafter_options", drafter_options, Mapping)
         require_options_used(drafter, drafter_options)
-        require_loading_arguments(target_options, LOADED_WITH)
+        arguments.require_loading_arguments(target_options, LOADED_WITH)
         shared_out = config.tensor_parallel > 1
         model = load_target(
             target, dtype=config.dtype, device=config.device, options=target_options, on_host=shared_out
@@ -202,12 +187,12 @@ class Engine:
         with CpuThreads(model, device).limited():  # loading runs forwards too
             bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
             fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
-            spec = fitted_spec(spec, fitted)
-            require_adaptive_lookup(spec, fitted)
+            spec = arguments.fitted_spec(spec, fitted)
+            arguments.require_adaptive_lookup(spec, fitted)
             warn_at_load(bound, fitted, tokenizer, spec)
             return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
-    @known_keywords
+    @arguments.known_keywords
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -236,36 +221,36 @@ class Engine:
             self.inbox.abort_unended(requests)
         return [request.output() for request in requests]
 
-    @known_keywords
+    @arguments.known_keywords
     def chat(
         self, chats: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **template_kwargs: Any
     ) -> list[GenerationOutput]:
         """`generate` for a conversation, or for each of a list. Arguments are those of `chat_prompt`."""
         return self.generate([self.chat_prompt(chat, **template_kwargs) for chat in as_chat_list(chats)], params)
 
-    @known_keywords
+    @arguments.known_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Continue one prompt and yield the new tokens of each round. The last delta has the whole output.
 
         Leaving the loop early aborts the request. Bad input raises here, not at the first delta. A stream that fails
         raises RequestFailedError, or SpecDecError if the engine was closed.
         """
-        require_one_sample(params, "a stream")
+        arguments.require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
 
-    @known_keywords
+    @arguments.known_keywords
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
         """Submit one prompt without waiting for a step. Read its tokens from the handle.
 
         priority: from -100 to 100. Lower values are served first and preempted last; equal values in order of arrival.
         The value falls by 1 for every 64 later requests that are admitted before it.
         """
-        require_one_sample(params, "a handle")
+        arguments.require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
         return handle
 
-    @known_keywords
+    @arguments.known_keywords
     def submit_many(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -318,7 +303,7 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        return self.request_builder.encode(text)
+        return text_ids(self.request_builder.tokenizer, text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

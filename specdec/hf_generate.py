@@ -8,7 +8,6 @@ transformers' criterion. The model is not changed, even if the call fails.
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,27 +260,24 @@ def _stream(
         streamer.put(ids.cpu())
     reach = 0 if stops is None else max(len(stop.encode()) for stop in stops.stop_strings)
     new: list[list[int]] = [[] for _ in prompts]
-    with ExitStack() as stack:  # closing a stream early frees its slots
-        streams = {}
-        for row, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            streams[row] = engine.stream(prompt, one)
-            stack.callback(streams[row].close)  # type: ignore[attr-defined]
-        while streams:
-            for row, stream in list(streams.items()):
-                delta = next(stream)
-                ended = delta.output is not None
-                for token in delta.token_ids:
-                    new[row].append(token)
-                    if streamer is not None:
-                        streamer.put(torch.tensor([token]))
-                    if stops is None:
-                        continue  # reach is 0, but [-0:] would be the whole text
-                    tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # a token has at least one byte
-                    if bool(stops(tail, None)):
-                        ended = True
-                        break
-                if ended:
-                    streams.pop(row).close()  # type: ignore[attr-defined]
+    unfinished = dict(enumerate(engine.submit_many(prompts, params)))
+    while unfinished:
+        for row, handle in list(unfinished.items()):
+            delta = next(handle)
+            ended = delta.output is not None
+            for token in delta.token_ids:
+                new[row].append(token)
+                if streamer is not None:
+                    streamer.put(torch.tensor([token]))
+                if stops is None:
+                    continue  # reach is 0, but [-0:] would be the whole text
+                tail = torch.tensor([[*prompts[row][-reach:], *new[row][-reach:]]])  # a token has at least one byte
+                if bool(stops(tail, None)):
+                    handle.abort()
+                    ended = True
+                    break
+            if ended:
+                del unfinished[row]
     if streamer is not None:
         streamer.end()
     return new

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec import Engine, SpecConfig
-from specdec.runtime.draft_policy import DraftPolicy, FloatArray, RoundTimes, draft_ladder
+from specdec.runtime.drafts.draft_policy import DraftPolicy, FloatArray, RoundTimes, draft_ladder
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 from specdec.runtime.rounds.unread import MAX_UNREAD
 

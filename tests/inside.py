@@ -16,6 +16,7 @@ from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import StatesNeeded, TargetModel
 from specdec.modules.weight_watch import StorageWatch
+from specdec.runtime.launches import settle_round
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prefixes import WORTH_WAITING, PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import IDLE_STEPS, Division, PromptBudget, PromptGap, PromptLoad
@@ -26,7 +27,6 @@ from specdec.runtime.rounds.prompt_chunks import divide
 from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import Scheduler, rank, slots_needed
-from specdec.runtime.settling import commit_chunks_on_host, settle_round
 from specdec.text.detokenize import Detokenizer
 
 

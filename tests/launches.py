@@ -383,7 +383,7 @@ def layers(shape: str, dtype: torch.dtype, num_rows: int, form: str = "", ops: O
     parts, head = decoder_of(shape, dtype, form)
     tokens, positions, factor = integers(num_rows), integers(num_rows), numbers(1, dtype=FP32)
     embedded = embed(tokens, head, factor if parts.embeddings else None)
-    inputs = per_layer_inputs(parts.embeddings, embedded, tokens, ops)
+    inputs = per_layer_inputs(parts.embeddings, embedded, tokens, ops) if parts.embeddings else None
     hidden, normed, shared = embed_inputs(parts, embedded, positions, inputs, ops)
     context = LayerRows(parts.layers, num_rows, dtype)
     for index, (layer, next_norm) in enumerate(zip(parts.layers, parts.next_norms, strict=True)):

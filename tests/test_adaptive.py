@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.runtime.draft_policy import (
+from specdec.runtime.drafts.draft_policy import (
     DECAY_ROUNDS,
     FIRST_GUESS,
     LOSS_SHARE,

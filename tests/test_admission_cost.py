@@ -16,7 +16,7 @@ from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 from specdec import SamplingParams
 from specdec.runtime import scheduler as scheduling
 
-from inside import Detokenizer, PrefixPolicy, PromptBudget, Request, RequestState, Scheduler, commit_chunks_on_host
+from inside import Detokenizer, PrefixPolicy, PromptBudget, PromptGap, Request, RequestState, Scheduler
 from marks import examples
 
 
@@ -34,7 +34,8 @@ def make(
     table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
     cache = SimpleNamespace(table=table, models=[None] * (1 + pairs), state_cache=lambda: None)
     prefixes = PrefixPolicy(cache, lambda: 0)  # type: ignore[arg-type]
-    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_budget=PromptBudget(10**6, 10**6, chunk))
+    gap = PromptGap(PromptBudget(10**6, 10**6, chunk))
+    return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_gap=gap)
 
 
 def submit(scheduler: Scheduler, number: int, prompt: list[int], *, priority: int = 0, **params: Any) -> Request:
@@ -49,7 +50,7 @@ def prefill(scheduler: Scheduler) -> int:
     """One step's prompt chunks; requests that are through decode. -> tokens computed"""
     requests, chunk_len = scheduler.next_prefill()
     if requests:
-        commit_chunks_on_host(scheduler.table, scheduler.prefixes, requests, chunk_len)
+        scheduler.commit_chunks(requests, chunk_len)
     for request in requests:
         if request.state is RequestState.DECODE and request.num_output == 0:
             request.settle([1])

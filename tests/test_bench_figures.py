@@ -16,7 +16,7 @@ from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
 from specdec.evaluation.gsm8k_report import accuracy_title, make_report, markdown
 from specdec.evaluation.timed_comparison import acceptance_figures, time_figures
-from specdec.runtime.draft_reports import vllm_figures
+from specdec.runtime.drafts.draft_reports import vllm_figures
 
 from inside import RequestStats, record_round
 from marks import deep

@@ -18,7 +18,7 @@ from tape import record
 import specdec.engine
 from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
-from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
+from specdec.gpu.captures import SPARE_POOL, CaptureMemory, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
@@ -47,14 +47,13 @@ class FailingTape:
         return record(broken if self.calls in self.failing else program)
 
 
-class WeighedTape(FailingTape):
+class WeighedTape(FailingTape, CaptureMemory):
     """Every captured program takes 10 bytes, and every pool 100 until it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
         gc.collect()
         gc.freeze()  # it collects at every look, and what was there before need not be visited each time
-        self.pool = ""
         self.pools: set[str] = set()
         self.captures: list[Any] = []
 
@@ -220,11 +219,11 @@ class Owner:
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
     tape, owner = WeighedTape(), Owner()
     store = CaptureStore(tape, tape, 120)
-    number = store.join(owner)
+    store.join(owner)
     for shape in "ab":
-        store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
-    store.touch(number, "a")
-    store.make(number, "c", "rounds", (), [lambda: torch.zeros(1)])
+        store.make(owner, shape, "rounds", (), [lambda: torch.zeros(1)])
+    store.touch(owner, "a")
+    store.make(owner, "c", "rounds", (), [lambda: torch.zeros(1)])
     assert owner.forgotten == ["b"] and store.stats()[:3] == (2, 3, 1)
 
 
@@ -232,10 +231,10 @@ def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
     """They go before all others, and no other goes for them."""
     tape, owner = WeighedTape(), Owner()
     store = CaptureStore(tape, tape, 230)
-    number = store.join(owner)
+    store.join(owner)
 
     def make(shape: str, pool: str) -> None:
-        store.make(number, shape, pool, (), [lambda: torch.zeros(1)])
+        store.make(owner, shape, pool, (), [lambda: torch.zeros(1)])
 
     make("long", SPARE_POOL)
     make("round", "rounds")

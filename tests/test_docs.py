@@ -35,7 +35,7 @@ import specdec
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models import published
-from specdec.runtime.draft_policy import DraftPolicy
+from specdec.runtime.drafts.draft_policy import DraftPolicy
 
 from marks import deep, is_deep, usual_cases
 

@@ -18,8 +18,14 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.errors import ConfigError
 from specdec.evaluation.bench_run import BenchReport, markdown_table
-from specdec.runtime.draft_policy import DraftPolicy, RoundTimes, draft_ladder
-from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, llama_timings, vllm_figures, why_slower
+from specdec.runtime.drafts.draft_policy import DraftPolicy, RoundTimes, draft_ladder
+from specdec.runtime.drafts.draft_reports import (
+    acceptance_in_words,
+    depths_in_words,
+    llama_timings,
+    vllm_figures,
+    why_slower,
+)
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.rounds.result import NO_DRAFT
 from specdec.serving.application import create_app

@@ -387,12 +387,12 @@ def test_a_centroid_head_draws_from_its_list(shape, make_target, make_assistant,
 def test_one_thread_at_a_time_merges(make_target, monkeypatch):
     model, inside, most = make_target("llama", fresh=True), [], []
 
-    def slow_merge(params):
+    def slow_merge(params, dim):
         inside.append(0)
         most.append(len(inside))
         time.sleep(0.002)
         inside.pop()
-        return merge(params)
+        return merge(params, dim)
 
     monkeypatch.setattr(merge_module, "merge", slow_merge)
     with ThreadPoolExecutor(4) as pool:

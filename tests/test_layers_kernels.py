@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdec.gpu.operations import FAST
 from specdec.layers.gemm import gemm_medium, gemm_small
 from specdec.layers.gemm import linear as linear_module
-from specdec.layers.gemm.gemm_medium import MediumTiles, choose_medium_tiles
+from specdec.layers.gemm.gemm_medium import choose_medium_tiles
 from specdec.layers.gemm.gemm_medium import gemm_medium as multiply_medium
 from specdec.layers.gemm.linear import (
     gated_linear,
     linear,
     reference_gated_linear,
     reference_linear,
-    vendor_gated_linear,
-    vendor_linear,
 )
 from specdec.layers.gemm.product import Product, SplitK, Tiles, choose_split_k, finish, reference_activate
 from specdec.layers.head_gates import gate_heads
@@ -82,9 +81,9 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
     """In ranges of K and without, biased; gated, with a tail and without. Tiles that nothing divides."""
     x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
     bias = randn(n, dtype=torch.float16)
-    for tiles in (MediumTiles(64, 32, 0, 64, 4, 3, 3), MediumTiles(16, 64, 0, 32, 4, 3)):
+    for tiles in (Tiles(32, 64, 64, 4, 3, 32, ranges=3), Tiles(64, 16, 32, 4, 3, 64)):
         close(finish(multiply_medium(x, weight, bias, None, tiles)), reference_linear(x, weight, bias).parts[0])
-    for tiles in (MediumTiles(64, 32, 16, 64, 4, 3), MediumTiles(16, 64, 0, 64, 4, 3)):
+    for tiles in (Tiles(32, 64, 64, 4, 3, 48, tail_n=16), Tiles(64, 16, 64, 4, 3, 64)):
         gated = multiply_medium(x, weight, None, "gelu_tanh", tiles).parts[0]
         close(gated, reference_gated_linear(x, weight, "gelu_tanh"))
 
@@ -98,9 +97,9 @@ def test_who_multiplies_some_rows(watched: Callable[..., list[Any]], monkeypatch
         monkeypatch.setattr(gemm_medium, "device_limits", lambda device: (4 if gated else 9, 227 << 10))
         x, weight = randn(num_rows, 72, dtype=dtype)[:, :columns], randn(520, columns, dtype=dtype) / 8
         if gated:
-            close(vendor_gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+            close(FAST(gated_linear)(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
         else:
-            close(finish(vendor_linear(x, weight)), F.linear(x, weight))
+            close(finish(FAST(linear)(x, weight)), F.linear(x, weight))
         return len(launched)
 
     assert [launches(num_rows) for num_rows in (32, 33, 128, 129)] == [0, 1, 1, 0]

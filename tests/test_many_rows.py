@@ -16,12 +16,12 @@ from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
 from specdec.runtime.request_output import RowTotals
-from specdec.runtime.scheduler import Batches
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (
     Detokenizer,
     PromptBudget,
+    PromptGap,
     Request,
     RequestState,
     RoundResult,
@@ -144,7 +144,7 @@ class Letters:
 
 def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     """So many tokens of each request are committed; those of odd length have more of their prompt to come."""
-    scheduler = Scheduler(table, max_model_len=22, prompt_budget=PromptBudget(8, 8, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_gap=PromptGap(PromptBudget(8, 8, 8)))
     for row, length in enumerate(prompts):
         request = request_of(row, length)
         request.seat(row)
@@ -196,7 +196,7 @@ def test_prompts_get_the_pages_that_are_left_and_then_those_of_the_last() -> Non
     """Three read 8 tokens each, where 10 pages are free: of 8, 2 and none. The fourth gives up its 3."""
     table = make(pages=13, window=None, rows=4)
     grow(table, [0, 0, 0, 3])
-    scheduler = Scheduler(table, max_model_len=22, prompt_budget=PromptBudget(24, 24, 8))
+    scheduler = Scheduler(table, max_model_len=22, prompt_gap=PromptGap(PromptBudget(24, 24, 8)))
     for row in range(4):
         request = request_of(row, 9)
         request.seat(row)
@@ -365,7 +365,7 @@ def test_figures_of_all_rows_are_those_counted_for_each_request():
 
 
 def test_a_batch_is_made_when_its_requests_or_their_rows_change():
-    batches, requests = Batches(), make_requests(3)
+    batches, requests = scheduler_of(make(), []), make_requests(3)
     whole, few = batches.batch_of(requests), batches.batch_of(requests[:2])
     assert batches.batch_of(list(requests)) is whole and batches.batch_of(requests[:2]) is few
     assert whole.rows.tolist() == [0, 1, 2] and whole.max_total_len.tolist() == [42] * 3

@@ -27,7 +27,7 @@ from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.loading import load_model, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
-from specdec.runtime import convention_watch
+from specdec.runtime.drafts import convention_watch
 from specdec.training.draft_loss import draft_loss, run_target
 from specdec.training.native_mtp_training import TrainableNativeMtp, new_state
 from specdec.training.packed_rows import Document, PackedRows, pack_rows

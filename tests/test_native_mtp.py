@@ -325,7 +325,8 @@ def test_generate_asks_modules_for_at_most_what_they_draft(
     model, ids, made_with = made.loaded(), torch.tensor(texts(6, (5,))), list[int]()
     plain, fitted = specdec.generate(model, input_ids=ids, max_new_tokens=8), arguments.fitted_spec
     monkeypatch.setattr(
-        "specdec.engine.fitted_spec",
+        arguments,
+        "fitted_spec",
         lambda spec, drafter: made_with.append((found := fitted(spec, drafter)).num_steps) or found,
     )
     model.generation_config.num_assistant_tokens = asked

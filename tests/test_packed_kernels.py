@@ -9,6 +9,7 @@ import pytest
 import torch
 from packed_weights import CODES, random_weight
 
+from specdec.gpu.operations import FAST
 from specdec.layers import per_layer_embedding
 from specdec.layers.gemm import linear as linear_module
 from specdec.layers.gemm.linear import (
@@ -17,8 +18,6 @@ from specdec.layers.gemm.linear import (
     linear,
     reference_gated_linear,
     reference_linear,
-    vendor_gated_linear,
-    vendor_linear,
 )
 from specdec.layers.gemm.product import Product, SplitK, Tiles, finish, reference_finish, split_k_of
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
@@ -216,7 +215,7 @@ def test_who_multiplies_many_rows_over_packed_weights(
     """From 33 rows on not the tiles of decoding: they would decode a weight once for each of a few rows."""
     launched = watched(linear_module, "packed_gemm", lambda given: len(given[0]))
     monkeypatch.setattr(packed_launch, "LIBRARY_ROWS", 64)
-    multiply, gated = (linear, gated_linear) if in_order else (vendor_linear, vendor_gated_linear)
+    multiply, gated = (linear, gated_linear) if in_order else (FAST(linear), FAST(gated_linear))
     for dtype, num_rows, count in (
         (torch.float16, 32, 0),
         (torch.float16, 33, 2),
@@ -302,7 +301,7 @@ def test_the_cut_of_a_packed_weight_is_its_shape_alone():
     assert split_k_of(empty_weight("e4m3-block", 256, 2560)) == SplitK(10, 256)
 
 
-@pytest.mark.parametrize("multiply", [linear, vendor_linear], ids=["in order", "any order"])
+@pytest.mark.parametrize("multiply", [linear, FAST(linear)], ids=["in order", "any order"])
 def test_programs_hold_ranges_of_low_fp8_weights(multiply: Callable[..., Product], watched: Callable[..., list[Any]]):
     """33 to 256 rows; not over blocks of scales, whose tiles have one each, nor in 4 bits."""
     columns = watched(linear_module, "gemm_small", lambda given: given[6].block_k)

@@ -19,7 +19,7 @@ from specdec.runtime.prompts.prompt_budget import (
     PromptGap,
     PromptLoad,
     UnreadPrompt,
-    shares,
+    share_tokens,
 )
 
 from marks import examples
@@ -49,14 +49,15 @@ def cpu_round(batch: int) -> float:
     return 5e-3 + 1e-3 * batch
 
 
-def timed(longest_round: float) -> PromptGap:
+def timed(longest_round: float, room: PromptBudget) -> PromptGap:
     """A gap as an engine on a GPU has it when it is made."""
-    gap = PromptGap()
+    gap = PromptGap(room)
     gap.longest_round = longest_round
     gap.learn_round(longest_round)
     loads = [load_of(tokens) for tokens in (16, 24, 32, 48, 64, 96, 128, 192, 256, 2048, 4096, 8192)]
     for load in [*loads, load_of(64, 16384), load_of(256, 16384)]:
         gap.cost.time(load, gpu_seconds(load))
+    gap.cap_budget()
     return gap
 
 
@@ -72,7 +73,6 @@ class Simulation:
     """An engine of whose steps only the time is computed. Requests are (arrival, prompt tokens, new tokens)."""
 
     gap: PromptGap
-    room: PromptBudget
     seats: int
     on_cpu: bool = False
     now: float = 0.0
@@ -99,16 +99,17 @@ class Simulation:
             if streams:
                 self.gaps.append(self.now - begin)
             if streams and reading:
-                self.promised = max(self.promised, self.gap.promised(self.room, max(each[1] for each in reading)))
+                self.promised = max(self.promised, self.gap.longest_gap(max(each[1] for each in reading)))
         return self.now
 
     def read(self, reading: list, decoding: list, waiting: int) -> None:
         done = np.array([request[3] for request in reading])
         remaining = np.array([request[1] for request in reading]) - done
-        tokens = self.room.idle_tokens(int(remaining.sum()))
+        tokens = self.gap.budget.idle_tokens(int(remaining.sum()))
         if decoding:
-            tokens = self.gap.tokens(self.room, len(reading) + waiting, int(done.max()))
-        given = np.array(shares([UnreadPrompt(0, int(each)) for each in remaining], tokens, self.room.chunk))
+            tokens = self.gap.tokens(len(reading) + waiting, int(done.max()))
+        prompts = [UnreadPrompt(0, int(each)) for each in remaining]
+        given = np.array(share_tokens(prompts, tokens, self.gap.budget.chunk))
         assert 0 < given.sum() <= tokens
         load = PromptLoad.from_runs(done, given)
         spent = cpu_seconds(load) if self.on_cpu else gpu_seconds(load)
@@ -177,14 +178,14 @@ def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
     """What any device reads: as many tokens as fit, none past the promised gap, and enough to get on."""
     draw = random.Random(1)
     for _ in range(examples(100, 1000)):
-        gap = PromptGap()
+        gap = PromptGap(room := draw.choice([GPU, CPU]))
         forward, token, pair = 10 ** draw.uniform(-4, -2), 10 ** draw.uniform(-6, -3), 10 ** draw.uniform(-11, -8)
         loads = [load_of(100), load_of(2000), load_of(500, 10_000), load_of(1)]
         for load in loads:
             gap.cost.time(load, forward + token * load.tokens + pair * load.pairs)
         gap.learn_round(10 ** draw.uniform(-3, -1))
-        waiting, prefix, room = draw.randint(1, 100), draw.choice([0, 100, 30_000]), draw.choice([GPU, CPU])
-        tokens = gap.tokens(room, waiting, prefix)
+        waiting, prefix = draw.randint(1, 100), draw.choice([0, 100, 30_000])
+        tokens = gap.tokens(waiting, prefix)
         assert room.min_tokens <= tokens <= room.while_decoding
         budget = min(GAP_SHARE * waiting * gap.round, PROMISED_GAP - gap.round)
         one = min(tokens, room.chunk)  # the others are of other requests, and see fewer tokens
@@ -196,22 +197,21 @@ def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
 
 def test_streams_wait_for_a_long_prompt_half_a_round_at_most() -> None:
     """32 streams stood still for 156 ms, 35 rounds, while a prompt of 32,768 tokens was read in chunks of 2,048."""
-    gap = timed(gpu_round(32))
-    engine = Simulation(gap, gap.capped(GPU), 33)
+    engine = Simulation(timed(gpu_round(32), GPU), 33)
     engine.run([(0.0, 512, 3000)] * 32 + [(1.0, 32768, 1)])
     late = engine.gaps[200:]
     assert max(late) <= 1.5 * gpu_round(32) + gpu_seconds(load_of(64, 32768)) - gpu_seconds(load_of(64))
     assert max(late) <= 1.001 * engine.promised < 1.1 * max(late)
     assert engine.first[32768] < 4.0  # which is 5,000 rounds of nothing else
-    alone = Simulation(timed(gpu_round(32)), engine.room, 33)
+    alone = Simulation(timed(gpu_round(32), GPU), 33)
     alone.run([(0.0, 32768, 1)])
     assert alone.first[32768] < 0.6  # in the largest chunks
 
 
 def test_on_a_cpu_the_same_is_learned_from_nothing() -> None:
-    gap = PromptGap()
-    assert gap.promised(CPU, 4096) == 0.0
-    engine = Simulation(gap, CPU, 33, on_cpu=True)
+    gap = PromptGap(CPU)
+    assert gap.longest_gap(4096) == 0.0
+    engine = Simulation(gap, 33, on_cpu=True)
     engine.run([(0.0, 64, 3000)] * 32 + [(10.0, 4096, 1)])
     late = engine.gaps[300:]
     least = cpu_seconds(load_of(16, 4096))
@@ -225,8 +225,7 @@ def test_a_load_of_many_prompts_keeps_its_speed(seats: int) -> None:
     """256 requests of 512 + 128 tokens: reading them a little at a time would halve it."""
     seconds = {}
     for room in (GPU, GPU._replace(user_set=True)):  # by the gap, and always as many as the cap
-        gap = timed(gpu_round(seats))
-        engine = Simulation(gap, gap.capped(room), seats)
+        engine = Simulation(timed(gpu_round(seats), room), seats)
         seconds[room.user_set] = engine.run([(0.0, 512, 128)] * 256)
         assert max(engine.gaps) <= PROMISED_GAP
     assert seconds[False] < 1.03 * seconds[True]
@@ -239,8 +238,7 @@ def test_prompts_that_arrive_now_and_then_do_not_pile_up() -> None:
     for number in range(200):
         now += draw.expovariate(20.0)
         arrivals.append((now, 400 + number, 128))
-    gap = timed(gpu_round(256))
-    engine = Simulation(gap, gap.capped(GPU), 256)
+    engine = Simulation(timed(gpu_round(256), GPU), 256)
     engine.run(arrivals)
     assert max(engine.first.values()) < 0.2
     assert np.mean(engine.gaps) < 2.0 * gpu_round(32)
@@ -250,11 +248,12 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     """10 ms a forward and 40 us a token: 5,500 tokens and a round of 20 ms are a quarter of a second."""
 
     def capped(room: PromptBudget, token: float = 4e-5) -> PromptBudget:
-        gap = PromptGap()
+        gap = PromptGap(room)
         gap.longest_round = 0.02
         for tokens in (512, 2048, 4096):
             gap.cost.time(load_of(tokens), 0.01 + token * tokens)
-        return gap.capped(room)
+        gap.cap_budget()
+        return gap.budget
 
     room = capped(GPU)
     assert (room.while_decoding, room.while_idle, room.chunk) == (5120, 5120, 8192)  # a size that is captured
@@ -268,13 +267,12 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
 
 
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
-    gap = timed(0.004)
-    fixed = PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")
-    assert gap.tokens(fixed, 1, 30_000) == 3000
-    said = gap.promised(fixed, 32768)
+    gap = timed(0.004, PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda"))
+    assert gap.tokens(1, 30_000) == 3000
+    said = gap.longest_gap(32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))
     gap.ending = 0.001
-    assert gap.promised(fixed, 32768) == pytest.approx(said + 0.001)
+    assert gap.longest_gap(32768) == pytest.approx(said + 0.001)
 
 
 def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_target, random_prompt) -> None:
@@ -283,7 +281,7 @@ def test_an_engine_reads_prompts_by_what_it_has_measured(make_engine, make_targe
     assert engine.stats().prompt_gap_ms == 0.0
     engine.generate([random_prompt(40)], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert engine.stats().prompt_gap_ms > 0.0  # learned
-    gap = engine.scheduler.prompt_gap = StoppedClock()
+    gap = engine.scheduler.prompt_gap = StoppedClock(engine.scheduler.prompt_gap.budget)
     gap.round = 0.1
     for load in (load_of(16), load_of(48), load_of(96), load_of(16, 200)):
         gap.cost.time(load, 0.001 * load.tokens)
@@ -333,25 +331,25 @@ def same_level(*lengths: int) -> list[UnreadPrompt]:
 
 def test_a_short_prompt_passes_long_ones_in_half_of_a_step() -> None:
     """Long prompts of others held up everybody's first token: 40 steps of 96 tokens for four of 900."""
-    assert shares(same_level(LONG, LONG, LONG, LONG, 60), 96, 512) == [48, 0, 0, 0, 48]
-    assert shares(same_level(LONG, LONG, 9, 7), 96, 512) == [80, 0, 9, 7]
-    assert shares(same_level(LONG, 60, 60, 50), 96, 512) == [48, 0, 0, 48]  # the shortest of them
+    assert share_tokens(same_level(LONG, LONG, LONG, LONG, 60), 96, 512) == [48, 0, 0, 0, 48]
+    assert share_tokens(same_level(LONG, LONG, 9, 7), 96, 512) == [80, 0, 9, 7]
+    assert share_tokens(same_level(LONG, 60, 60, 50), 96, 512) == [48, 0, 0, 48]  # the shortest of them
 
 
 def test_prompts_of_about_one_length_stay_in_their_order() -> None:
-    assert shares(same_level(12, 9, 9), 10, 8) == [8, 2, 0]
-    assert shares(same_level(100, 51, 50), 96, 512) == [48, 0, 48]
+    assert share_tokens(same_level(12, 9, 9), 10, 8) == [8, 2, 0]
+    assert share_tokens(same_level(100, 51, 50), 96, 512) == [48, 0, 48]
 
 
 def test_what_the_first_cannot_use_is_for_others() -> None:
     """Its chunk is bounded too, so half of a large step is more than it can read."""
-    assert shares(same_level(LONG, 200, 200, 900), 2048, 512) == [512, 200, 200, 512]
-    assert shares(same_level(20, 900), 96, 512) == [20, 76]
+    assert share_tokens(same_level(LONG, 200, 200, 900), 2048, 512) == [512, 200, 200, 512]
+    assert share_tokens(same_level(20, 900), 96, 512) == [20, 76]
 
 
 def test_nobody_passes_a_prompt_of_higher_priority() -> None:
-    assert shares([UnreadPrompt(-1, LONG), UnreadPrompt(0, 3)], 96, 512) == [96, 0]
-    assert shares([UnreadPrompt(-1, 90), UnreadPrompt(0, 300), UnreadPrompt(0, 3)], 96, 512) == [90, 6, 0]
+    assert share_tokens([UnreadPrompt(-1, LONG), UnreadPrompt(0, 3)], 96, 512) == [96, 0]
+    assert share_tokens([UnreadPrompt(-1, 90), UnreadPrompt(0, 300), UnreadPrompt(0, 3)], 96, 512) == [90, 6, 0]
 
 
 def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
@@ -361,11 +359,11 @@ def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
         prompts = [UnreadPrompt(draw.randint(0, 1), length) for length in lengths]
         prompts.sort(key=lambda prompt: prompt.level)
         room, chunk = draw.randint(1, 400), draw.randint(1, 200)
-        given = shares(prompts, room, chunk)
+        given = share_tokens(prompts, room, chunk)
         assert all(0 <= each <= min(chunk, prompt.remaining) for each, prompt in zip(given, prompts, strict=True))
         assert sum(given) == min(room, sum(min(chunk, prompt.remaining) for prompt in prompts))  # none is left over
         assert given[0] >= min(chunk, prompts[0].remaining, (room + 1) // 2)
-    assert shares([], 96, 512) == []
+    assert share_tokens([], 96, 512) == []
 
 
 def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
@@ -385,7 +383,7 @@ def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
 
 def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.scheduler.prompt_budget == PromptBudget.from_config(engine.config, "cpu")
+    assert engine.scheduler.prompt_gap.budget == PromptBudget.from_config(engine.config, "cpu")
 
 
 @pytest.mark.parametrize("beside", [1, 3])

@@ -93,8 +93,8 @@ def scene_of(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
         sizes = {"max_batch_size": 3, "max_model_len": 128, "prefill_chunk": None, **config}
         engine = make_engine(model, drafter, **sizes)
         assert engine.scheduler.prompt_gap.division is not None
-        monkeypatch.setattr(PromptGap, "tokens", lambda gap, room, num_waiting, prefix: 8)
-        monkeypatch.setattr(PromptGap, "seconds_allowed", lambda gap, room, num_waiting, load: 0.0)
+        monkeypatch.setattr(PromptGap, "tokens", lambda gap, num_waiting, prefix: 8)
+        monkeypatch.setattr(PromptGap, "seconds_allowed", lambda gap, num_waiting, load: 0.0)
         return Scene(engine, lambda prompt, new: greedy_oracle(model, prompt, new), random_prompt)
 
     return make
@@ -308,42 +308,41 @@ SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for numb
 
 def gap_of(round_seconds: float) -> PromptGap:
     """A gap with timings of E4B on an H100: a round of 32 takes 4.8 ms, forwards from 2.3 ms on."""
-    gap = PromptGap()
+    gap = PromptGap(PromptBudget.from_config(EngineConfig(), "cuda"), Division(SHARES, 256, 64))
     gap.learn_round(round_seconds)
     for tokens in (64, 128, 256, 2048):
         gap.cost.time(PromptLoad(tokens, tokens**2 / 2), 2.3e-3 + 6.2e-6 * tokens)
         gap.cost.time(
             PromptLoad(tokens, tokens * (16384 + tokens / 2)), 2.3e-3 + 6.2e-6 * tokens + 0.5e-9 * tokens * 16384
         )
-    gap.division = Division(SHARES, 256, 64)
     return gap
 
 
 def test_parts_beside_a_round_fit_half_of_it() -> None:
-    room = PromptBudget.from_config(EngineConfig(), "cuda")
     for round_seconds in (4.8e-3, 9e-3, 30e-3):
         gap = gap_of(round_seconds)
         for prefix in (0, 4096, 32768):
-            tokens = gap.tokens(room, 1, prefix)
+            tokens = gap.tokens(1, prefix)
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
-            budget = gap.seconds_allowed(room, 1, load)
+            budget = gap.seconds_allowed(1, load)
             if budget is None:
                 assert gap.cost.seconds(load) <= round_seconds / 2 or tokens > 256
                 continue
             assert 64 <= tokens <= 256 and budget < round_seconds / 2
             assert max(gap.part_seconds(load, share) for share in SHARES) <= budget
-        assert gap.promised(room, 32768) <= 1.5 * round_seconds
+        assert gap.longest_gap(32768) <= 1.5 * round_seconds
 
 
 def test_a_queue_of_prompts_is_not_divided() -> None:
     """Sixteen that wait have eight rounds of time, in which thousands of tokens are read as before."""
-    gap, room = gap_of(4.8e-3), PromptBudget.from_config(EngineConfig(), "cuda")
-    assert gap.tokens(room, 16, 0) > 2048
-    assert gap.seconds_allowed(room, 16, PromptLoad(2048, 2048**2 / 2)) is None
-    assert gap.seconds_allowed(room._replace(user_set=True), 1, PromptLoad(200, 200**2 / 2)) is None
-    lone = PromptGap()
+    gap = gap_of(4.8e-3)
+    assert gap.tokens(16, 0) > 2048
+    assert gap.seconds_allowed(16, PromptLoad(2048, 2048**2 / 2)) is None
+    lone = PromptGap(gap.budget)
     lone.learn_round(4.8e-3)
-    assert lone.seconds_allowed(room, 1, PromptLoad(200, 200**2 / 2)) is None
+    assert lone.seconds_allowed(1, PromptLoad(200, 200**2 / 2)) is None
+    gap.budget = gap.budget._replace(user_set=True)
+    assert gap.seconds_allowed(1, PromptLoad(200, 200**2 / 2)) is None
 
 
 def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):

@@ -17,7 +17,7 @@ from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, recipes, row
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES
 from specdec.runtime import sizing
-from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds
 
 from marks import deep, deep_cases
 
@@ -95,8 +95,8 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", config=config) as engine:
         drafts = DraftNeeds.from_drafter(engine.drafter, engine.spec)
         sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "device_type": "cpu"}
-        needs = cache_needs(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
-        slots = pool_slots(needs, config, int(free * 0.25))
+        needs = CacheNeeds(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
+        slots = needs.slots_within(config, int(free * 0.25))
         assert engine.cache.bytes_by_group() == {
             kept.name: (count + 1) * each
             for kept, count, each in zip(needs.groups, slots, needs.slot_bytes, strict=True)

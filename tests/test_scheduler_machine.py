@@ -36,10 +36,10 @@ from inside import (
     Detokenizer,
     PrefixPolicy,
     PromptBudget,
+    PromptGap,
     Request,
     RequestState,
     Scheduler,
-    commit_chunks_on_host,
     rank,
 )
 from marks import deep
@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.table = self.rig.table
         prefixes = PrefixPolicy(self.rig if self.cached else None, lambda: 0)
-        sizes = {"max_model_len": MAX_LEN, "prompt_budget": PromptBudget(GROUP, GROUP, CHUNK)}
+        sizes = {"max_model_len": MAX_LEN, "prompt_gap": PromptGap(PromptBudget(GROUP, GROUP, CHUNK))}
         self.scheduler = Scheduler(self.table, prefixes=prefixes, **sizes)
         self.common = [[draw.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(2)]
         self.live: list[Request] = []
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for i in range(len(requests))
         ]
         self.write(self.rig.chunk(rows, chunk_len), values)
-        commit_chunks_on_host(self.table, self.scheduler.prefixes, requests, chunk_len)
+        self.scheduler.commit_chunks(requests, chunk_len)
         for request in requests:
             if request.state is RequestState.DECODE and request.num_output == 0:
                 request.settle([next_token(request.tokens)])
@@ -336,7 +336,7 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
     layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
-    made = Scheduler(table, max_model_len=MAX_LEN, prompt_budget=PromptBudget(GROUP, GROUP, CHUNK))
+    made = Scheduler(table, max_model_len=MAX_LEN, prompt_gap=PromptGap(PromptBudget(GROUP, GROUP, CHUNK)))
     numbers = itertools.count()
 
     def submit(priority: int) -> Request:

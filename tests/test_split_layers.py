@@ -25,7 +25,7 @@ from specdec.gpu.operations import KERNELS, REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.gemm.product import Product, choose_split_k
-from specdec.layers.latent import LatentParts, expand_latent
+from specdec.layers.latent import LatentParts, LatentProduct, expand_latent
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.norm import Norm
@@ -125,8 +125,8 @@ def test_a_rank_has_the_latents_and_what_makes_its_heads_of_them(name: str):
         queries = 0 if latent.q is not None else parts.heads.num_q * parts.heads.head_dim
         halves = parts.qkv[:queries].chunk(2)[rank], parts.qkv[queries:]
         assert torch.cat(share.qkv.parts).equal(torch.cat(halves))
-        assert torch.cat(own.kv.parts).equal(latent.kv.chunk(2)[rank])
-        assert own.q is None if latent.q is None else torch.cat(own.q.parts).equal(latent.q.chunk(2)[rank])
+        for whole, rows in ((latent.kv, own.kv), (latent.q, own.q)):
+            assert rows is whole is None or torch.cat(rows.weight.parts).equal(whole.weight.chunk(2)[rank])
     stores = engine_of(target, 2).cache.stores
     sizes = {(layer.k.shape[1:], layer.v.shape[1:]) for store in stores for layer in store.layers.values()}
     assert sizes == {((4, parts.heads.head_dim), (4, parts.heads.v_dim))}
@@ -139,16 +139,10 @@ def test_kernels_of_a_share_make_the_bits_of_the_whole(monkeypatch: pytest.Monke
     width, rotated = 2560, 16
     heads = Heads(2, 2, 264, last=True, narrow_v_dim=24)
     gain = Norm(torch.rand(width) + 0.5, 1e-6)
-    latent = LatentParts(
-        q=torch.randn(2 * 264, width) / 50,
-        q_norm=gain,
-        kv=torch.randn(2 * (264 - rotated + 24), width) / 50,
-        kv_norm=gain,
-        rotated=rotated,
-        interleaved=True,
-    )
-    for weight in (latent.q, latent.kv):
-        assert weight is not None and choose_split_k(*weight.shape) != choose_split_k(len(weight) // 2, width)
+    weights = [torch.randn(height, width) / 50 for height in (2 * 264, 2 * (264 - rotated + 24))]
+    for weight in weights:
+        assert choose_split_k(*weight.shape) != choose_split_k(len(weight) // 2, width)
+    latent = LatentParts(*(LatentProduct(gain, weight) for weight in weights), rotated, interleaved=True)
     product = Product.from_value(torch.randn(2, 2 * width + rotated))
     whole = expand_latent(product, latent, heads, KERNELS).parts[0].split(heads.sections, 1)
     layer = target_of("deepseek_v3").decoder.parts.layers[1]

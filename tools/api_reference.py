@@ -22,7 +22,7 @@ from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureStats
 from specdec.models.published import BUNDLED_DIR
-from specdec.runtime.draft_reports import DraftStats
+from specdec.runtime.drafts.draft_reports import DraftStats
 from specdec.runtime.engine_stats import DeviceStats, EngineStats, PoolStats
 from specdec.runtime.request_output import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob

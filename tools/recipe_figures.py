@@ -1,7 +1,7 @@
 """Computes the recipes of published pairs, without their files: `python tools/code_lists.py` writes them to
 `specdec/bundled/recipes.json` and docs/recipes.md, as `make api` does.
 
-    pair -> its shape on `meta` -> `cache_needs`, `pool_slots`   the pools that an engine allocates
+    pair -> its shape on `meta` -> `CacheNeeds.slots_within`     the pools that an engine allocates
                                 -> `step_bytes`                 the memory floor of a plain step, as of `specdec bench`
 
 A step's time is its memory floor times a multiple, which is measured for the pair on that GPU or assumed.
@@ -30,7 +30,7 @@ from specdec.kvcache.layout import PRIMARY
 from specdec.models.described_model import META, ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, PublishedPair
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import KV_SHARE, CacheNeeds, pool_slots
+from specdec.runtime.sizing import KV_SHARE, CacheNeeds
 
 FILE = Path(__file__).resolve().parent.parent / "specdec" / "bundled" / "recipes.json"
 REST_BYTES, HEAD_BYTES = 25 * 10**8, 20 * 10**8
@@ -76,7 +76,7 @@ def recipe(
 def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
     """weights: bytes of the pair; `gpus` GPUs share weights and pools evenly."""
     budget = int((gpus * gigabytes * 1e9 - weights) * KV_SHARE["cuda"])
-    slots = pool_slots(needs, config, max(budget, 0))
+    slots = needs.slots_within(config, max(budget, 0))
     requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
     tokens = min(slots[PRIMARY], REQUESTS * TOKENS)
     if tokens < MIN_TOKENS or any(there < held for there, held in zip(slots[1:], needs.held[1:], strict=True)):

@@ -35,7 +35,7 @@ from specdec.draft_models.lookup import SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
-from specdec.runtime.draft_policy import DraftPolicy, RoundTimes
+from specdec.runtime.drafts.draft_policy import DraftPolicy, RoundTimes
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
 """Requests at once, and how many in all, one phase after the other."""

@@ -34,11 +34,11 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
+from specdec.runtime.launches import HostCopy
 from specdec.runtime.rounds import captured_rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host
 
 WIDTH = 32
 PASSES = 5
@@ -105,11 +105,11 @@ def _function_rows(
 ) -> Iterator[Row]:
     """Milliseconds a step without the wait for the device, and the functions that take most: their shares are those
     under the profiler, of the milliseconds without it."""
-    params, waited, on_host = SamplingParams(max_new_tokens=900, **ENDLESS), [0.0], LaunchedStep._on_host
+    params, waited, on_host = SamplingParams(max_new_tokens=900, **ENDLESS), [0.0], HostCopy.wait
 
-    def timed(step: LaunchedStep, numbers: torch.Tensor) -> Any:
+    def timed(copy: HostCopy) -> Any:
         begin = clock()
-        array = on_host(step, numbers)
+        array = on_host(copy)
         waited[0] += clock() - begin
         return array
 
@@ -120,7 +120,7 @@ def _function_rows(
         while any(handle.num_output < 8 for handle in handles):
             engine.step()
         passes = []
-        with patch.object(LaunchedStep, "_on_host", timed):
+        with patch.object(HostCopy, "wait", timed):
             for _ in range(PASSES):
                 waited[0], begin = 0.0, clock()
                 for _ in range(steps):
@@ -183,7 +183,7 @@ class GapRig:
         [request] = [request for request in scheduler.running if request.id == long.id]
         while table.committed_len.host[request.row] < prefix:
             requests, chunk_len = scheduler.next_prefill()
-            commit_chunks_on_host(table, scheduler.prefixes, requests, chunk_len)
+            scheduler.commit_chunks(requests, chunk_len)
         self._forwards(self.LEARNED)
         spent = self._forwards(count)
         long.abort()

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from bench.clock import bandwidth_row, best_tiles, copies_of, floor_us, microseconds
 from bench.report import Row
 from bench.verify import bits_row, company_bits, distance
+from specdec.gpu.operations import FAST
 from specdec.layers.gemm.gemm_small import gemm_small
 from specdec.layers.gemm.linear import (
     gated_linear,
     linear,
     reference_gated_linear,
-    vendor_gated_linear,
-    vendor_linear,
 )
 from specdec.layers.gemm.product import Tiles, choose_split_k, finish, split_k_of
 from specdec.layers.norm import Norm, norm
@@ -176,8 +175,8 @@ def loaded_rows(formats: Sequence[str], shapes: Sequence[str], many: Sequence[in
 
         def call(x: torch.Tensor, weight: Any, activation: Any = activation, gain: Norm = gain) -> object:
             if activation is not None:
-                return vendor_gated_linear(x, weight, activation)
-            return norm(vendor_linear(x, weight), pre=gain)
+                return FAST(gated_linear)(x, weight, activation)
+            return norm(FAST(linear)(x, weight), pre=gain)
 
         base: dict[int, float] = {}
         for form in formats:

@@ -29,7 +29,7 @@ from specdec.evaluation.timed_comparison import (
 )
 from specdec.evaluation.transformers_peer import assisted_peer, generate_whole
 from specdec.progress import Interrupted, progress_bar, working
-from specdec.runtime.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
+from specdec.runtime.drafts.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 from specdec.text.prompt_files import Problem
 

@@ -28,7 +28,7 @@ from specdec.evaluation.timed_comparison import (
     run_figures,
     table_lines,
 )
-from specdec.runtime.draft_reports import depths_in_words, why_slower
+from specdec.runtime.drafts.draft_reports import depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 
 # a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3

@@ -33,7 +33,7 @@ from specdec.models.quantised.packed_quantizer import stored_tensors, without_qu
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.calls.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.unread import MAX_UNREAD
-from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_nodes
 
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names by which configs count their MTP modules."""
@@ -46,6 +46,7 @@ class PlannedDrafter(NamedTuple):
     needs: DraftNeeds = DraftNeeds()
     weights: int | None = 0
     default_steps: int | None = None
+    max_steps: int | None = None
 
 
 def memory_plan(
@@ -100,7 +101,7 @@ def planned_needs(
     """Needs of a full batch of requests of `max_len` tokens. drafts: None: there is no drafter."""
     nodes = lookahead_nodes(drafts or SpecConfig(), drafts=drafts is not None, captured=device_type == "cuda")
     sizes = {"max_len": max_len, "num_nodes": nodes}
-    return cache_needs(model.layout, drafter.needs, model.dtype, config, **sizes, device_type=device_type)
+    return CacheNeeds(model.layout, drafter.needs, model.dtype, config, **sizes, device_type=device_type)
 
 
 def memory_by_group(needs: CacheNeeds) -> list[dict[str, Any]]:

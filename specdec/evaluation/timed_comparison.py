@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.runtime.draft_reports import vllm_figures
+from specdec.runtime.drafts.draft_reports import vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 TokenPrompts = list[list[int]]

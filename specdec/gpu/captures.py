@@ -13,7 +13,7 @@ one is tried once more. Captures of SPARE_POOL are evicted first, and no other c
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -58,15 +58,17 @@ class CaptureStats(NamedTuple):
     uncaptured_prompts: int = 0
 
 
-@runtime_checkable
-class CaptureMemory(Protocol):
-    """A `Capture` that knows how much device memory it takes."""
+class CaptureMemory:
+    """The device memory of captures, which a `Capture` that takes some knows. This one knows of none.
 
-    pool: str
-    """Captures made from now on take their memory from the pool of this name."""
+    pool: captures made from now on take their memory from the pool of this name.
+    """
+
+    pool = ""
 
     def held_bytes(self) -> int:
         """Bytes that pools and captured programs hold now."""
+        return 0
 
     def wait(self) -> None:
         """Wait until no captured program runs, so that any can be dropped."""
@@ -121,39 +123,41 @@ class CaptureOwner(Protocol):
         """Bytes of the tensors that hold its captures' results."""
 
 
+CaptureKey = tuple[CaptureOwner, Hashable]
+"""A capture's owner and its shape."""
+
+
 class CaptureStore:
     """All captures of one engine, of all owners.
 
-    capture: its captures' sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound.
+    memory: sizes are known only if it is a `CaptureMemory`. budget_bytes: None: no bound.
     """
 
-    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None) -> None:
+    def __init__(self, capture: Capture, memory: object, budget_bytes: int | None) -> None:
         self._capture = capture
-        counted: object = memory
-        self._memory = counted if isinstance(counted, CaptureMemory) else None
+        self._memory = memory if isinstance(memory, CaptureMemory) else CaptureMemory()
         self._budget = budget_bytes
         self._owners: list[CaptureOwner] = []
-        self._kept: dict[tuple[int, Hashable], CapturedProgram] = {}  # least recently used first
+        self._kept: dict[CaptureKey, CapturedProgram] = {}  # least recently used first
         self._made = self._evicted = 0
         self._bytes = 0
         self.refused = 0
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
-    def join(self, owner: CaptureOwner) -> int:
-        """Register an owner -> its number, part of its captures' keys."""
+    def join(self, owner: CaptureOwner) -> None:
+        """Register an owner, whose `shared_bytes` count."""
         self._owners.append(owner)
-        return len(self._owners) - 1
 
     def stats(self) -> CaptureStats:
         counts = len(self._kept), self._made, self._evicted, self.refused
         return CaptureStats(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
-    def touch(self, owner: int, shape: Hashable) -> None:
+    def touch(self, owner: CaptureOwner, shape: Hashable) -> None:
         """Mark this capture as the most recently used."""
         self._kept[owner, shape] = self._kept.pop((owner, shape))
 
     def make(
-        self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
+        self, owner: CaptureOwner, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
     ) -> CapturedProgram:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
@@ -161,46 +165,44 @@ class CaptureStore:
         was tried again (at once for SPARE_POOL). Raises OverBudget when the capture does not fit the budget alone (for
         SPARE_POOL: next to those of other pools), recorded twice.
         """
-        self._record(owner, shape, pool, view_key, programs)
+        key, program = (owner, shape), CapturedProgram(programs, [], view_key, pool)
+        self._record(key, program)
         while self._over() and (others := self._evictable(pool)):
             self._evict(others[0])
-        if self._over() and self._memory is not None:  # in a pool that has grown for others, perhaps
-            self._drop(owner, shape)
-            self._record(owner, shape, pool, view_key, programs)
+        if self._over():  # in a pool that has grown for others, perhaps
+            self._drop(key)
+            self._record(key, program)
         if self._over():
             taken = self._bytes
-            self._drop(owner, shape)
+            self._drop(key)
             raise OverBudget(
                 f"a capture takes {taken / 1e6:,.1f} MB, and max_capture_bytes is {self._budget:,}; raise that, or "
                 "lower max_batch_size, max_prefill_tokens or the number of drafted nodes"
             )
         self._made += 1
-        return self._kept[owner, shape]
+        return self._kept[key]
 
-    def discard(self, owner: int) -> None:
+    def discard(self, owner: CaptureOwner) -> None:
         """Drop all captures of this owner and their memory, since the tensors that they read have moved."""
-        for number, shape in list(self._kept):
-            if number == owner:
-                self._drop(number, shape)
+        for key in list(self._kept):
+            if key[0] is owner:
+                self._drop(key)
 
-    def _record(
-        self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
-    ) -> None:
-        if self._memory is not None:
-            self._memory.pool = pool
+    def _record(self, key: CaptureKey, new: CapturedProgram) -> None:
+        self._memory.pool = new.pool
+        replays = []
         try:
-            replays = [self._capture(program) for program in programs]
+            replays = [self._capture(program) for program in new.programs]
         except Exception as error:
-            if not is_out_of_memory(error) or pool == SPARE_POOL:
+            if not is_out_of_memory(error) or new.pool == SPARE_POOL:
                 raise
-            replays = []
         if not replays:  # outside the handler, since the error's frames hold memory
             self._release_all()
-            replays = [self._capture(program) for program in programs]
-        self._kept[owner, shape] = CapturedProgram(programs, replays, view_key, pool)
+            replays = [self._capture(program) for program in new.programs]
+        self._kept[key] = new._replace(replays=replays)
         self._measure()
 
-    def _evictable(self, pool: str) -> list[tuple[int, Hashable]]:
+    def _evictable(self, pool: str) -> list[CaptureKey]:
         """Captures that may be evicted for a new one of this pool, the first to evict first."""
         *others, _ = self._kept
         spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
@@ -210,28 +212,25 @@ class CaptureStore:
         return self._budget is not None and self._bytes > self._budget
 
     def _measure(self) -> None:
-        if self._memory is not None:
-            self._bytes = self._memory.held_bytes() + sum(owner.shared_bytes for owner in self._owners)
+        self._bytes = self._memory.held_bytes() + sum(owner.shared_bytes for owner in self._owners)
 
-    def _evict(self, key: tuple[int, Hashable]) -> None:
+    def _evict(self, key: CaptureKey) -> None:
         self._evicted += 1
         owner, shape = key
-        self._owners[owner].forget(shape)
-        self._drop(owner, shape)
+        owner.forget(shape)
+        self._drop(key)
 
     def _release_all(self) -> None:
         for key in list(self._kept):
             self._evict(key)
-        if self._memory is not None:
-            self._memory.wait()
-            for pool in POOLS:  # including failed ones
-                self._memory.close(pool)
+        self._memory.wait()
+        for pool in POOLS:  # including failed ones
+            self._memory.close(pool)
         self._measure()
 
-    def _drop(self, owner: int, shape: Hashable) -> None:
-        if self._memory is not None:
-            self._memory.wait()
-        pool = self._kept.pop((owner, shape)).pool
-        if self._memory is not None and all(kept.pool != pool for kept in self._kept.values()):
+    def _drop(self, key: CaptureKey) -> None:
+        self._memory.wait()
+        pool = self._kept.pop(key).pool
+        if all(kept.pool != pool for kept in self._kept.values()):
             self._memory.close(pool)
         self._measure()

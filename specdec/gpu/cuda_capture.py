@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.gpu.captures import Program, Replay
+from specdec.gpu.captures import CaptureMemory, Program, Replay
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Streams of past captures, for reuse. cuBLAS keeps a workspace (32 MiB on an H100) per stream that it ever ran on,
@@ -101,11 +101,10 @@ def taken_beside_torch() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-class CudaCapture:
-    """A `CaptureMemory` of the devices that programs launch on, the current one first."""
+class CudaCapture(CaptureMemory):
+    """Captures programs that launch on these devices, the current one first."""
 
     def __init__(self, *devices: torch.device) -> None:
-        self.pool = ""
         self._each = [DeviceGraphs(device) for device in devices]
 
     def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:

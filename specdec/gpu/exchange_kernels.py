@@ -23,8 +23,6 @@ host, and every later wait of this rank polls once. A launch may start while the
 until that has ended (`triton_shim.py`).
 """
 
-import torch
-
 from specdec.gpu.triton_shim import tl, trigger_next, triton, wait_for_previous
 
 PROGRAMS = 64
@@ -211,9 +209,3 @@ def pull_kernel(p_x: tl.tensor, p_y: tl.tensor, num: tl.tensor, BLOCK: tl.conste
 def programs_of(num: int) -> int:
     """Number of programs that exchange `num` numbers with one rank, the same on both."""
     return max(1, min(PROGRAMS, -(-num // NUMBERS)))
-
-
-def words(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor viewed as int32 if its size allows, else as bytes: [num]."""
-    flat = x.reshape(-1).view(torch.uint8)
-    return flat.view(torch.int32) if flat.numel() % 4 == 0 and x.data_ptr() % 4 == 0 else flat

@@ -34,7 +34,7 @@ def all_bytes(device: torch.device) -> int:
 
 def _available() -> int:
     """Bytes available without swapping. The page cache counts: it is freed on demand, and may be most of the memory."""
-    kibibytes = _field(Path(ROOT, "proc/meminfo"), "MemAvailable:")
+    kibibytes = _number(Path(ROOT, "proc/meminfo"), "MemAvailable:")
     if kibibytes is None:  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return kibibytes * 1024
@@ -61,27 +61,18 @@ def _limits_above(mount: str, path: str, limit: str, usage: str, cache: str) -> 
     then the mount itself is the group."""
     base = Path(ROOT, mount)
     group = base / path.strip("/")
-    while True:
-        most = _number(group / limit)
+    for folder in (group, *group.parents):
+        most = _number(folder / limit)
         if most is not None and most < UNLIMITED:
-            yield most, max(0, (_number(group / usage) or 0) - (_field(group / "memory.stat", cache) or 0))
-        if group == base or base not in group.parents:
+            yield most, max(0, (_number(folder / usage) or 0) - (_number(folder / "memory.stat", cache) or 0))
+        if folder == base:
             return
-        group = group.parent
 
 
-def _number(path: Path) -> int | None:
-    """A file's number; None if there is no such file, or it says "max"."""
-    try:
-        return int(path.read_text("ascii"))
-    except (OSError, ValueError):
-        return None
-
-
-def _field(path: Path, name: str) -> int | None:
-    """The number after a name at the beginning of a line; None if there is no such line."""
+def _number(path: Path, *name: str) -> int | None:
+    """A file's number, or the one after a name at the beginning of a line; None if there is none, or it is "max"."""
     try:
         lines = map(str.split, path.read_text("ascii").splitlines())
-        return next((int(line[1]) for line in lines if line[:1] == [name]), None)
+        return next((int(line[len(name)]) for line in lines if line[: len(name)] == [*name]), None)
     except (OSError, ValueError, IndexError):
         return None

@@ -7,14 +7,15 @@
 
     REFERENCE   plain torch                                      runs anywhere, and is the oracle of every kernel
     KERNELS     the kernels                                      a row's bits do not depend on the number of rows
-    FAST        the kernels, and the vendor's products at        faster prefill and large batches, without that
-                many rows (`vendor=`)                            property
+    FAST        the kernels, whose sums have any order           faster prefill and large batches, without that
+                (`has_orders`), and the vendor's products        property
 
 A launcher has the signature of its reference. References may wait for the device; kernels never do.
 """
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,16 +27,16 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 StandIns = MutableMapping[Callable[..., Any], Callable[..., Any]]
 
 _references: StandIns = {}
-_vendors: StandIns = {}
+_in_any_order: StandIns = {}
 
 
-def op(*, reference: Callable[..., Any], vendor: Callable[..., Any] | None = None) -> Callable[[Operation], Operation]:
-    """Declare an operation. vendor: replaces it in `FAST`; None: not replaced."""
+def op(*, reference: Callable[..., Any], has_orders: bool = False) -> Callable[[Operation], Operation]:
+    """Declare an operation. has_orders: in `FAST` it is called with in_order=False."""
 
     def declare(kernel: Operation) -> Operation:
         _references[kernel] = reference
-        if vendor is not None:
-            _vendors[kernel] = vendor
+        if has_orders:
+            _in_any_order[kernel] = partial(kernel, in_order=False)
         return kernel
 
     return declare
@@ -58,7 +59,7 @@ class Operations:
 
 REFERENCE = Operations(_references)
 KERNELS = Operations({})
-FAST = Operations(_vendors)
+FAST = Operations(_in_any_order)
 
 
 def choose_operations(fused: str | bool, attention: str, device: torch.device, dtype: torch.dtype) -> Operations | None:

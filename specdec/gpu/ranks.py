@@ -13,7 +13,7 @@ all ranks hold the same bits.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from specdec.gpu.exchange_kernels import (
     next_round_kernel,
     programs_of,
     pull_kernel,
-    words,
 )
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options, triton
@@ -141,14 +140,10 @@ class PeerRanks(Ranks):
         self._host_error = [torch.zeros(1, pin_memory=pinned, **ints) for _ in devices]
         self._errors = [error.numpy() for error in self._host_error]
         self._flag_table = self._addresses(self._flags)
-        self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
-        self._out_table: list[torch.Tensor] = []
-        self._words: list[torch.Tensor] = []  # likewise, for tagged exchanges
-        self._word_table: list[torch.Tensor] = []
         self._step = 0
-        self._held: list[torch.Tensor] = []  # tensors that peers may still read
+        self._held: list[Any] = []  # values whose tensors peers may still read
         self.max_polls = MAX_POLLS
-        self._synchronize()
+        self.reserve(0)
 
     def on(self, rank: int) -> AbstractContextManager[object]:
         device = self.devices[rank]
@@ -158,10 +153,12 @@ class PeerRanks(Ranks):
         super().reserve(numbers)
         self._buffers = [torch.zeros(2 * numbers, dtype=torch.float32, device=device) for device in self.devices]
         self._out_table = self._addresses(self._buffers)
-        few = min(numbers, exchange_kernels.TAGGED)
+        few = min(numbers, exchange_kernels.TAGGED)  # for tagged exchanges
         self._words = [torch.full((2 * few,), EMPTY, dtype=torch.int64, device=device) for device in self.devices]
         self._word_table = self._addresses(self._words)
-        self._synchronize()
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def begin(self) -> None:
         self.check()
@@ -177,21 +174,14 @@ class PeerRanks(Ranks):
 
     def send(self, value: Any) -> list[Any]:
         with self.on(0):
-            whole: list[torch.Tensor] = []
-
-            def note(tensor: torch.Tensor) -> torch.Tensor:
-                whole.append(tensor.contiguous())
-                return tensor
-
-            map_tensors(value, note)
-            self._held += whole
-            self._push(0, None, 0)
+            whole = map_tensors(value, torch.Tensor.contiguous)
+            self._held.append(whole)
+            self._launch(0, 0, len(self), halves="push")
         values = [value]
         for rank in range(1, len(self)):
             with self.on(rank):
-                self._wait(rank, 1, 0)
-                copies = iter([_pull(source, self.devices[rank]) for source in whole])
-                values.append(map_tensors(value, partial(_next_of, copies)))
+                self._launch(rank, 0, 1, halves="wait")
+                values.append(map_tensors(whole, partial(_pull, device=self.devices[rank])))
         self._step += 1
         return values
 
@@ -199,7 +189,7 @@ class PeerRanks(Ranks):
         num = parts[0].numel()
         for part in parts:
             assert part.is_contiguous() and part.dtype == torch.float32 and part.numel() == num, f"{part.shape=}"
-        whole = self._exchange(parts, [None] * len(self), [rank * num for rank in range(len(self))], len(self) * num)
+        whole = self._exchange(parts, [None] * len(self))
         return [out.view(len(self) * len(parts[0]), *parts[0].shape[1:]) for out in whole]
 
     def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,23 +197,19 @@ class PeerRanks(Ranks):
         for part, own in zip(parts, owners, strict=True):
             assert part.is_contiguous() and own.is_contiguous(), f"{part.stride()=} {own.stride()=}"
             assert part.shape == parts[0].shape and own.shape == (num_rows, num_parts), f"{part.shape=} {own.shape=}"
-        whole = self._exchange(parts, owners, [0] * len(self), parts[0].numel())
+        whole = self._exchange(parts, owners)
         return [out.view(parts[0].shape) for out in whole]
 
-    def _exchange(
-        self,
-        parts: Sequence[torch.Tensor],
-        owners: Sequence[torch.Tensor | None],
-        offsets: Sequence[int],
-        num_whole: int,
-    ) -> list[torch.Tensor]:
-        """Every rank pushes its part to an offset in the whole, and waits for the other parts -> [num_whole] on
+    def _exchange(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Every rank pushes its part, or what it owns of the whole, and waits for the others -> the whole, flat, on
         each."""
+        num_whole = parts[0].numel() * (len(self) if owners[0] is None else 1)
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
         tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # without numbers only flags remain
         for halves in self._halves():
-            for rank, (part, own, offset) in enumerate(zip(parts, owners, offsets, strict=True)):
+            for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
+                offset = rank * part.numel() if own is None else 0
                 with self.on(rank):
                     if tagged:
                         self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)
@@ -252,7 +238,7 @@ class PeerRanks(Ranks):
             size = len(blocks[0])
             for rank, block in enumerate(blocks):
                 with self.on(rank):
-                    self._push(rank, block, rank * size, targets=1)
+                    self._launch(rank, size, 1, block, rank * size, halves="push")
             self._meet(size)
             out[:, first : first + size] = self._buffers[0][: len(self) * size].view(len(self), size)
         return out.view(dtype).view(len(self), *shape)
@@ -260,13 +246,13 @@ class PeerRanks(Ranks):
     def join(self) -> None:
         for rank in range(len(self)):
             with self.on(rank):
-                self._push(rank, None, 0, targets=1)
+                self._launch(rank, 0, 1, halves="push")
         self._meet(0)
 
     def _meet(self, num: int) -> None:
         """Rank 0 waits until every rank has pushed `num` numbers to it."""
         with self.on(0):
-            self._wait(0, len(self), num)
+            self._launch(0, num, len(self), halves="wait")
         self._step += 1
         self._held.clear()
 
@@ -282,14 +268,6 @@ class PeerRanks(Ranks):
     def guarded(self, event: Any) -> Any:
         return None if event is None else _Guarded(event, self)
 
-    def _push(self, rank: int, x: torch.Tensor | None, offset: int, targets: int | None = None) -> None:
-        """Push to the first `targets` ranks, or to all."""
-        self._launch(rank, 0 if x is None else x.numel(), targets or len(self), x, offset, halves="push")
-
-    def _wait(self, rank: int, sources: int, num: int) -> None:
-        """Wait for `num` numbers from each of the first `sources` ranks."""
-        self._launch(rank, num, sources, halves="wait")
-
     def _launch(
         self,
         rank: int,
@@ -301,11 +279,11 @@ class PeerRanks(Ranks):
         *,
         halves: str,
     ) -> None:
-        """One rank exchanges `num` numbers with each of the first `ranks` ranks."""
+        """One rank exchanges `num` numbers with each of the first `ranks` ranks. halves: "push", "wait", or both."""
         device = self.devices[rank]
         shape = (1, 1, num) if x is None or owners is None else x.shape
         exchange_kernel[(programs_of(num), ranks)](
-            *(x, owners, self._out_table[rank] if self._out_table else None, self._flag_table[rank]),
+            *(x, owners, self._out_table[rank], self._flag_table[rank]),
             *(self._round[rank], self._error[rank], self._host_error[rank]),
             *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
             ASM=device.type == "cuda" and torch.version.cuda is not None,
@@ -333,11 +311,6 @@ class PeerRanks(Ranks):
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
         return [addresses.to(device) for device in self.devices]
 
-    def _synchronize(self) -> None:
-        for device in self.devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
 
 class _Guarded:
     """An event whose wait checks the ranks for errors."""
@@ -352,17 +325,12 @@ class _Guarded:
         self._ranks.check()
 
 
-def _next_of(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
-    return next(tensors)
-
-
 def _pull(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A contiguous tensor of a peer, copied by the current device."""
     out = torch.empty(source.shape, dtype=source.dtype, device=device)
     if out.numel():
-        x, y = words(source), words(out)
-        if x.dtype != y.dtype:
-            x, y = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, out))
+        whole_words = source.nbytes % 4 == 0 and source.data_ptr() % 4 == 0
+        x, y = (tensor.view(-1).view(torch.int32 if whole_words else torch.uint8) for tensor in (source, out))
         pull_kernel[(triton.cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024, num_warps=4)
     return out
 

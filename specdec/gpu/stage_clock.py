@@ -51,18 +51,15 @@ class StageClock:
         self._marked = 0
         self.mark(stage)
 
-    def mark(self, stage: str) -> None:
-        """End the current stage and begin a new one."""
-        self._stamp(None)
-
     def stop(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """End the last stage -> [M + 1] start times of the M stages, and the end; on the device, in `out` if given."""
         if out is not None:
             assert out.shape == (self._marked + 1,) and out.is_contiguous(), f"{out.shape=} {self._marked=}"
-        self._stamp(out)
+        self.mark("end", out)
         return self._stamps[: self._marked] if out is None else out
 
-    def _stamp(self, out: torch.Tensor | None) -> None:
+    def mark(self, stage: str, out: torch.Tensor | None = None) -> None:
+        """End the current stage and begin a new one. out [M + 1]: copy the times of all M stages so far to it."""
         number = self._marked
         self._marked += 1
         if self._on_device:

@@ -56,9 +56,6 @@ KEEP = tl.constexpr("evict_last")
 it."""
 
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 @cache
 def device_limits(device: torch.device) -> tuple[int, int]:
     """(multiprocessors, bytes of shared memory that one program may use)."""
@@ -84,7 +81,8 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str:
             return f": Triton does not start ({error}); it needs a C compiler and Python.h, or use attention='torch'"
     if device.type == "cuda" and (torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0)):
         return " needs an NVIDIA GPU of compute capability 8.0 (Ampere) or later; use attention='torch'"
-    dtypes = KERNEL_DTYPES[:2] if INTERPRETED else KERNEL_DTYPES  # the interpreter multiplies bfloat16 as integers
+    # the interpreter multiplies bfloat16 as integers
+    dtypes = [dtype for dtype in TL_DTYPES if not (INTERPRETED and dtype == torch.bfloat16)]
     if dtype not in dtypes:
         return f" works in {', '.join(map(str, dtypes))}, not {dtype}; use attention='torch'"
     return ""

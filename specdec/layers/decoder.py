@@ -33,9 +33,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import EarlyExit, LayerContext, Narrowing, RecurrentContext
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
-from specdec.layers.gated_delta import DeltaMixer
 from specdec.layers.gemm.linear import Mlp, gated_linear, linear, linear_parts
-from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish
+from specdec.layers.gemm.product import Product, RankShare, finish
 from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
@@ -61,11 +60,15 @@ class SharedInputs(NamedTuple):
         return SharedInputs(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
+LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
+"""State of a forward between two layers: the residual stream [T, H], its normed form for the next layer, and the
+tensors that all layers share."""
+
+
 def embed_inputs(
     parts: DecoderParts, embedded: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None, ops: Operations
-) -> tuple[torch.Tensor, torch.Tensor, SharedInputs]:
-    """Begin a forward. Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream
-    [T, H], its normed form for the first layer, and the tensors that all layers share."""
+) -> LayerState:
+    """Begin a forward. Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> its state."""
     dtype = torch.float32 if parts.float_rotary else embedded.dtype
     tables = {
         kind: ops(rotary)(positions, frequencies, factor, dtype) for kind, (frequencies, factor) in parts.rotary.items()
@@ -74,8 +77,7 @@ def embed_inputs(
     return hidden, normed, SharedInputs(tables, inputs)
 
 
-Exchanged = Product | OwnedParts | RankColumns
-LayerRun = Generator[Exchanged, Product, tuple[torch.Tensor, torch.Tensor]]
+LayerRun = Generator[RankShare, Product, tuple[torch.Tensor, torch.Tensor]]
 """A layer in progress, as a generator. It yields each product of which other ranks may have parts, is sent the complete
 product, and returns the residual stream and its normed form for the next layer."""
 
@@ -88,25 +90,17 @@ class FusedLayer(nn.Module):
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        normed: torch.Tensor,
-        shared: SharedInputs,
-        *,
-        specdec_ctx: LayerContext,
-        narrowing: Narrowing | EarlyExit | None = None,
+        self, *state: *LayerState, specdec_ctx: LayerContext, narrowing: Narrowing | EarlyExit | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with. If the
-        forward ends here, returns its arguments."""
-        run = self.begin(hidden, normed, shared, specdec_ctx, narrowing)
+        """Run the whole layer on one device; see `begin`."""
+        run = self.begin(*state, specdec_ctx, narrowing)
         try:
-            product = next(run)
-            while True:
-                assert isinstance(product, Product), "there are no other ranks"
-                product = run.send(product)
+            share = next(run)
+            while True:  # there are no other ranks
+                share = run.send(share.product)
         except StopIteration as end:
-            states: tuple[torch.Tensor, torch.Tensor] = end.value
-            return states
+            ended: tuple[torch.Tensor, torch.Tensor] = end.value
+            return ended
 
     def begin(
         self,
@@ -116,20 +110,34 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None = None,
     ) -> LayerRun:
-        """Runs `forward` as a generator (`LayerRun`), so that several ranks can run it with a share of the layer
-        each."""
+        """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with; if it ends
+        here, the given ones. A generator, so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
-        qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.split_ks is None else parts.split_ks.qkv)
-        if parts.mixer is None:
-            mixed = yield from self._attend(qkv, normed, shared, context, narrowing)
+        product = ops(linear)(normed, parts.qkv, parts.qkv_bias, parts.split_ks and parts.split_ks.qkv)
+        if parts.mixer is not None:  # every row changes the state, even if it does not continue
+            rows = parts.mixer.run(product, normed, self.index, cast(RecurrentContext, context), ops)
         else:
-            mixed = self._mix(parts.mixer, qkv, normed, context, narrowing)
-        if mixed is None:
+            if parts.wide_norms is not None:
+                product = yield from self._norm_all_heads(product, parts.wide_norms)
+            if parts.latent is not None:
+                product = expand_latent(product, parts.latent, parts.heads, ops)
+            qkv = ops(rope_store)(product, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
+        if isinstance(narrowing, EarlyExit):
             return hidden, normed
         layer_inputs = shared.layer_inputs
-        if isinstance(narrowing, Narrowing):
-            hidden, normed = hidden[narrowing.rows], normed[narrowing.rows]
-            layer_inputs = None if layer_inputs is None else layer_inputs[narrowing.rows]
+        if narrowing is not None:  # the states and the K/V of all rows are stored; only the chosen rows continue
+            chosen, context = narrowing.rows, narrowing.context
+            hidden, normed = hidden[chosen], normed[chosen]
+            layer_inputs = None if layer_inputs is None else layer_inputs[chosen]
+            if parts.mixer is not None:
+                rows = tuple(row[chosen] for row in rows)
+            else:
+                qkv = RotatedQKV(qkv.q[chosen], None, None)
+                product = product._replace(parts=product.parts[:, chosen]) if parts.heads.gated else product
+        if parts.mixer is not None:
+            mixed = parts.mixer.finish(rows, ops)
+        else:
+            mixed = self._attend(qkv, product, normed, context)
         out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.split_ks and parts.split_ks.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or layer_inputs is None:
@@ -140,59 +148,24 @@ class FusedLayer(nn.Module):
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
 
-    def _attend(
-        self,
-        qkv: Product,
-        normed: torch.Tensor,
-        shared: SharedInputs,
-        context: LayerContext,
-        narrowing: Narrowing | EarlyExit | None,
-    ) -> Generator[Exchanged, Product, torch.Tensor | None]:
-        """Run attention for the rows that the forward continues with -> [R, Hq D]; None: the forward ends here."""
+    def _attend(self, qkv: RotatedQKV, product: Product, normed: torch.Tensor, context: LayerContext) -> torch.Tensor:
+        """Attention of some rows -> [R, Hq D], gated by their product or their normed states if the model does so."""
         parts, ops = self.parts, self.ops
-        if parts.wide_norms is not None:
-            qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
-        if parts.latent is not None:
-            qkv = expand_latent(qkv, parts.latent, parts.heads, ops)
-        rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
-        if isinstance(narrowing, EarlyExit):
-            return None
-        if narrowing is not None:  # the K/V of all rows are stored; only the chosen rows continue
-            chosen, context = narrowing.rows, narrowing.context
-            rows, normed = RotatedQKV(rows.q[chosen], None, None), normed[chosen]
-            qkv = qkv._replace(parts=qkv.parts[:, chosen]) if parts.heads.gated else qkv
         attended = context.attend_tokens(
-            self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
+            self.index, *qkv, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
         if parts.head_gates is not None:
             attended = ops(gate_heads)(attended, ops(linear)(normed, parts.head_gates))
         if parts.heads.gated:
-            attended = ops(gate_channels)(attended, qkv)
+            attended = ops(gate_channels)(attended, product)
         return attended.flatten(1)
 
-    def _mix(
-        self,
-        mixer: DeltaMixer,
-        product: Product,
-        x: torch.Tensor,
-        context: LayerContext,
-        narrowing: Narrowing | EarlyExit | None,
-    ) -> torch.Tensor | None:
-        """Run a recurrent layer, as `_attend` runs attention. Every row changes the state, even if it does not
-        continue."""
-        rows = mixer.run(product, x, self.index, cast(RecurrentContext, context), self.ops)
-        if isinstance(narrowing, EarlyExit):
-            return None
-        if narrowing is not None:
-            rows = tuple(row[narrowing.rows] for row in rows)
-        return mixer.finish(rows, self.ops)
-
-    def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[Exchanged, Product, Product]:
+    def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[RankShare, Product, Product]:
         """Norm over all heads: a rank gets the heads of all ranks, then keeps its own."""
         heads, count = self.parts.heads, norms.num_ranks
         if count == 1:
             return self.ops(qk_norm)(qkv, norms.q, norms.k)
-        by_rank = yield RankColumns(self.ops(finish)(qkv))
+        by_rank = yield RankShare(Product.from_value(self.ops(finish)(qkv)), columns=True)
         widths = [number * heads.head_dim for number in (heads.num_q, heads.num_kv, heads.num_kv)]
         shares = [count, norms.kv_shares, norms.kv_shares]
         kinds = by_rank.parts[0].unflatten(1, (count, -1)).split(widths, dim=2)  # q, k, v: [T, R, heads]
@@ -204,16 +177,16 @@ class FusedLayer(nn.Module):
 
     def _last_sum(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None
-    ) -> Generator[Exchanged, Product, Product]:
+    ) -> Generator[RankShare, Product, Product]:
         """Finish a product of which this rank may have only a share."""
         if share is None:
-            return (yield self.ops(linear)(x, weight, bias))
+            return (yield RankShare(self.ops(linear)(x, weight, bias)))
         if share.by_rows:
-            whole = yield RankColumns(x)
+            whole = yield RankShare(Product.from_value(x), columns=True)
             own = self.ops(linear)(whole.parts[0], weight, bias, share.split_k)
-            return (yield RankColumns(self.ops(finish)(own)))
+            return (yield RankShare(Product.from_value(self.ops(finish)(own)), columns=True))
         assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
-        return (yield self.ops(linear_parts)(x, weight, share.split_k)._replace(bias=bias))
+        return (yield RankShare(self.ops(linear_parts)(x, weight, share.split_k)._replace(bias=bias)))
 
     def _feed_forward(self, out: Product, hidden: torch.Tensor, x: torch.Tensor, **end: Any) -> LayerRun:
         """Add attention's output to the residual, then the output of the MLP or experts. These read the sum, or x
@@ -240,12 +213,10 @@ class FusedLayer(nn.Module):
             added = yield from self._last_sum(gated, parts.mlp.down, None, parts.split_ks and parts.split_ks.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
-    def _chosen(
-        self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts
-    ) -> Generator[OwnedParts, Product, Product]:
+    def _chosen(self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts) -> Generator[RankShare, Product, Product]:
         routing = self.ops(route)(router_x, moe.router)
         product = self.ops(apply_experts)(x, routing, moe.experts)
-        return (yield OwnedParts(product, routing.experts)) if moe.experts.shared else product
+        return (yield RankShare(product, owners=routing.experts)) if moe.experts.shared else product
 
     def _branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> LayerRun:
         parts, ops = self.parts, self.ops
@@ -258,7 +229,7 @@ class FusedLayer(nn.Module):
 
     def _mlp_and_experts(
         self, fork: Fork, mlp: Mlp, moe: MoeParts
-    ) -> Generator[Exchanged, Product, tuple[Product, Product]]:
+    ) -> Generator[RankShare, Product, tuple[Product, Product]]:
         ops, split_ks = self.ops, self.parts.split_ks
         if split_ks is None:
             dense, chosen = ops(mlp_and_experts)(fork, mlp, moe.router, moe.experts)
@@ -329,7 +300,8 @@ class FusedDecoder(DescribedModule):
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        layer_inputs = per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
+        tables = self.parts.embeddings
+        layer_inputs = None if tables is None else per_layer_inputs(tables, hidden, input_ids, self.ops)
         states = embed_inputs(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
         return PausedDecoder(self, context, narrowing, inputs_embeds.shape, *states)
 

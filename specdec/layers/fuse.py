@@ -17,7 +17,7 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.decoder_parts import DecoderParts, Unfusable
 from specdec.layers.description.families import FAMILIES, SCALED_EMBEDDINGS
 from specdec.layers.description.merge import merging
-from specdec.layers.description.moe_families import holds_router
+from specdec.layers.description.moe_families import mixture_of
 from specdec.layers.embedding import embed
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product, finish
@@ -137,7 +137,8 @@ def check_tree(model: nn.Module) -> None:
             raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
         if param.device.type == "cpu" and param.is_shared():
             raise Unfusable(f"its parameter {name} is in memory that other processes share")
-    of_routers = {id(param) for module in model.modules() if holds_router(module) for param in module.parameters()}
+    routers = (module for module in model.modules() if mixture_of(module, "Router") is not None)
+    of_routers = {id(param) for router in routers for param in router.parameters()}  # some are float32
     own = {id(param) for name, param in model.named_parameters() if name.endswith(FLOAT_PARAMETERS)}
     kinds = {(param.dtype, param.device) for param in model.parameters() if id(param) not in of_routers | own}
     if len(kinds) > 1:

@@ -9,7 +9,7 @@ Everything is rounded where transformers rounds it. One launch, with one program
 import torch
 
 from specdec.gpu.operations import op
-from specdec.gpu.triton_shim import KEEP, TL_DTYPES, pdl_options, tl, trigger_next, triton, wait_for_previous
+from specdec.gpu.triton_shim import KEEP, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.product import Product, reference_finish, sum_parts
 from specdec.layers.norm import row_options
 
@@ -119,10 +119,6 @@ def gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
         block = min(1024, triton.next_power_of_2(width))
         _gate_heads_kernel[(num_rows, num_heads, triton.cdiv(width, block))](
             *(x, gates.parts, gates.bias, out, num_rows, num_heads, width, x.stride(0), x.stride(1)),
-            DTYPE=TL_DTYPES[x.dtype],
-            SPLITS=len(gates.parts),
-            BLOCK=block,
-            num_warps=1,
-            **pdl_options(x.device),
+            **row_options(gates, block, num_warps=1),
         )
     return out

@@ -9,7 +9,7 @@ families.
 The last step only moves numbers, into the order that transformers rotates and stores.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,33 +21,37 @@ from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.rope_store import Heads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentParts:
-    """q [Hq D, C_q] and its norm, None if queries have no latent; kv [Hq (pass + DV), C] and its norm.
+class LatentProduct(NamedTuple):
+    """The norm of a latent [C], and the weight [N, C] after it. split_k: the cut of the whole weight, if a rank has
+    some of its rows (`layers/split`); None: the weight's own."""
 
-    rotated: channels of r, and rotating channels of a query. interleaved: neighbouring pairs rotate. q_cut,
-    kv_split_k: cuts of the whole weights, if a rank has some of their rows (`layers/split`); None: each weight's own.
+    gain: Norm
+    weight: Weight
+    split_k: SplitK | None = None
+
+    def run(self, latent: torch.Tensor, ops: Operations) -> torch.Tensor:
+        normed = ops(norm)(Product.from_value(latent.contiguous()), pre=self.gain)[1]
+        return ops(finish)(ops(linear)(normed, self.weight, split_k=self.split_k))
+
+
+class LatentParts(NamedTuple):
+    """Latents of a layer. q: N = Hq D, None if queries have no latent; kv: N = Hq (pass + DV).
+
+    rotated: channels of r, and rotating channels of a query. interleaved: neighbouring pairs rotate.
     """
 
-    q: Weight | None
-    q_norm: Norm | None
-    kv: Weight
-    kv_norm: Norm
+    q: LatentProduct | None
+    kv: LatentProduct
     rotated: int
     interleaved: bool
-    q_split_k: SplitK | None = None
-    kv_split_k: SplitK | None = None
 
 
 def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Operations) -> Product:
     """product [T, C_q + C + rotated] -> [T, heads.width]."""
     value = ops(finish)(product)
-    kv_width = parts.kv.shape[1]
+    kv_width = parts.kv.weight.shape[1]
     q, kv, rotary = value.split([value.shape[1] - kv_width - parts.rotated, kv_width, parts.rotated], dim=-1)
-    if parts.q is not None:
-        assert parts.q_norm is not None
-        q = _normed_product(q, parts.q_norm, parts.q, parts.q_split_k, ops)
-    kv = _normed_product(kv, parts.kv_norm, parts.kv, parts.kv_split_k, ops)
+    q, kv = q if parts.q is None else parts.q.run(q, ops), parts.kv.run(kv, ops)
     kept = heads.head_dim - parts.rotated
     q_pass, q_rotary = q.unflatten(-1, (heads.num_q, -1)).split([kept, parts.rotated], -1)  # [T, heads, ..]
     k_pass, v = kv.unflatten(-1, (heads.num_kv, -1)).split([kept, heads.v_dim], -1)
@@ -56,10 +60,3 @@ def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Opera
         q_rotary, k_rotary = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q_rotary, k_rotary))
     rows = (q_pass, q_rotary), (k_pass, k_rotary), (v,)
     return Product.from_value(torch.cat([torch.cat(row, -1).flatten(1) for row in rows], -1))
-
-
-def _normed_product(
-    x: torch.Tensor, gain: Norm, weight: Weight, split_k: SplitK | None, ops: Operations
-) -> torch.Tensor:
-    normed = ops(norm)(Product.from_value(x.contiguous()), pre=gain)[1]
-    return ops(finish)(ops(linear)(normed, weight, split_k=split_k))

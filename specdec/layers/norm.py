@@ -227,15 +227,17 @@ def _qk_norm_kernel(
     tl.store(p_out + o_part, b_y.to(DTYPE), mask=m_w, eviction_policy=KEEP)
 
 
-def row_options(product: Product, width: int) -> dict[str, Any]:
+def row_options(product: Product, width: int, num_warps: int | None = None) -> dict[str, Any]:
     """Launch options of programs that finish a product and hold `width` of its columns."""
-    return _row_options(product.dtype, len(product.parts), width, product.parts.device)
+    return _row_options(product.dtype, len(product.parts), width, num_warps, product.parts.device)
 
 
 @cache
-def _row_options(dtype: torch.dtype, splits: int, width: int, device: torch.device) -> dict[str, Any]:
+def _row_options(
+    dtype: torch.dtype, splits: int, width: int, num_warps: int | None, device: torch.device
+) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
-    warps = min(16, max(1, block // NUMBERS_A_WARP))
+    warps = num_warps or min(16, max(1, block // NUMBERS_A_WARP))
     return {"DTYPE": TL_DTYPES[dtype], "SPLITS": splits, "BLOCK": block, "num_warps": warps, **pdl_options(device)}
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from specdec.gpu.operations import Operations, op
 from specdec.gpu.triton_shim import KEEP, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.gemm_medium import MediumTiles, can_describe, gemm_medium
+from specdec.layers.gemm.gemm_medium import can_describe, gemm_medium
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import (
     MAX_MEDIUM_ROWS,
@@ -48,7 +48,7 @@ from specdec.layers.packed.packed_tile import (
     weight_pointers,
     zero_pointers,
 )
-from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
+from specdec.layers.packed.packed_weight import Weight, multiply
 
 FEW_ROWS = 64
 """Rows up to which the activation goes into the loads of the second product."""
@@ -59,7 +59,7 @@ FEW_FP8_ROWS = 56
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Tiles above FEW_ROWS. They give more programs than `choose_small_tiles`, which assumes long weights."""
 
-ANY_ORDER_TILES = {192: MediumTiles(64, 32, 0, 128, 4, 2), MAX_MEDIUM_ROWS: MediumTiles(128, 64, 0, 64, 8, 4)}
+ANY_ORDER_TILES = {192: Tiles(32, 64, 128, 4, 2, 32), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 8, 4, 64)}
 """Tiles by the largest number of rows that uses them, if bits may depend on that number."""
 
 FP8_TILES = {128: Tiles(64, 64, 128, 4, 3, 64), MAX_MEDIUM_ROWS: Tiles(64, 128, 64, 4, 3, 64)}
@@ -89,7 +89,8 @@ class EmbeddingParts:
 
 
 def reference_layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) -> torch.Tensor:
-    by_layer = (reference_finish(context) * parts.context_scale).unflatten(-1, (-1, parts.width))
+    num_layers = parts.table.shape[1] // parts.width
+    by_layer = (reference_finish(context) * parts.context_scale).unflatten(-1, (num_layers, parts.width))
     normed = reference_rms_norm(by_layer, parts.norm)
     return (normed + F.embedding(tokens, parts.table).view_as(normed) * parts.table_scale) * math.sqrt(0.5)
 
@@ -227,7 +228,7 @@ def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) 
     assert table.shape[1] == total and total % width == 0 and table.stride(1) == 1, f"{table.shape=} {total=}"
     assert tokens.shape == (num_rows,), f"{tokens.shape=} {num_rows=}"
     out = torch.empty((num_rows, total // width, width), dtype=context.dtype, device=tokens.device)
-    if num_rows == 0:
+    if out.numel() == 0:
         return out
     _layer_inputs_kernel[(num_rows, total // width)](
         *(context.parts, tokens, table, gain.weight, out),
@@ -242,12 +243,7 @@ def layer_inputs(context: Product, tokens: torch.Tensor, parts: EmbeddingParts) 
     return out
 
 
-def vendor_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
-    """`gated_projection`, with the vendor's library for some numbers of rows, like `vendor_linear`."""
-    return gated_projection(gate, inputs, weight, activation, in_order=False)
-
-
-@op(reference=reference_gated_projection, vendor=vendor_gated_projection)
+@op(reference=reference_gated_projection, has_orders=True)
 def gated_projection(
     gate: Product, inputs: torch.Tensor, weight: Weight, activation: str, *, in_order: bool = True
 ) -> Product:
@@ -257,8 +253,7 @@ def gated_projection(
     assert gate.bias is None and gate.parts.is_contiguous(), f"{gate.parts.stride()=}"
     assert inputs.shape == (num_rows, width) and inputs.stride(1) == 1, f"{inputs.shape=} {gate.parts.shape=}"
     assert weight.shape == (height, width) and inputs.dtype == gate.dtype, f"{weight.shape=} {inputs.dtype=}"
-    packed = isinstance(weight, PackedWeight)
-    if not isinstance(weight, PackedWeight):
+    if plain := isinstance(weight, torch.Tensor):
         assert weight.is_contiguous() and weight.dtype == gate.dtype, f"{weight.dtype=} {gate.dtype=}"
     blocks = tile_columns(weight) > 0  # several scales per row, applied to sums
     fp8 = weight if takes_packed_rows(weight, inputs) and weight.has_row_scales else None
@@ -279,7 +274,7 @@ def gated_projection(
         if fp8 is not None and num_rows <= MAX_MEDIUM_ROWS:
             tiles = next(tiles for most, tiles in FP8_TILES.items() if num_rows <= most)
             return packed_gemm(gated, fp8, None, None, PackedLaunch(tiles, SplitK(1, width)))
-        few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and not packed
+        few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and plain
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:
@@ -300,11 +295,9 @@ def gated_projection(
 
 
 def per_layer_inputs(
-    parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
-) -> torch.Tensor | None:
-    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]; None: the model has none."""
-    if parts is None:
-        return None
+    parts: EmbeddingParts, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
+) -> torch.Tensor:
+    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]."""
     assert input_ids is not None, "per-layer embeddings are looked up by token"
     context = ops(linear)(hidden, parts.context)
     if parts.columns is not None:

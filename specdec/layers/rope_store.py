@@ -26,7 +26,7 @@ from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import reference_store_kv, store_kv
 from specdec.layers.gemm.product import Product, reference_finish, sum_parts
-from specdec.layers.norm import ABSENT, Norm, reference_rms_norm
+from specdec.layers.norm import ABSENT, Norm, reference_rms_norm, row_options
 
 
 class Heads(NamedTuple):
@@ -341,11 +341,7 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         INTERLEAVED=heads.interleaved,
         LAST=heads.last,
         GATED=heads.gated,
-        DTYPE=TL_DTYPES[dtype],
-        SPLITS=len(parts),
-        BLOCK=triton.next_power_of_2(heads.head_dim // 2),
-        num_warps=1,
-        **pdl_options(parts.device),
+        **row_options(product, heads.head_dim // 2, num_warps=1),
     )
     if destination is not None and apart:
         store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)

@@ -37,7 +37,7 @@ class Mixer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """[1, T, H] -> [1, T, H]. The context arrives as the cache if a layer passes on nothing else."""
-        context = kwargs[cache_name(self.source)] if specdec_ctx is None else specdec_ctx
+        context = kwargs[cache_name(type(self.source).forward)] if specdec_ctx is None else specdec_ctx
         return self.mixed(hidden_states[0], context)[None]
 
     def mixed(self, x: torch.Tensor, context: RecurrentContext) -> torch.Tensor:

@@ -51,7 +51,7 @@ class ModuleWatch:
         foreign = [vars(m) for m in modules if type(m).__module__.partition(".")[0] not in PLAIN_PACKAGES]
         self._foreign = [(itemgetter(*names), state) for state in foreign if (names := _compared_names(state))]
         self._noted = self._children_now(), self._own_hooks()
-        self._noted_names, self._noted_count = self._names(), self._count()
+        self._noted_count = self._count()
         self._noted_attributes = [_with_copied_containers(values) for values in self._foreign_attributes()]
         self._noted_details = self._details()
 
@@ -60,7 +60,7 @@ class ModuleWatch:
         if any(self._childless) or (self._children_now(), self._own_hooks()) != self._noted:
             return True
         if (count := self._count()) != self._noted_count:
-            if self._names() != self._noted_names:
+            if [set(_compared_names(state)) for state in self._states] != [set(noted) for noted in self._noted_details]:
                 return True
             self._noted_count = count
         try:
@@ -83,9 +83,6 @@ class ModuleWatch:
     def _count(self) -> int:
         """Number of attributes of all modules."""
         return sum(map(len, self._states))
-
-    def _names(self) -> list[set[str]]:
-        return [set(_compared_names(state)) for state in self._states]
 
     def _own_hooks(self) -> list[Any]:
         if not any(self._hooks):  # the usual case, and several times cheaper to check

@@ -34,10 +34,8 @@ GROWING_ROPE = ("dynamic", "longrope")
 """RoPE types that write new frequencies to their buffer in a long forward. At the lengths served the original
 frequencies are right (`models/described_model.py`); a user's own long forward must not change them here."""
 
-
 DECOMPOSED_NORMS = (Gemma4RMSNorm, Gemma4UnifiedRMSNorm)
 """Norms that transformers computes with seven operators (float, pow, mean, pow, mul, mul, cast)."""
-
 
 LOOPED_EXPERTS = (Step3p7Experts,)
 """Experts that transformers runs in a loop over the chosen ones. The host reads their number, so a graph cannot capture

@@ -44,14 +44,10 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
     """Keyword arguments that pass a transformers cache to `module`."""
-    return {cache_name(module): cache}
-
-
-def cache_name(module: nn.Module) -> str:
-    """Name of the cache argument in the forward of the module's class."""
-    return _cache_name(type(module).forward)
+    return {cache_name(type(module).forward): cache}
 
 
 @functools.cache
-def _cache_name(forward: Callable[..., Any]) -> str:
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Name of the cache argument in the forward of a class of modules."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

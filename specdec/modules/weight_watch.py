@@ -64,19 +64,16 @@ class StorageWatch:
         self._holders: list[dict[str, Any]] = [
             tensors for m in modules for tensors in (m._parameters, m._buffers) if tensors
         ]
-        self._note()
+        self.note()
 
     def moved(self) -> bool:
-        """Has any tensor moved since the last call, or since the watch began?"""
+        """Has any tensor moved since the last `note`?"""
         held, now = self._held, self._held_now()
         same = len(now) == len(held) and all(map(is_, now, held)) and self._addresses == _addresses(self._tensors)
-        if same and not any(map(torch.UntypedStorage._expired, self._weak)):
-            return False
-        self._note()
-        return True
+        return not same or any(map(torch.UntypedStorage._expired, self._weak))
 
     def versions(self) -> int:
-        """A number that grows with every in-place update of the tensors that the last `moved` found, except updates
+        """A number that grows with every in-place update of the tensors that the last `note` found, except updates
         through `.data` and of inference tensors."""
         return sum(map(_VERSION, self._counted))
 
@@ -84,7 +81,8 @@ class StorageWatch:
         """Does each tensor have a version counter? Those made under `torch.inference_mode()` have none."""
         return len(self._counted) == len(self._tensors)
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Note where the tensors are now."""
         self._held = self._held_now()
         self._tensors = [tensor for tensor in self._held if tensor is not None]
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -131,7 +129,6 @@ class Weights:
         self.name = name
         self._original, self._copy_again = original, copy_again
         self._stale = False  # the private copy differs from the user's modules
-        self._in_sync = True
         self._generation = 0
         self._lock = threading.Lock()
         self._modules = modules
@@ -162,12 +159,11 @@ class Weights:
         return self.watch.versions() if self.watch.counts_updates() else object()
 
     def _sync(self) -> int:
-        if self.watch.moved():
-            self._in_sync = False
+        if moved := self.watch.moved():
             self._stale |= self._sizes != self._shapes()
         if self._split_at is not None:
             updated = self.watch.counts_updates() and self.updates() != self._split_at
-            if updated or self._stale or not self._in_sync:
+            if updated or self._stale or moved:
                 raise UnsupportedModelError(
                     f"the weights of {self.name} changed after they were split over several devices, which have "
                     "copies; make a new engine"
@@ -177,11 +173,10 @@ class Weights:
             self._original, self._modules = new._original, new._modules
             self.watch, self._placement, self._sizes = new.watch, new._placement, new._sizes
             self._stale = False
-        elif not self._in_sync:
+        elif moved:
             self._describe_again()
         else:
             return self._generation
-        self._in_sync = True
         self._generation += 1
         return self._generation
 
@@ -201,7 +196,7 @@ class Weights:
                 f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
                 "make a new engine"
             ) from reason
-        self.watch.moved()  # the merge has just moved them
+        self.watch.note()  # after the merge, which moves them too
 
     def _shapes(self) -> list[torch.Size]:
         return [param.shape for module in self._modules for param in module.parameters()]

@@ -15,7 +15,7 @@ from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.page_pool import PagePool
 from specdec.models.target import TargetModel
-from specdec.runtime.draft_reports import DraftStats
+from specdec.runtime.drafts.draft_reports import DraftStats
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import RequestStats
 from specdec.runtime.rounds.device_state import DeviceState
@@ -156,7 +156,7 @@ def stats_now(
         swa_slots=PoolStats.from_pools(allocator.pools.values[1:], allocator.page_size),
         captures=captures,
         drafts=drafts,
-        prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_budget, scheduler.max_model_len),
+        prompt_gap_ms=1e3 * scheduler.prompt_gap.longest_gap(scheduler.max_model_len),
         devices=device_stats(state.target, state.cache),
     )
 

@@ -7,10 +7,10 @@ import torch
 
 from specdec.errors import is_fault
 from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.launches import HostCopy
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.settling import copy_to_host, event_now
 from specdec.sampling.grammars.grammar import GrammarState, compute_masks, tree_masks
 from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
@@ -60,11 +60,9 @@ class GrammarSteps:
     def between(self, number: int, out: torch.Tensor) -> None:
         """Called after program `number` was launched: 0, draft, which returned the trees, or 1, verify."""
         if number == 0:
-            self._trees, self._done = copy_to_host(out), event_now(out.device)
+            self._trees = HostCopy(out)
             return
-        if self._done is not None:
-            self._done.synchronize()
-        tokens, parents = self._trees.tolist()
+        tokens, parents = self._trees.wait().tolist()
         held = [(i, state) for i, state in enumerate(self._states) if state is not None]
         found = tree_masks([(state, tokens[i], parents[i]) for i, state in held], self._masks.num_words)
         allowed = self._masks.view(self._batch, found.shape[1])  # a drafter may propose fewer nodes than requested

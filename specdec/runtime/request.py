@@ -1,14 +1,13 @@
 """A request and its state in the engine."""
 
 import copy
-import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,6 @@ from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
-
-_LOSSES = itertools.count(1)
 
 
 class RequestState(Enum):
@@ -60,16 +57,13 @@ class Request:
     After an interrupted step, lists may be longer than `settled`; only the settled part counts.
     """
 
-    # incremented when any request of any engine loses its row, so that `RequestBatch.present` can skip its check
-    row_loss_epoch: ClassVar[int] = 0
-
     prompt: list[int]
     params: SamplingParams
     seed: int
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
     spec: SpecConfig | None = None  # its draft settings; None: it does not speculate
-    begins: InitVar[GrammarState | None] = None  # its first place in its grammar
+    first_grammar_state: InitVar[GrammarState | None] = None
     scores: PromptLogProbs | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
     id: int = -1  # assigned by the engine in order of arrival
     priority: int = 0  # lower is served first
@@ -93,14 +87,15 @@ class Request:
     _drafted: list[bool] = field(default_factory=list, init=False)  # up to the newest token with a draft before it
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
-    def __post_init__(self, begins: GrammarState | None) -> None:
+    def __post_init__(self, first_grammar_state: GrammarState | None) -> None:
         self._tokens = list(self.prompt)
         self.max_total_len = len(self.prompt) + self.params.max_new_tokens
         self.max_drafts = 0 if self.spec is None else self.spec.depth
         self.whole_draft = shortened_draft(self.spec, self.max_drafts)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
-        self.settled = RequestProgress(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
+        reader = copy.copy(self.detokenizer)
+        self.settled = RequestProgress(len(self.prompt), "", stats, reader, first_grammar_state)
 
     @property
     def finish_reason(self) -> str:
@@ -208,7 +203,6 @@ class Request:
     def lose_row(self) -> None:
         """It waits, without a row. Results launched for the row are not its any more."""
         self.settled = self.settled._replace(stats=self.stats, row_totals=None)
-        Request.row_loss_epoch = next(_LOSSES)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1
 

@@ -23,7 +23,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prompts.prefixes import PrefixPolicy
-from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap, UnreadPrompt, shares
+from specdec.runtime.prompts.prompt_budget import PromptGap, UnreadPrompt, share_tokens
 from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 OVERTAKEN_PER_LEVEL = 64
@@ -39,8 +39,6 @@ class RequestBatch:
     draft?"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._checked = Request.row_loss_epoch  # as of which all have their rows
-        self._all = list(range(len(requests)))
         self.requests = list(requests)
         self.epochs = [request.row_epoch for request in requests]
         self.rows: IntArray = table_rows(requests)
@@ -52,29 +50,10 @@ class RequestBatch:
 
     def present(self) -> list[int]:
         """Numbers of the requests that still have their row."""
-        row_loss_epoch = Request.row_loss_epoch
-        if self._checked != row_loss_epoch:
-            epochs = [request.row_epoch for request in self.requests]
-            if epochs != self.epochs:
-                return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
-            self._checked = row_loss_epoch
-        return self._all
-
-
-class Batches:
-    """The newest batches: a step whose requests are those of the step before makes none."""
-
-    def __init__(self) -> None:
-        self._newest: deque[RequestBatch] = deque(maxlen=MAX_BATCHES)
-
-    def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
-        """The batch of these requests, each of which has a row."""
-        for batch in self._newest:
-            same = requests is batch.requests or requests == batch.requests
-            if same and len(batch.present()) == len(requests):
-                return batch
-        self._newest.append(RequestBatch(requests))
-        return self._newest[-1]
+        epochs = [request.row_epoch for request in self.requests]
+        if epochs == self.epochs:
+            return list(range(len(epochs)))
+        return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
 
 
 class Scheduler:
@@ -88,7 +67,7 @@ class Scheduler:
         table: RequestTable,
         *,
         max_model_len: int,
-        prompt_budget: PromptBudget,
+        prompt_gap: PromptGap,
         prefixes: PrefixPolicy | None = None,
         context_len: int | None = None,
     ) -> None:
@@ -96,11 +75,10 @@ class Scheduler:
         self.context_len = context_len
         self.prefixes = PrefixPolicy(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
-        self.prompt_budget = prompt_budget
-        self.prompt_gap = PromptGap()
+        self.prompt_gap = prompt_gap
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
-        self.batches = Batches()
+        self._batches: deque[RequestBatch] = deque(maxlen=MAX_BATCHES)  # the newest ones
         self.rounds_held = False  # while True, no request decodes
         self.max_running = table.max_requests  # most rows in use at a time; lowered after steps raised errors
 
@@ -118,6 +96,15 @@ class Scheduler:
         """Number of requests that wait for their first token, or for their next token after a preemption."""
         return len(_in_state(self.running, RequestState.PREFILL)) + len(self.waiting)
 
+    def batch_of(self, requests: Sequence[Request]) -> RequestBatch:
+        """The batch of these requests, each of which has a row. If the step before had the same, it is that one."""
+        for batch in self._batches:
+            same = requests is batch.requests or requests == batch.requests
+            if same and len(batch.present()) == len(requests):
+                return batch
+        self._batches.append(RequestBatch(requests))
+        return self._batches[-1]
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, if it can never run."""
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
@@ -130,7 +117,8 @@ class Scheduler:
         """
         self.table.reset()
         self.prefixes.restart()
-        self.running, self.batches = [], Batches()
+        self.running = []
+        self._batches.clear()
         for request in requests:
             request.lose_row()
         self.waiting = sorted(requests, key=rank)
@@ -209,7 +197,7 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Request], IntArray]:
         """Requests with unread prompt tokens, and the length of each one's next chunk. Slots are allocated.
 
-        `shares` decides the requests and lengths; a chunk shrinks to the available pages.
+        `share_tokens` decides the requests and lengths; a chunk shrinks to the available pages.
         """
         table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []
@@ -231,6 +219,19 @@ class Scheduler:
         chosen = self._take_chunks(chosen)
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
+    def commit_chunks(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        """Commit the next `chunk_len` [B] prompt tokens on the host after their chunks are launched.
+
+        A request whose prompt is complete may then join a round that is launched after the chunks.
+        """
+        rows = table_rows(requests)
+        self.table.commit_chunk_on_host(rows, chunk_len)
+        self.prefixes.keep_committed(requests)  # before SWA eviction: another prompt may diverge anywhere
+        self.table.evict_unseen(rows)
+        for request in requests:
+            if self.table.committed_len.host[request.row] == request.prefill_target:
+                request.state = RequestState.DECODE
+
     def next_decode(self) -> list[Request]:
         """Requests of the next round. Each owns its lookahead after its committed slots.
 
@@ -240,7 +241,7 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            batch = self.batches.batch_of(self._decoding())
+            batch = self.batch_of(self._decoding())
             rows, wanted = batch.rows, self._lookahead(batch.rows)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
@@ -268,7 +269,7 @@ class Scheduler:
         for request in leaving:
             request.lose_row()
         if not self.running:
-            self.batches = Batches()  # which hold requests
+            self._batches.clear()  # they hold requests
 
     def _decoding(self) -> list[Request]:
         """Requests that can take part in another round. One that ends with its first token waits until that token is
@@ -330,11 +331,9 @@ class Scheduler:
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [UnreadPrompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.remaining for each in prompts)
-        if self._decoding():
-            budget = self.prompt_gap.tokens(self.prompt_budget, self.num_waiting, max(done))
-        else:
-            budget = self.prompt_budget.idle_tokens(to_come)
-        given = zip(reading, shares(prompts, budget, self.prompt_budget.chunk), strict=True)
+        gap = self.prompt_gap
+        budget = gap.tokens(self.num_waiting, max(done)) if self._decoding() else gap.budget.idle_tokens(to_come)
+        given = zip(reading, share_tokens(prompts, budget, gap.budget.chunk), strict=True)
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:

@@ -1,6 +1,5 @@
 """Sizes of the pools: set by the user, or enough for a full batch within a share of the free memory."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,79 +54,64 @@ class DraftNeeds(NamedTuple):
         return groups.map(lambda retention: self.max_lag if retention in own else 0)
 
 
-@dataclass(frozen=True, slots=True)
 class CacheNeeds:
-    """Slots and bytes of K/V that an engine's requests need if memory is unlimited. Lists are by group.
+    """Slots and bytes of K/V that a full batch of requests needs if memory is unlimited. Lists are by group.
 
     layouts: of the target, and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one token
     in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch while prompts
     are read (cached prefixes use the windowed ones in between). state_bytes: recurrent states of one request.
     """
 
-    layouts: list[KVLayout]
-    groups: ByGroup[Retention]
-    page_size: int
-    batch: int
-    max_lag: ByGroup[int]
-    slot_bytes: list[int]
-    held: list[int]
-    slots: list[int]
-    state_bytes: int
+    def __init__(
+        self,
+        layout: KVLayout,
+        drafts: DraftNeeds,
+        dtype: torch.dtype,
+        config: EngineConfig,
+        *,
+        max_len: int,
+        num_nodes: int,
+        device_type: str,
+    ) -> None:
+        """layout: the target's. max_len: tokens of each request. num_nodes: see `lookahead_nodes`."""
+        layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
+        self.layouts = layouts if config.kv_dtype is None else [each.in_fp8() for each in layouts]
+        self.groups = groups = cache_groups(self.layouts)
+        self.page_size = page_size = config.page_size
+        self.batch = batch = config.max_batch_size
+        self.max_lag = drafts.max_lag_in(groups)
+        self.slot_bytes = [sum(each.slot_bytes(retention, dtype) for each in self.layouts) for retention in groups]
+        self.state_bytes = sum(each.state_bytes(dtype) for each in self.layouts)
+        budget = PromptBudget.from_config(config, device_type, recurrent=layout.recurrent)
+        full_each = whole_pages(max_len + num_nodes, page_size)
+        self.held, self.slots = [full_each], [full_each * batch]
+        for group, retention in groups.items():
+            if (window := retention.num_kept(num_nodes)) is None:
+                continue
+            kept = window - 1 + drafts.beyond_windows + self.max_lag[group]
+            keys = window_slots_held(kept, num_nodes, page_size)
+            # keys that it holds and the slack; chunks in flight are added below
+            each = min(whole_pages(keys + page_size, page_size), full_each)
+            # a step reads `while_idle`; prefixes use the rest
+            together = max(budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE))
+            in_flight = min(batch * min(budget.chunk, full_each - each), whole_pages(together, page_size))
+            self.held.append(whole_pages(keys, page_size))
+            self.slots.append(each * batch + in_flight)
 
     @property
     def all_state_bytes(self) -> int:
         """Bytes of recurrent states: of a full batch, of padding, and of copies for cached prefixes."""
         return num_state_slots(self.batch) * self.state_bytes
 
-
-def cache_needs(
-    layout: KVLayout,
-    drafts: DraftNeeds,
-    dtype: torch.dtype,
-    config: EngineConfig,
-    *,
-    max_len: int,
-    num_nodes: int,
-    device_type: str,
-) -> CacheNeeds:
-    """Needs of a full batch. layout: the target's. max_len: tokens of each request. num_nodes: see
-    `lookahead_nodes`."""
-    layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
-    if config.kv_dtype is not None:
-        layouts = [layout.in_fp8() for layout in layouts]
-    groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
-    slot_bytes = [sum(layout.slot_bytes(retention, dtype) for layout in layouts) for retention in groups]
-    budget = PromptBudget.from_config(config, device_type, recurrent=layout.recurrent)
-    full_each = whole_pages(max_len + num_nodes, page_size)
-    held, slots = [full_each], [full_each * batch]
-    max_lag = drafts.max_lag_in(groups)
-    for group, retention in groups.items():
-        if (window := retention.num_kept(num_nodes)) is None:
-            continue
-        keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
-        # keys that it holds and the slack; chunks in flight are added below
-        each = min(whole_pages(keys + page_size, page_size), full_each)
-        # a step reads `while_idle`; prefixes use the rest
-        together = max(budget.while_idle, batch * min(budget.chunk, WINDOW_SPARE))
-        in_flight = min(batch * min(budget.chunk, full_each - each), whole_pages(together, page_size))
-        held.append(whole_pages(keys, page_size))
-        slots.append(each * batch + in_flight)
-    state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
-    return CacheNeeds(layouts, groups, page_size, batch, max_lag, slot_bytes, held, slots, state_bytes)
-
-
-def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
-    """Slots of each group within a budget of bytes: as many as needed, or as the user set. Windowed groups take at most
-    half of the budget, the primary group the rest."""
-    slots, slot_bytes = list(needs.slots), needs.slot_bytes
-    max_slots = budget // max(2 * sum(slot_bytes[1:]), 1)
-    slots[1:] = [min(count, max_slots) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
-    if config.full_slots is not None:
-        slots[PRIMARY] = config.full_slots
-    else:
-        windowed = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
-        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed, 0) // max(slot_bytes[PRIMARY], 1))
-    return slots
+    def slots_within(self, config: EngineConfig, budget: int) -> list[int]:
+        """Slots of each group within a budget of bytes: as many as needed, or as the user set. Windowed groups take at
+        most half of the budget, the primary group the rest."""
+        max_slots = budget // max(2 * sum(self.slot_bytes[1:]), 1)
+        windowed = [min(count, max_slots) if config.swa_slots is None else config.swa_slots for count in self.slots[1:]]
+        if config.full_slots is not None:
+            return [config.full_slots, *windowed]
+        left = budget - sum(count * size for count, size in zip(windowed, self.slot_bytes[1:], strict=True))
+        return [min(self.slots[PRIMARY], max(left, 0) // max(self.slot_bytes[PRIMARY], 1)), *windowed]
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -162,7 +146,7 @@ def make_cache(
     """
     page_size, drafts = config.page_size, DraftNeeds.from_drafter(drafter, spec)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
-    needs = cache_needs(
+    needs = CacheNeeds(
         target.stored_layout,
         drafts,
         target.dtype,
@@ -171,22 +155,21 @@ def make_cache(
         num_nodes=num_nodes,
         device_type=target.device.type,
     )
-    groups, slot_bytes = needs.groups, needs.slot_bytes
     share = config.memory_share or KV_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # on a CPU they are one
-    slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
+    slots = needs.slots_within(config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
-    pools = ", ".join(f"{count} {retention.name}" for retention, count in zip(groups, slots, strict=True))
+    pools = ", ".join(f"{count} {retention.name}" for retention, count in zip(needs.groups, slots, strict=True))
     if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
         raise CapacityError(
             f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "
             f"{needs.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; lower "
             "max_batch_size, or raise memory_share"
         )
-    for (group, _), there, held in zip(groups.items(), slots, needs.held, strict=True):
+    for (group, _), there, held in zip(needs.groups.items(), slots, needs.held, strict=True):
         needed = min(whole_pages(1 + num_nodes, page_size), held)
         if there // page_size * page_size < needed:
             option = "full_slots" if group == PRIMARY else "swa_slots"
@@ -195,14 +178,14 @@ def make_cache(
                 f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
                 f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
             )
-    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True)) + needs.all_state_bytes
+    needed = sum(count * size for count, size in zip(slots, needs.slot_bytes, strict=True)) + needs.all_state_bytes
     if needed > all_bytes(target.device):
         raise CapacityError(
             f"KV pools of {pools} slots take {needed / 1e9:,.1f} GB, and {target.device} has "
             f"{all_bytes(target.device) / 1e9:,.1f} GB in all; lower full_slots / swa_slots, or leave them None"
         )
     pages = [count // page_size for count in slots]
-    allocator = HybridAllocator(groups, pages, page_size=page_size, device=target.device)
+    allocator = HybridAllocator(needs.groups, pages, page_size=page_size, device=target.device)
     table = RequestTable(
         allocator,
         max_requests=batch,

@@ -12,19 +12,22 @@ joins the next round, even if the host does not know its first token yet.
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
-from specdec.config import MAX_FORCED_TOKENS, SpecConfig
+from specdec.config import SpecConfig
 from specdec.gpu.captures import CaptureStats
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
+from specdec.kvcache.table import row_cells
 from specdec.runtime.cpu_threads import CpuThreads
-from specdec.runtime.draft_policy import DraftPolicy
+from specdec.runtime.drafts.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
-from specdec.runtime.launches import Launches
+from specdec.runtime.launches import HostCopy, LaunchedStep, Launches
 from specdec.runtime.prompts.prefill import Prefill
+from specdec.runtime.prompts.prefixes import salt_of
 from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
@@ -33,7 +36,6 @@ from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft, whole_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import LaunchedStep, copy_to_host, event_now, load_requests
 
 
 class Steps:
@@ -61,7 +63,6 @@ class Steps:
         self.threads = CpuThreads(state.target.model, state.device, deterministic=state.target.deterministic)
         self.launches = Launches(scheduler, state, draft_policy, captured=captured_rounds is not None)
         self.prefill = Prefill(scheduler, state, captured_prompts, self.threads)
-        state.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Drop all launched work and restart from these requests; safe after a fault anywhere in a step."""
@@ -90,7 +91,7 @@ class Steps:
         """Run one step. Returns the requests that ended; those that end in the round make room for prompts."""
         with self.state.on_device(), self.state.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
-            if restricted(self.scheduler.batches.batch_of(self.scheduler.running).constrained):
+            if restricted(self.scheduler.batch_of(self.scheduler.running).constrained):
                 finished += self.launches.settle_all()  # a grammar's mask depends on every earlier token
                 finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
@@ -98,21 +99,39 @@ class Steps:
             if decoding and self.captured_rounds is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
-                load_requests(self.state, admitted)
-                self.launches.row_totals = self.launches.row_totals.without(table_rows(admitted))
-                if self.draft_policy is not None:
-                    self.draft_policy.acceptance.begin_rows(table_rows(admitted))
+                self._load_rows(admitted)
                 finished += self.launches.release_finished(prepare_masks(admitted))
             return finished + self._read_prompts(others_decode=bool(decoding))
 
+    def _load_rows(self, requests: Sequence[Request]) -> None:
+        """Write the tokens and parameters of admitted requests to their rows. The next upload sends them."""
+        rows, state = table_rows(requests), self.state
+        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+        tokens = chain.from_iterable(request.tokens for request in requests)
+        state.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+        state.sampling.load(rows, [(request.params, request.seed) for request in requests])
+        state.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+        state.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        if state.unread is not None:
+            state.unread.clear_rows(rows)
+        if state.finished is not None:
+            for request in requests:
+                state.finished.seat(request.row, salt_of(request))
+        if state.seen_bits is not None:
+            held = [request for request in requests if request.params.repetition_penalty != 1]
+            state.seen_bits.load(table_rows(held), [request.tokens for request in held])
+        self.launches.row_totals = self.launches.row_totals.without(rows)
+        if self.draft_policy is not None:
+            self.draft_policy.acceptance.begin_rows(rows)
+
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that can still get a token from it, then settle the launches that are due."""
-        batch = self.scheduler.batches.batch_of(requests)
+        batch = self.scheduler.batch_of(requests)
         known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
         remaining = (batch.max_total_len - known - self.launches.rounds_due()[batch.rows]).tolist()
         if remaining and min(remaining) <= 0:
             going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
-            batch, remaining = self.scheduler.batches.batch_of(going_on), [left for left in remaining if left > 0]
+            batch, remaining = self.scheduler.batch_of(going_on), [left for left in remaining if left > 0]
         if batch.requests:
             self.launch_round(batch, remaining)
         return self.launches.settle(busy=bool(batch.requests) or self.scheduler.reads_prompts)
@@ -162,10 +181,8 @@ class Steps:
             packed = run_programs(decode_programs(self.state, shape), between)
         else:
             packed = self.captured_rounds.run(shape, between)
-        result, done = copy_to_host(packed), event_now(packed.device, self.state.target.ranks)
-        launched = LaunchedStep(
-            batch, None, shape, result, draft_depth, forced, done, catch_up_seconds=catch_up_seconds
-        )
+        result = HostCopy(packed, self.state.target.ranks)
+        launched = LaunchedStep(batch, None, shape, result, draft_depth, forced, catch_up_seconds=catch_up_seconds)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> float:

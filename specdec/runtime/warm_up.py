@@ -17,7 +17,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
-from specdec.runtime.draft_policy import RoundTimes
+from specdec.runtime.drafts.draft_policy import RoundTimes
 from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
@@ -51,7 +51,7 @@ def warm_up(steps: Steps) -> None:
         for size in reversed(batch_buckets(steps.table.max_requests))
         for draft in reversed(drafts)
     ]
-    with steps.state.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
+    with state.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
         for done, shape in enumerate(shapes, start=1):
             for _ in range(2):  # eagerly, then captured
                 _run(steps, captured_rounds, shape)
@@ -64,13 +64,19 @@ def warm_up(steps: Steps) -> None:
                 for _ in range(2):
                     captured_rounds.catch_up(shape)
     if state.cache.sanitizer is None:  # the sanitizer does not know rows without slots
-        with steps.state.on_device():
+        with state.on_device():
             if steps.draft_policy is not None:
                 with progress_bar("timing rounds", len(shapes)) as update:
                     seconds = np.reshape(time_rounds(captured_rounds, shapes, update), (-1, len(drafts)))[:, ::-1]
                 sizes = [shape.batch for shape in shapes[:: len(drafts)]]
                 steps.draft_policy.times.update(zip(sizes, map(RoundTimes, seconds), strict=True))
-            _fit_prompt_budget(steps, captured_rounds, shapes[0])
+            gap = steps.scheduler.prompt_gap
+            [gap.longest_round] = time_rounds(captured_rounds, shapes[:1], lambda _: None)
+            gap.learn_round(gap.longest_round)
+            max_tokens = min(gap.budget.while_decoding, steps.table.max_requests * gap.budget.chunk)
+            time_prompts(state, gap, steps.prefill.read, max_tokens)
+            gap.cap_budget()
+            _capture_parts(steps)
         steps.restart([])
     captured_rounds.store.uncaptured["rounds"] = 0  # warm-up runs do not count
 
@@ -79,17 +85,6 @@ def _run(steps: Steps, captured_rounds: CapturedRounds, shape: RoundShape) -> No
     steps.state.seat(NO_ROWS)
     steps.state.flush()
     captured_rounds.run(shape)
-
-
-def _fit_prompt_budget(steps: Steps, captured_rounds: CapturedRounds, largest: RoundShape) -> None:
-    """Time prompts, and fit the prompt tokens of a step to these times."""
-    [longest] = time_rounds(captured_rounds, [largest], lambda _: None)
-    gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_budget
-    gap.longest_round = longest
-    gap.learn_round(longest)
-    time_prompts(steps.state, gap, steps.prefill.read, min(room.while_decoding, steps.table.max_requests * room.chunk))
-    steps.scheduler.prompt_budget = gap.capped(room)
-    _capture_parts(steps)
 
 
 def _capture_parts(steps: Steps) -> None:

@@ -102,10 +102,9 @@ class MaskBuffer:
     """The masks of all nodes of a round. Made with the first grammar, large enough for any round of the engine
     (max_rows, max_nodes), and never replaced: captured rounds read it."""
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_rows: int, max_nodes: int, device: torch.device) -> None:
         self.num_words = -(-vocab_size // 32)
-        self.max_nodes = 1
-        self._max_rows = max_rows
+        self._max_size = max_rows * max_nodes * self.num_words
         self._device = device
         self._words: torch.Tensor | None = None
 
@@ -117,9 +116,8 @@ class MaskBuffer:
         """Tokens allowed after each of N nodes, [B, N, ceil(V / 32)] int32: a view of the one buffer."""
         size = batch * num_nodes * self.num_words
         if self._words is None:
-            largest = max(self._max_rows * self.max_nodes * self.num_words, size)
-            self._words = torch.full((largest,), ALL_ALLOWED, dtype=torch.int32, device=self._device)
-        assert size <= self._words.numel(), f"{batch=} {num_nodes=} {self.max_nodes=}"
+            self._words = torch.full((self._max_size,), ALL_ALLOWED, dtype=torch.int32, device=self._device)
+        assert size <= self._words.numel(), f"{batch=} {num_nodes=} {self._max_size=}"
         return self._words[:size].view(batch, num_nodes, self.num_words)
 
 

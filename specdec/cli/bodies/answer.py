@@ -15,7 +15,7 @@ from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import STDOUT, write_report
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
-from specdec.runtime.draft_reports import acceptance_in_words
+from specdec.runtime.drafts.draft_reports import acceptance_in_words
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.text.detokenize import DraftColours
 

@@ -21,7 +21,7 @@ from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
-from specdec.runtime.draft_reports import acceptance_in_words
+from specdec.runtime.drafts.draft_reports import acceptance_in_words
 from specdec.runtime.request_output import GenerationOutput
 from specdec.text.detokenize import DraftColours
 

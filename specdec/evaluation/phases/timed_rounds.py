@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
+from specdec.runtime.launches import LaunchedStep
 from specdec.runtime.request_output import StreamDelta
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.scheduler import RequestBatch
-from specdec.runtime.settling import LaunchedStep
 from specdec.runtime.steps import Steps
 
 WARM_UP = 6

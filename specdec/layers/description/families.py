@@ -19,7 +19,7 @@ from specdec.layers.description.moe_families import experts_of, first_attribute,
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
 from specdec.layers.gemm.linear import Mlp
 from specdec.layers.gemm.product import reference_activate
-from specdec.layers.latent import LatentParts
+from specdec.layers.latent import LatentParts, LatentProduct
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_modules import weight_of
 from specdec.layers.per_layer_embedding import EmbeddingParts
@@ -63,7 +63,6 @@ ROUNDED = Norm(None, 0.0, round_first=True)
 FLOAT = Norm(None, 0.0)
 PLUS_ONE = Norm(None, 0.0, plus_one=True)
 CENTRED = Norm(None, 0.0, centred=True)
-
 
 UNROTATED = "unrotated"
 """The kind of layers without a rotary embedding."""
@@ -174,16 +173,12 @@ class LlamaLike:
 
     def _latent(self, attention: Any) -> dict[str, Any]:
         """`_heads` of latent attention, and its weights."""
-        num_heads, has_q = attention.num_heads, attention.q_lora_rank is not None
+        num_heads = attention.num_heads
         heads = Heads(num_heads, num_heads, attention.qk_head_dim, last=True, narrow_v_dim=attention.v_head_dim)
-        latent = LatentParts(
-            q=weight_of(attention.q_b_proj) if has_q else None,
-            q_norm=self.gain_of(attention.q_a_layernorm) if has_q else None,
-            kv=weight_of(attention.kv_b_proj),
-            kv_norm=self.gain_of(attention.kv_a_layernorm),
-            rotated=attention.qk_rope_head_dim,
-            interleaved=attention.config.rope_interleave,
-        )
+        q, kv = None, LatentProduct(self.gain_of(attention.kv_a_layernorm), weight_of(attention.kv_b_proj))
+        if attention.q_lora_rank is not None:
+            q = LatentProduct(self.gain_of(attention.q_a_layernorm), weight_of(attention.q_b_proj))
+        latent = LatentParts(q, kv, attention.qk_rope_head_dim, attention.config.rope_interleave)
         return {"heads": heads, "latent": latent}
 
     def _moe(self, layer: Any) -> MoeParts | None:
@@ -249,7 +244,7 @@ def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
     return {
         "head_gates": None if gates is None else weight_of(gates),
         "qkv": merged.linears(projections),
-        "qkv_bias": merged.rows(biases) if biases else None,
+        "qkv_bias": merged.join(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }

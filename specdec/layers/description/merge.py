@@ -78,40 +78,29 @@ class WeightGroups:
 
     def __init__(self, *, unmerged: bool) -> None:
         self.unmerged = unmerged
-        self._merged: list[Sequence[torch.Tensor]] = []
+        self._merged: list[tuple[Sequence[torch.Tensor], int]] = []
 
-    def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, params: Sequence[Any], dim: int = 0) -> torch.Tensor:
         if self.unmerged:
             return cast(torch.Tensor, StackedWeights(params))
-        self._merged.append(params)
-        return merge(params)
+        self._merged.append((params, dim))
+        return merge(params, dim)
 
     def linears(self, linears: Sequence[Any]) -> Weight:
         """The weights of several products as one. Raises Unfusable unless all are packed alike or none is."""
+        if not are_alike(linears):
+            raise Unfusable("products that run as one are packed in different forms, or only some of them are")
         weights = [weight_of(linear) for linear in linears]
         packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-        if not packed:
-            return self.rows([linear.weight for linear in linears])
-        if len(packed) < len(weights) or not are_alike(linears):
-            raise Unfusable("products that run as one are packed in different forms, or only some of them are")
-        if self.unmerged:
-            return cast(PackedWeight, StackedWeights(packed))
-        words = self.rows([linear.words for linear in linears])
-        scales = merge([linear.scales for linear in linears], dim=-1)
-        zeros = None if packed[0].zeros is None else merge([linear.zeros for linear in linears], dim=-1)
-        return PackedWeight(packed[0].code, words, scales, zeros, packed[0].group)
+        return PackedWeight.join(packed, self.join) if packed and not self.unmerged else self.join(weights)
 
     def are_merged(self) -> bool:
         """Are all groups still merged? A parameter in two groups is merged with only one of them."""
-        return all(map(is_merged, self._merged))
+        return all(is_merged(params, dim) for params, dim in self._merged)
 
 
 def are_alike(linears: Sequence[Any]) -> bool:
     """Are all packed in the same form, or none?"""
-    return len({_form_of(weight_of(linear)) for linear in linears}) == 1
-
-
-def _form_of(weight: Weight) -> Any:
-    if isinstance(weight, PackedWeight):
-        return weight.code, weight.group, weight.scales.dtype, weight.zeros is None
-    return None
+    packed = [weight for linear in linears if isinstance(weight := weight_of(linear), PackedWeight)]
+    forms = {(weight.code, weight.group, weight.scales.dtype, weight.zeros is None) for weight in packed}
+    return not packed or (len(packed) == len(linears) and len(forms) == 1)

@@ -55,7 +55,9 @@ MIN_SUM = 1e-20
 """The epsilon that DeepSeek's routers add to the divisor of weights."""
 
 
-def _mixture_of(module: nn.Module, ending: str) -> MoeTraits | None:
+def mixture_of(module: nn.Module, ending: str) -> MoeTraits | None:
+    """The mixture of a router (ending "Router") or of experts ("Experts") of transformers; None: its family is not
+    known."""
     folder, _, kind = family_name(module).partition(".")
     return MIXTURES.get(folder) if kind.endswith(ending) else None
 
@@ -64,7 +66,7 @@ def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | Non
     """The router's description; None: its family is not known. block: the module that calls it, which may hold fields
     that other routers hold themselves."""
     m: Any = module
-    mixture = _mixture_of(module, "Router")
+    mixture = mixture_of(module, "Router")
     if mixture is None:
         return None
     if hasattr(m, "per_expert_scale"):
@@ -93,22 +95,12 @@ def first_attribute(holders: list[Any], *names: str, default: Any = None) -> Any
     return next((value for value in found if value is not None), default)
 
 
-def holds_router(module: nn.Module) -> bool:
-    """Is this a router of a known family? Some keep their weight in float32."""
-    return _mixture_of(module, "Router") is not None
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Are these transformers' experts of a known family?"""
-    return _mixture_of(module, "Experts") is not None
-
-
 def experts_of(module: nn.Module) -> Experts | None:
     """The experts' description; None: their family or activation is not known."""
     m: Any = module
     if isinstance(module, PackedExperts):
         return module.experts
-    mixture = _mixture_of(module, "Experts")
+    mixture = mixture_of(module, "Experts")
     if mixture is None:
         return None
     limit = getattr(m, "limit", 0.0)

@@ -12,8 +12,8 @@ tiles of x, so that both operands stay in the L2 cache.
 import torch
 
 from specdec.gpu.triton_shim import device_limits, pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.layers.gemm.gemm_medium import descriptor, require_described
-from specdec.layers.gemm.product import SplitK, Tiles, activate
+from specdec.layers.gemm.gemm_medium import descriptor
+from specdec.layers.gemm.product import SplitK, Tiles, activate, require_operands
 
 GROUP = 8
 """Row tiles that consecutive programs take for the same weight tile."""
@@ -91,15 +91,14 @@ def choose_large_tiles(num_rows: int, n: int, split_k: SplitK, device: torch.dev
         tiles = Tiles(256, 128, BLOCK_K, 16, 4, 256)  # each range has an accumulator, which takes registers
     else:
         tiles = Tiles(128, 128, BLOCK_K, 8, 4, 128)
-    stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
-    return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
+    return tiles.fit(shared)
 
 
 def gemm_large(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, split_k: SplitK
 ) -> torch.Tensor:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
-    require_described(x, weight, bias)
+    require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     assert split_k.splits == 1 or split_k.split_len % BLOCK_K == 0, f"{split_k=}"  # each tile is within one range
     width = n // 2 if gated else n
@@ -111,12 +110,8 @@ def gemm_large(
         *(bias, out, num_rows, n, k, split_k.split_len),
         WHOLE=split_k.splits == 1,
         ACTIVATION=activation,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=BLOCK_K,
         GROUP=GROUP,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
         **pdl_options(x.device),
     )
     return out

@@ -12,7 +12,7 @@ The cut depends on the device and on the number of rows, so `deterministic=True`
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -27,7 +27,16 @@ from specdec.gpu.triton_shim import (
     triton,
     wait_for_previous,
 )
-from specdec.layers.gemm.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product, activate
+from specdec.layers.gemm.product import (
+    LOW_HEIGHT,
+    LOW_RANGE,
+    MAX_MEDIUM_ROWS,
+    MAX_SMALL_ROWS,
+    Product,
+    Tiles,
+    activate,
+    require_operands,
+)
 from specdec.layers.packed.packed_weight import Weight
 
 ONE_TILE_ROWS = 128
@@ -45,18 +54,6 @@ MIN_RANGE = 512
 HEAD_WAVES = 4
 """An ungated weight uses this kernel for up to one wave of programs, and from this number of waves on; in between the
 library is as fast."""
-
-
-class MediumTiles(NamedTuple):
-    """block_n + tail_n: weight rows per program, counting gate and up rows. Only gated weights have a tail."""
-
-    block_m: int
-    block_n: int
-    tail_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    ranges: int = 1  # ranges of K
 
 
 @triton.jit
@@ -144,13 +141,6 @@ def is_described(matrix: torch.Tensor) -> bool:
     return supported and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 
-def require_described(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Assert that x [M, K] and weight [N, K] fit each other and descriptors, and bias [N] both."""
-    assert weight.shape[1] == x.shape[1] and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {weight.dtype=}"
-    assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
-    assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()), f"{bias.shape=} {weight.shape=}"
-
-
 def descriptor(tensor: torch.Tensor, *tile: int) -> Any:
     """The descriptor with which a kernel loads tiles of a tensor."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be installed
@@ -160,7 +150,7 @@ def descriptor(tensor: torch.Tensor, *tile: int) -> Any:
 
 def choose_medium_tiles(
     num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool = False
-) -> MediumTiles | None:
+) -> Tiles | None:
     """For a weight [N, K] of 2-byte numbers, the fastest tiles that were timed on an H100 at 40 to 256 rows. None if
     `gemm_small` or the vendor's library is as fast."""
     if not MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS:
@@ -169,44 +159,42 @@ def choose_medium_tiles(
     if gated:
         tiles = _gated_tiles(num_rows, n, multiprocessors)
     elif n <= LOW_HEIGHT:
-        tiles = MediumTiles(64, 64, 0, 128, 4, 4, triton.cdiv(k, LOW_RANGE)) if num_rows > WIDE_TILE_ROWS else None
+        tiles = Tiles(64, 64, 128, 4, 4, 64, ranges=triton.cdiv(k, LOW_RANGE)) if num_rows > WIDE_TILE_ROWS else None
     else:
         tiles = _plain_tiles(num_rows, n, k, multiprocessors)
-    if tiles is None:
-        return None
-    stage = (tiles.block_m + tiles.block_n + tiles.tail_n) * tiles.block_k * 2
-    return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
+    return None if tiles is None else tiles.fit(shared)
 
 
-def _gated_tiles(num_rows: int, n: int, multiprocessors: int) -> MediumTiles | None:
+def _gated_tiles(num_rows: int, n: int, multiprocessors: int) -> Tiles | None:
     wide = triton.cdiv(n, 160)
     one_wave = multiprocessors * 9 <= wide * 10 <= multiprocessors * 10
     if num_rows > ONE_TILE_ROWS:
-        return MediumTiles(256, 128, 32, 64, 8, 4) if one_wave and num_rows > WIDE_TILE_ROWS else None
+        return Tiles(128, 256, 64, 8, 4, 160, tail_n=32) if one_wave and num_rows > WIDE_TILE_ROWS else None
     if one_wave:
-        return MediumTiles(64, 128, 32, 128, 4, 4) if num_rows <= 64 else MediumTiles(128, 128, 32, 128, 8, 3)
+        block_m, num_warps, num_stages = (64, 4, 4) if num_rows <= 64 else (128, 8, 3)
+        return Tiles(128, block_m, 128, num_warps, num_stages, 160, tail_n=32)
     programs = triton.cdiv(n, 128)
     each = triton.cdiv(programs, multiprocessors)
     if each > 2 or programs * 10 < each * multiprocessors * 7:
         return None
     if num_rows <= 64:
-        return MediumTiles(64, 128, 0, 128, 4, 4)
+        return Tiles(128, 64, 128, 4, 4, 128)
     # one program per multiprocessor has as many bytes in flight as two
-    return MediumTiles(128, 128, 0, 128, 8, 3) if each == 1 else MediumTiles(128, 128, 0, 64, 8, 3)
+    return Tiles(128, 128, 128, 8, 3, 128) if each == 1 else Tiles(128, 128, 64, 8, 3, 128)
 
 
-def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> MediumTiles | None:
+def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> Tiles | None:
     few, narrow = num_rows <= 64, triton.cdiv(n, 64)
     if num_rows > ONE_TILE_ROWS:
         return None
     if narrow > multiprocessors:
         if few:
-            return MediumTiles(64, 128, 0, 128, 4, 4)
-        return MediumTiles(128, 128, 0, 64, 8, 3) if narrow >= 2 * HEAD_WAVES * multiprocessors else None
+            return Tiles(128, 64, 128, 4, 4, 128)
+        return Tiles(128, 128, 64, 8, 3, 128) if narrow >= 2 * HEAD_WAVES * multiprocessors else None
     ranges = max(1, min(MAX_RANGES, multiprocessors // narrow, k // MIN_RANGE))
     if narrow * ranges * 10 < multiprocessors * (6 if few else 7):  # too many multiprocessors would idle
         return None
-    return MediumTiles(64, 64, 0, 64, 4, 8, ranges) if few else MediumTiles(128, 64, 0, 128, 8, 4, ranges)
+    return Tiles(64, 64, 64, 4, 8, 64, ranges=ranges) if few else Tiles(64, 128, 128, 8, 4, 64, ranges=ranges)
 
 
 def gemm_medium(
@@ -214,10 +202,10 @@ def gemm_medium(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
-    tiles: MediumTiles,
+    tiles: Tiles,
 ) -> Product:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
-    require_described(x, weight, bias)
+    require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     split_len = triton.cdiv(triton.cdiv(k, tiles.ranges), tiles.block_k) * tiles.block_k
     ranges = triton.cdiv(k, split_len)
@@ -231,18 +219,14 @@ def gemm_medium(
             return descriptor(weight.unflatten(0, (2, -1)), 2, rows // 2, tiles.block_k)
         return descriptor(weight, rows, tiles.block_k)
 
-    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(n, tiles.block_n + tiles.tail_n), ranges)
+    grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(n, tiles.rows), ranges)
     gemm_medium_kernel[grid](
         *(descriptor(x, tiles.block_m, tiles.block_k), described(tiles.block_n)),
         described(tiles.tail_n) if tiles.tail_n else None,
         *(None if split else bias, out, num_rows, n, k, split_len),
         ACTIVATION=activation,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
         TAIL_N=tiles.tail_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
         **pdl_options(x.device),
     )
     return Product(out, bias if split else None, x.dtype)

@@ -20,7 +20,15 @@ from specdec.gpu.triton_shim import (
     triton,
     wait_for_previous,
 )
-from specdec.layers.gemm.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, SplitK, Tiles, activate
+from specdec.layers.gemm.product import (
+    LOW_HEIGHT,
+    MAX_MEDIUM_ROWS,
+    MAX_SMALL_ROWS,
+    SplitK,
+    Tiles,
+    activate,
+    require_operands,
+)
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -260,11 +268,8 @@ def gemm_small(
 
     holds: no later kernel starts before x is written.
     """
-    (num_rows, k), (n, weight_k) = x.shape, weight.shape
-    assert k == weight_k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
-    if not isinstance(weight, PackedWeight):
-        assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
+    require_operands(x, weight, bias)
+    (num_rows, k), n = x.shape, len(weight)
     # each tile is within one range
     assert split_k.splits == 1 or split_k.split_len % tiles.block_k == 0, f"{split_k=} {tiles=}"
     # a tail has no accumulator per range
@@ -285,14 +290,9 @@ def gemm_small(
         WHOLE=split_k.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,
-        BLOCK_N=tiles.block_n,
-        BLOCK_M=tiles.block_m,
         TAIL_M=tiles.tail_m,
-        BLOCK_K=tiles.block_k,
         START="holds" if holds else "usual",
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        maxnreg=tiles.registers,
+        **tiles.options,
         **pdl_options(x.device),
     )
 
@@ -308,16 +308,13 @@ def choose_small_tiles(num_rows: int, n: int, split_k: SplitK, x: torch.Tensor, 
         return Tiles(64, min(block_m, MAX_SMALL_ROWS), split_k.split_len, 4, 1, rows if num_rows <= 64 else 64)
     if num_rows > MAX_MEDIUM_ROWS and n > LOW_HEIGHT:
         block_m = 256 if gated else 128  # accumulators per range, and addresses, take registers
-        return Tiles(128, block_m, 64, 8, min(4, shared_memory // ((128 + block_m) * 64 * x.element_size())), 128)
+        return Tiles(128, block_m, 64, 8, 4, 128).fit(shared_memory)
     if num_rows > TWO_TILES:
         return Tiles(128, 64, 64, 8, 4, 128)
     if num_rows > 64:
-        tiles = tiles_for_some_rows(num_rows, n, split_k.splits, 2 * multiprocessors, gated=gated)
-        stage = (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * x.element_size()
-        return tiles._replace(num_stages=min(tiles.num_stages, shared_memory // stage))
+        return tiles_for_some_rows(num_rows, n, split_k.splits, 2 * multiprocessors, gated=gated).fit(shared_memory)
     block_k, stages = (DEPTH if num_rows <= MAX_SMALL_ROWS else DEPTH_ABOVE_SMALL)[programs]
-    stages = min(stages, shared_memory // ((64 + block_m) * block_k * x.element_size()))
-    return Tiles(64, block_m, block_k, 4, stages, rows)
+    return Tiles(64, block_m, block_k, 4, stages, rows).fit(shared_memory)
 
 
 def tiles_for_some_rows(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:

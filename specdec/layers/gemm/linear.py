@@ -131,17 +131,21 @@ def _by_descriptors(
     return None
 
 
-def vendor_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, split_k: SplitK | None = None
-) -> Product:
-    """`linear` in any order: faster, but bits depend on the number of rows."""
-    split_k = split_k or split_k_of(weight)
-    product = _by_descriptors(x, weight, bias, None, split_k, in_order=False)
-    if product is not None:
-        return product
-    if len(x) <= VENDOR_ROWS or can_hold(weight, split_k, len(x), x.dtype):
-        return linear(x, weight, bias, split_k)
-    return Product.from_value(F.linear(x, _whole(weight, x.dtype), bias))
+def _by_other_kernels(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, split_k: SplitK, in_order: bool
+) -> Product | None:
+    """The product by a kernel for more rows than `gemm_small` or, in any order, by the library; None: by
+    `gemm_small`."""
+    if not in_order:
+        product = _by_descriptors(x, weight, bias, activation, split_k, in_order=False)
+        if product is not None:
+            return product
+        if len(x) > VENDOR_ROWS and not can_hold(weight, split_k, len(x), x.dtype):
+            whole = F.linear(x, dequantise(weight, x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
+            if activation is not None:
+                whole = _gate(whole, activation, inf, behind_library=True)
+            return Product.from_value(whole)
+    return _by_descriptors(x, weight, bias, activation, split_k, in_order=True)
 
 
 def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
@@ -159,22 +163,6 @@ def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library
     return out
 
 
-def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit: float = inf) -> torch.Tensor:
-    """`gated_linear` in any order."""
-    if limit < inf:
-        return _gate(finish(vendor_linear(x, weight)), activation, limit, behind_library=False)
-    product = _by_descriptors(x, weight, None, activation, SplitK(1, weight.shape[1]), in_order=False)
-    if product is not None:
-        return product.parts[0]
-    if len(x) <= VENDOR_ROWS:
-        return gated_linear(x, weight, activation)
-    return _gate(F.linear(x, _whole(weight, x.dtype)), activation, limit, behind_library=True)
-
-
-def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    return dequantise(weight, dtype) if isinstance(weight, PackedWeight) else weight
-
-
 def tiles_of(x: torch.Tensor, weight: Weight, split_k: SplitK, *, gated: bool = False) -> Tiles:
     """Tiles of `gemm_small`."""
     if isinstance(weight, PackedWeight):
@@ -182,25 +170,27 @@ def tiles_of(x: torch.Tensor, weight: Weight, split_k: SplitK, *, gated: bool = 
     return choose_small_tiles(len(x), len(weight), split_k, x, gated=gated)
 
 
-@op(reference=reference_linear, vendor=vendor_linear)
+@op(reference=reference_linear, has_orders=True)
 def linear(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None = None,
     split_k: SplitK | None = None,
     *,
+    in_order: bool = True,
     tiles: Tiles | None = None,
     keep_parts: bool = False,
     holds: bool = False,
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
-    split_k: that of a larger weight to which these rows belong; None: the weight's own. keep_parts: ranges of K always
-    stay separate float32 parts. holds: no later kernel starts before x is written.
+    split_k: that of a larger weight to which these rows belong; None: the weight's own. in_order: see above; in any
+    order it is faster. keep_parts: ranges of K always stay separate float32 parts. holds: no later kernel starts before
+    x is written.
     """
     split_k = split_k or split_k_of(weight)
     if tiles is None and not keep_parts and not holds:
-        product = _by_descriptors(x, weight, bias, None, split_k, in_order=True)
+        product = _by_other_kernels(x, weight, bias, None, split_k, in_order)
         if product is not None:
             return product
     tiles = tiles or tiles_of(x, weight, split_k)
@@ -222,24 +212,27 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, split_k: SplitK) -> Prod
     assert split_k.splits * split_k.split_len >= weight.shape[1] > (split_k.splits - 1) * split_k.split_len, (
         f"{split_k=} {weight.shape=}"
     )
-    tiles = tiles_of(x, weight, split_k)
-    parts = torch.empty((split_k.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    gemm_small(x, weight, None, parts, None, split_k, tiles, split=split_k.splits > 1)
-    return Product(parts, None, x.dtype)
+    return linear(x, weight, None, split_k, keep_parts=True)
 
 
-@op(reference=reference_gated_linear, vendor=vendor_gated_linear)
+@op(reference=reference_gated_linear, has_orders=True)
 def gated_linear(
-    x: torch.Tensor, weight: Weight, activation: str, limit: float = inf, *, tiles: Tiles | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    activation: str,
+    limit: float = inf,
+    *,
+    in_order: bool = True,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. Without a limit there is one range
     of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
     if limit < inf:
-        return _gate(finish(linear(x, weight)), activation, limit, behind_library=False)
+        return _gate(finish(linear(x, weight, in_order=in_order)), activation, limit, behind_library=False)
     split_k = SplitK(1, weight.shape[1])
     if tiles is None:
-        product = _by_descriptors(x, weight, None, activation, split_k, in_order=True)
+        product = _by_other_kernels(x, weight, None, activation, split_k, in_order)
         if product is not None:
             return product.parts[0]
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)

@@ -8,7 +8,7 @@ it depends only on the weight's shape and form, never on the device or the numbe
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,6 @@ PACKED_PROGRAMS = 640
 """If no number of ranges fills a wave, use at most this many programs over a packed weight: they hide the time to
 unpack."""
 
-
 ACTIVATIONS = ("gelu_tanh", "silu")
 """Activations that gate a product: act(g) u."""
 
@@ -88,24 +87,22 @@ class SplitK(NamedTuple):
         return SplitK(self.splits // count, self.split_len)
 
 
-class OwnedParts(NamedTuple):
-    """A rank's share of a product whose parts belong to experts; the rank has its own experts' parts completely.
+class RankShare(NamedTuple):
+    """A rank's share of a product [M, N]: its ranges of K.
 
-    owners [M, S]: part s of row m belongs to this rank if not negative; other parts of `product` are undefined.
+    owners [M, S]: parts belong to experts, and part s of row m to this rank if not negative; it has its own experts'
+    parts completely, and other parts are undefined. columns: the product is a value, the columns of this rank; a row of
+    it is a whole number of float32.
     """
 
     product: Product
-    owners: torch.Tensor
-
-
-class RankColumns(NamedTuple):
-    """Each rank's columns of one value [T, N], in order of ranks. A row is a whole number of float32."""
-
-    own: torch.Tensor
+    owners: torch.Tensor | None = None
+    columns: bool = False
 
 
 class Tiles(NamedTuple):
-    """Parameters of one launch. A program has `rows` <= `block_n` rows of the weight."""
+    """Parameters of one launch. A program has `rows` <= `block_n` + `tail_n` rows of the weight (those of gate and of
+    up, if it is gated)."""
 
     block_n: int
     block_m: int
@@ -115,6 +112,27 @@ class Tiles(NamedTuple):
     rows: int
     tail_m: int = 0  # more rows of x that the same program multiplies by its loaded tile
     registers: int | None = None  # limit per thread
+    tail_n: int = 0  # more rows of a gated weight that the same program multiplies (`gemm_medium`)
+    ranges: int = 1  # ranges of K in any order (`gemm_medium`)
+
+    def fit(self, shared_bytes: int) -> "Tiles":
+        """These tiles for 2-byte numbers, with no more stages than fit the shared memory of a program."""
+        stage = (self.block_n + self.tail_n + self.block_m + self.tail_m) * self.block_k * 2
+        return self._replace(num_stages=max(1, min(self.num_stages, shared_bytes // stage)))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch options of every product."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
+
+
+def require_operands(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> None:
+    """Assert that x [M, K], weight [N, K] and bias [N] fit each other and a kernel of products."""
+    assert weight.shape[1] == x.shape[1] and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
+    if not isinstance(weight, PackedWeight):  # a router's weight may be float32 for any x
+        assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
+    assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()), f"{bias.shape=} {weight.shape=}"
 
 
 def reference_finish(product: Product) -> torch.Tensor:

@@ -11,7 +11,6 @@ assignments (not `are_few`) these three run instead, since fewer programs with t
 multiprocessor.
 """
 
-from collections.abc import Callable
 from math import inf
 
 import torch
@@ -25,10 +24,8 @@ from specdec.layers.gemm.linear import (
     linear,
     reference_gated_linear,
     reference_linear,
-    vendor_gated_linear,
-    vendor_linear,
 )
-from specdec.layers.gemm.product import Product, SplitK, split_k_of
+from specdec.layers.gemm.product import Product, SplitK, require_operands, split_k_of
 from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.experts import (
     ExpertLaunch,
@@ -132,22 +129,11 @@ def _both_kernel(
         )
 
 
-def vendor_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    """`mlp_and_experts`, with the vendor's library if x has many rows."""
-    return mlp_and_experts(fork, mlp, router, experts, linear=vendor_linear, gated_linear=vendor_gated_linear)
-
-
-@op(reference=reference_mlp_and_experts, vendor=vendor_mlp_and_experts)
+@op(reference=reference_mlp_and_experts, has_orders=True)
 def mlp_and_experts(
-    fork: Fork,
-    mlp: Mlp,
-    router: Router,
-    experts: Experts,
-    *,
-    linear: Callable[..., Product] = linear,
-    gated_linear: Callable[..., torch.Tensor] = gated_linear,
+    fork: Fork, mlp: Mlp, router: Router, experts: Experts, *, in_order: bool = True
 ) -> tuple[Product, Product]:
-    """Outputs of the MLP and of the experts for the fork, each [T, H]. linear, gated_linear: used for many rows."""
+    """Outputs of the MLP and of the experts for the fork, each [T, H]. in_order: see `linear`."""
     num_rows, hidden = fork.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
@@ -155,16 +141,18 @@ def mlp_and_experts(
     alike = all(_tiles_alike(*pair, num_rows, fork.mlp.dtype) for pair in pairs)
     if num_rows == 0 or not alike or not are_few(num_rows, router.top_k) or mlp.limit < inf:
         routing = route(fork.router, router)
-        dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
+        gated = gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit, in_order=in_order)
+        dense = linear(gated, mlp.down, in_order=in_order)
         return dense, apply_experts(fork.experts, routing, experts)
     # an early program may write while the router's input is read: allocate memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
-    products = list_products(fork.experts, route(fork.router, router, holds=True), experts, few=True)
-    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), products.gate_up, start="early")
+    routing = route(fork.router, router, holds=True)
+    (gate_up, down), result = list_products(fork.experts, routing, experts, few=True)
+    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), gate_up, start="early")
     split_k = split_k_of(mlp.down)
     parts = torch.empty((split_k.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
-    _launch_both(gated, mlp.down, parts, None, split_k, products.down, start="usual")
-    return Product(parts, None, fork.mlp.dtype), products.result
+    _launch_both(gated, mlp.down, parts, None, split_k, down, start="usual")
+    return Product(parts, None, fork.mlp.dtype), result
 
 
 def _tiles_alike(dense: Weight, split_k: SplitK, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:
@@ -188,11 +176,8 @@ def _launch_both(
     start: str,
 ) -> None:
     n, k = weight.shape
-    if not isinstance(weight, PackedWeight):
-        assert x.dtype == weight.dtype and x.stride(1) == weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
-    assert x.shape[1] == k and (split_k.splits == 1 or split_k.split_len % experts.options["BLOCK_K"] == 0), (
-        f"{x.shape=} {split_k=}"
-    )
+    require_operands(x, weight, None)
+    assert split_k.splits == 1 or split_k.split_len % experts.options["BLOCK_K"] == 0, f"{split_k=} {experts.options=}"
     tiles = triton.cdiv(n, experts.options["BLOCK_N"])
     num_dense = tiles * split_k.splits
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)

@@ -308,11 +308,11 @@ def _expert_rows(
 @op(reference=reference_apply_experts)
 def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: bool | None = None) -> Product:
     """x [T, H] -> [T, H]. `few`: use no list; None: `are_few` decides."""
-    products = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
+    launches, result = list_products(x, routing, experts, are_few(*routing.experts.shape) if few is None else few)
     if len(x):
-        for launch in (products.gate_up, products.down):
+        for launch in launches:
             product_kernel[(launch.tiles, launch.lists)](None, None, *launch.arguments, **launch.options)
-    return products.result
+    return result
 
 
 class ExpertLaunch(NamedTuple):
@@ -325,20 +325,13 @@ class ExpertLaunch(NamedTuple):
     options: dict[str, Any]
 
 
-class ExpertProducts(NamedTuple):
-    """Two launches, one after the other, and their result."""
-
-    gate_up: ExpertLaunch
-    down: ExpertLaunch
-    result: Product
-
-
 def are_few(num_rows: int, top_k: int) -> bool:
     return num_rows * top_k <= FEW_SLOTS and num_rows <= FEW_ROWS
 
 
-def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
-    """Prepare the launches for x [T, H]. Unless assignments are few, their list is made now."""
+def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> tuple[list[ExpertLaunch], Product]:
+    """Prepare two launches for x [T, H], of gate_up and of down, and their result. Unless assignments are few, their
+    list is made now."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]
@@ -346,8 +339,6 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
     assert experts.gate_up.shape == (num_experts, width, hidden), f"{experts.gate_up.shape=} {x.shape=}"
     assert experts.down.shape == (num_experts, hidden, width // 2), f"{experts.down.shape=} {experts.gate_up.shape=}"
     assert experts.activation in ACTIVATIONS and x.stride(1) == 1, f"{experts.activation=} {x.stride()=}"
-    for weight in (experts.gate_up, experts.down):
-        assert isinstance(weight, PackedWeight) or weight.dtype == x.dtype, f"{x.dtype=} {weight.dtype=}"
     gated = torch.empty((slots, width // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((top_k, num_rows, hidden), dtype=torch.float32, device=x.device)
     first = order = None
@@ -358,13 +349,12 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
             options = pdl_options(x.device)
             list_kernel[(num_experts,)](routing.experts, first, order, slots, BLOCK=1024, num_warps=4, **options)
 
-    def launch(
-        source: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        out_weight: torch.Tensor | None,
-        target: torch.Tensor,
-    ) -> ExpertLaunch:
+    launches: list[ExpertLaunch] = []
+    for source, weight, bias, out_weight, target in (
+        (x, experts.gate_up, experts.gate_up_bias, None, gated),
+        (gated, experts.down, experts.down_bias, routing.weights, parts),
+    ):
+        assert isinstance(weight, PackedWeight) or weight.dtype == x.dtype, f"{x.dtype=} {weight.dtype=}"
         _, n, k = weight.shape
         tiles = expert_tiles(num_rows, weight, x.dtype, None if few else 2 * slots // num_experts)
         words, scales, zeros, s_rows, s_scales = weight_pointers(weight)
@@ -387,10 +377,6 @@ def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool
             **tiles,
             **pdl_options(x.device),
         }
-        return ExpertLaunch(triton.cdiv(n, tiles["BLOCK_N"]), slots if few else num_experts, arguments, options)
-
-    return ExpertProducts(
-        launch(x, experts.gate_up, experts.gate_up_bias, None, gated),
-        launch(gated, experts.down, experts.down_bias, routing.weights, parts),
-        Product(parts, None, x.dtype),
-    )
+        lists = slots if few else num_experts
+        launches.append(ExpertLaunch(triton.cdiv(n, tiles["BLOCK_N"]), lists, arguments, options))
+    return launches, Product(parts, None, x.dtype)

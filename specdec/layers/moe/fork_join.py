@@ -9,7 +9,7 @@ weight and before the factor f. Each is one launch with one program per row, so 
 rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,18 +36,11 @@ def reference_fork_norm(
 
 
 def reference_join_norm(
-    dense: Product,
-    chosen: Product,
-    *,
-    dense_gain: Norm,
-    chosen_gain: Norm,
-    post: Norm,
-    residual: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    pre: Norm | None = None,
+    dense: Product, chosen: Product, *, dense_gain: Norm, chosen_gain: Norm, **end: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """end: arguments of the norm of both."""
     added = reference_norm(dense, post=dense_gain)[0] + reference_norm(chosen, post=chosen_gain)[0]
-    return reference_norm(Product.from_value(added), post=post, residual=residual, scale=scale, pre=pre)
+    return reference_norm(Product.from_value(added), **end)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps_post", "eps_mlp", "eps_experts", "eps_router", "factor"])

@@ -25,7 +25,7 @@ import torch
 from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
 from specdec.layers.gemm.gemm_medium import descriptor, store_columns
 from specdec.layers.gemm.gemm_small import sum_range
-from specdec.layers.gemm.product import Product
+from specdec.layers.gemm.product import Product, require_operands
 from specdec.layers.packed.packed_launch import PackedLaunch
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -187,10 +187,9 @@ def packed_gemm(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str | None, launch: PackedLaunch
 ) -> Product:
     """x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
+    require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     tiles, split_k, fine = launch.tiles, launch.split_k, launch.fine
-    assert weight.shape[1] == k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert split_k.splits == 1 or (not gated and split_k.split_len % tiles.block_k == 0), f"{split_k=} {tiles=}"
     assert not (launch.summed or fine) or tiles.tail_m == 0, f"{launch=}"
     assert fine is None or (fine.block_n == tiles.block_n and not launch.summed), f"{launch=}"
@@ -209,15 +208,10 @@ def packed_gemm(
         SUMMED=launch.summed,
         ACTIVATION=activation,
         EVEN_K=k % max(tiles.block_k, other[1]) == 0,
-        BLOCK_M=tiles.block_m,
         TAIL_M=tiles.tail_m,
         FINE_M=fine.block_m if fine else 0,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
         FINE_K=other[1],
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        maxnreg=tiles.registers,
+        **tiles.options,
         **pdl_options(x.device),
     )
     return Product(out, bias if split else None, x.dtype)

@@ -12,12 +12,12 @@ between lanes. With a, b, c in {0, 1}, word 4 J + t of a row has
     int4    k = 32 J + 16 a + 8 b + 2 t + c    at bit  4 (2 a + b) + 16 c
     e2m1    the same k                         its sign at bit SIGNS[2 a + b] + 16 c, the rest from MAGNITUDES[..] on,
                                                so that few shifts move both to bfloat16's places
-    e4m3    k = 16 J + 8 b + 2 t + c           each of its pieces, from the lowest bit on, at bit PLACES[b] + 16 c
+    e4m3    k = 16 J + 8 b + 2 t + c           each of its pieces, from the lowest bit on, at its bit of PLACES + 16 c
 
 Scales are stored as [K / group, N]: a tile reads those of its rows in one piece.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -36,10 +36,14 @@ MAX_GROUP = 64
 
 SIGNS, MAGNITUDES = (15, 12, 14, 13), (6, 3, 9, 0)
 
-PLACES = (((0, 7, 4), (7, 1, 15)), ((0, 4, 0), (4, 3, 12), (7, 1, 11)))
-"""Pieces of an 8-bit number for b = 0 and 1: lowest bit, number of bits, and place in a half word. Pieces of the first
-number are where bfloat16 has its sign and the ends of exponent and mantissa; those of the second are two shifts away.
-"""
+PLACES: dict[str, Sequence[Sequence[tuple[int, int, int]]]] = {
+    "int4": [[(0, 4, 4 * number)] for number in range(4)],
+    "e2m1": [[(0, 3, low), (3, 1, sign)] for sign, low in zip(SIGNS, MAGNITUDES, strict=True)],
+    "e4m3": [[(0, 7, 4), (7, 1, 15)], [(0, 4, 0), (4, 3, 12), (7, 1, 11)]],
+}
+"""Pieces of a number, for each 2 a + b (or b): lowest bit, number of bits, and place in a half word. Pieces of the
+first 8-bit number are where bfloat16 has its sign and the ends of exponent and mantissa; those of the second are two
+shifts away."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -93,6 +97,23 @@ class PackedWeight:
         weight: PackedWeight = map_tensors(self, lambda part: part[expert])
         return weight
 
+    def rows(self, first: int, end: int) -> "PackedWeight":
+        """A view of rows [first, end) of a weight [N, K]."""
+        zeros = None if self.zeros is None else self.zeros[:, first:end]
+        return PackedWeight(self.code, self.words[first:end], self.scales[:, first:end], zeros, self.group)
+
+    @staticmethod
+    def join(parts: "Sequence[PackedWeight]", cat: Callable[..., torch.Tensor]) -> "PackedWeight":
+        """One weight with the rows of all parts, which are packed alike. cat: like `torch.cat`."""
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return PackedWeight(
+            parts[0].code,
+            cat([part.words for part in parts]),
+            cat([part.scales for part in parts], dim=-1),
+            cat(zeros, dim=-1) if zeros else None,
+            parts[0].group,
+        )
+
 
 Weight = torch.Tensor | PackedWeight
 """A weight [N, K] for products, plain or packed."""
@@ -122,20 +143,10 @@ def unpack_words(words: torch.Tensor, code: str) -> torch.Tensor:
 def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, int, int, int]]:
     """Views [N, blocks, 4] of numbers with equal places in their words. With each: lowest bit of the piece, its mask,
     and its place."""
-    if code == "e4m3":
-        pairs = numbers.view(len(numbers), -1, 2, 4, 2)  # J, b, t, c
-        for b, c in product((0, 1), (0, 1)):
-            for low, width, place in PLACES[b]:
-                yield pairs[:, :, b, :, c], low, (1 << width) - 1, place + 16 * c
-        return
-    blocks = numbers.view(len(numbers), -1, 2, 2, 4, 2)  # J, a, b, t, c
-    for a, b, c in product((0, 1), (0, 1), (0, 1)):
-        piece, i = blocks[:, :, a, b, :, c], 2 * a + b
-        if code == "int4":
-            yield piece, 0, 0xF, 4 * i + 16 * c
-        else:
-            yield piece, 0, 7, MAGNITUDES[i] + 16 * c
-            yield piece, 3, 1, SIGNS[i] + 16 * c
+    blocks = numbers.view(len(numbers), -1, len(PLACES[code]), 4, 2)  # J, 2 a + b or b, t, c
+    for (number, pieces), c in product(enumerate(PLACES[code]), (0, 1)):
+        for low, width, place in pieces:
+            yield blocks[:, :, number, :, c], low, (1 << width) - 1, place + 16 * c
 
 
 def numbers_of(weight: PackedWeight) -> torch.Tensor:
@@ -148,16 +159,11 @@ def numbers_of(weight: PackedWeight) -> torch.Tensor:
     numbers = raw.float()
     if weight.zeros is None:
         return numbers.sub_(8.0)
-    in_groups(numbers, weight.group).sub_(per_group(weight.zeros))
+    numbers.unflatten(1, (-1, weight.group)).sub_(_per_group(weight.zeros))
     return numbers
 
 
-def in_groups(numbers: torch.Tensor, group: int) -> torch.Tensor:
-    """View [N, K] as [N, K / group, group]."""
-    return numbers.view(len(numbers), -1, group)
-
-
-def per_group(values: torch.Tensor) -> torch.Tensor:
+def _per_group(values: torch.Tensor) -> torch.Tensor:
     """[K / group, N] -> float32 [N, K / group, 1]."""
     return values.float().T.contiguous()[..., None]
 
@@ -165,7 +171,7 @@ def per_group(values: torch.Tensor) -> torch.Tensor:
 def dequantised(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] in `dtype`."""
     numbers = numbers_of(weight)
-    in_groups(numbers, weight.group).mul_(per_group(weight.scales))
+    numbers.unflatten(1, (-1, weight.group)).mul_(_per_group(weight.scales))
     return numbers.to(dtype)
 
 

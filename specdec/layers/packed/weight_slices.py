@@ -50,9 +50,9 @@ def range_of(weight: Weight | StackedWeights, rows: slice) -> list[Weight]:
     found: list[Weight] = []
     begin = 0
     for part in weight.parts if isinstance(weight, StackedWeights) else (weight,):
-        first, last = max(rows.start - begin, 0), min(rows.stop - begin, len(part))
-        if first < last:
-            found.append(_rows(part, first, last))
+        first, end = max(rows.start - begin, 0), min(rows.stop - begin, len(part))
+        if first < end:
+            found.append(part.rows(first, end) if isinstance(part, PackedWeight) else part.detach()[first:end])
         begin += len(part)
     return found
 
@@ -62,20 +62,4 @@ def place_weight(weight: torch.Tensor | StackedWeights, put: Put) -> Weight:
     if not isinstance(weight, StackedWeights):
         return put([weight])
     packed = [part for part in weight.parts if isinstance(part, PackedWeight)]
-    if not packed:
-        return put([part for part in weight.parts if isinstance(part, torch.Tensor)])
-    zeros = [part.zeros for part in packed if part.zeros is not None]
-    return PackedWeight(
-        packed[0].code,
-        put([part.words for part in packed]),
-        put([part.scales for part in packed], dim=-1),
-        put(zeros, dim=-1) if zeros else None,
-        packed[0].group,
-    )
-
-
-def _rows(weight: Weight, first: int, last: int) -> Weight:
-    if isinstance(weight, torch.Tensor):
-        return weight.detach()[first:last]
-    zeros = None if weight.zeros is None else weight.zeros[:, first:last]
-    return PackedWeight(weight.code, weight.words[first:last], weight.scales[:, first:last], zeros, weight.group)
+    return PackedWeight.join(packed, put) if packed else put(weight.parts)

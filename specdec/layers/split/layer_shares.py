@@ -29,7 +29,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
 from specdec.layers.gemm.product import split_k_of
-from specdec.layers.latent import LatentParts
+from specdec.layers.latent import LatentParts, LatentProduct
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, place_weight, range_of, rank_rows
@@ -40,12 +40,12 @@ PAIR = 2
 
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
-    """The share of one of `count` ranks, made layer by layer. Only the share is placed on a device."""
-    place = partial(place_weight, put=put)
-    layers = tuple(map_tensors(layer_share(layer, rank, count), place, StackedWeights) for layer in parts.layers)
-    narrow = replace(parts, layers=(), embeddings=None)  # embeddings are separate: `embedding_share`
-    share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
-    return replace(share, layers=layers)
+    """The share of one of `count` ranks, placed weight by weight. Only the share is placed on a device."""
+    layers = tuple(layer_share(layer, rank, count) for layer in parts.layers)
+    embeddings = None if parts.embeddings is None else embedding_share(parts.embeddings, rank, count)
+    views = replace(parts, layers=layers, embeddings=embeddings)
+    share: DecoderParts = map_tensors(views, partial(place_weight, put=put), StackedWeights)
+    return share
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
@@ -107,24 +107,20 @@ def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
 
 def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
     """The weights that make the queries, keys and values of one rank's heads."""
-    own: dict[str, Any] = {
-        "kv": rank_rows(latent.kv, [len(latent.kv)], rank, count),
-        "kv_split_k": split_k_of(latent.kv),
-    }
-    if latent.q is not None:
-        own |= {"q": rank_rows(latent.q, [len(latent.q)], rank, count), "q_split_k": split_k_of(latent.q)}
-    return replace(latent, **own)
+
+    def own(product: LatentProduct) -> LatentProduct:
+        rows: Any = rank_rows(product.weight, [len(product.weight)], rank, count)
+        return product._replace(weight=rows, split_k=split_k_of(product.weight))
+
+    return latent._replace(q=None if latent.q is None else own(latent.q), kv=own(latent.kv))
 
 
-def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
-    """The per-layer embeddings of one rank's layers, and the number of columns of each rank. Ranks have equally many
-    layers, or one more."""
-    width = parts.width
-    layers = parts.table.shape[1] // width
-    columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
-    own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
-    share: EmbeddingParts = replace(parts, table=parts.table[:, own], columns=own)
-    return map_tensors(share, lambda tensor: put([tensor])), columns
+def embedding_share(parts: EmbeddingParts, rank: int, count: int) -> EmbeddingParts:
+    """The per-layer embeddings of one rank's layers, as views. Ranks have equally many layers; the last ones may have
+    fewer."""
+    each = parts.width * -(-parts.table.shape[1] // (parts.width * count))
+    own = slice(rank * each, (rank + 1) * each)
+    return replace(parts, table=parts.table[:, own], columns=own)
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:

@@ -22,19 +22,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, LayerRun, SharedInputs, described_layers, embed_inputs
+from specdec.layers.decoder import FusedLayer, LayerRun, LayerState, described_layers, embed_inputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
 from specdec.layers.gemm.linear import linear
-from specdec.layers.gemm.product import OwnedParts, Product, RankColumns, finish, split_k_of
+from specdec.layers.gemm.product import Product, RankShare, finish, split_k_of
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import place_weight, rank_rows
-from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
-from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of
-
-LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
-"""State of one rank between two layers: the residual stream [T, H], its normed form, and the `SharedInputs` tensors."""
+from specdec.layers.per_layer_embedding import per_layer_inputs
+from specdec.layers.split.layer_shares import PAIR, share_of
 
 
 class SplitLayer(nn.Module):
@@ -64,30 +61,26 @@ def run_together(runs: Sequence[LayerRun], ranks: Ranks, ops: Operations) -> lis
     ended: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole: list[Any] = [None] * len(runs)
     while not ended:
-        products: list[Exchanged] = []
+        shares: list[RankShare] = []
         for rank, run in enumerate(runs):
             with ranks.on(rank):
                 try:
-                    products.append(run.send(whole[rank]))
+                    shares.append(run.send(whole[rank]))
                 except StopIteration as end:
                     ended.append(end.value)
-        if products:
-            assert len(products) == len(runs), "ranks take the same path"
-            whole = complete(products, ranks, ops)
+        if shares:
+            assert len(shares) == len(runs), "ranks take the same path"
+            whole = complete(shares, ranks, ops)
     return ended
 
 
-def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list[Product]:
+def complete(shares: Sequence[RankShare], ranks: Ranks, ops: Operations) -> list[Product]:
     """Exchange the ranks' shares of one product -> the whole product on each rank, in blocks of as many rows as there
     is room for."""
-    if isinstance(shares[0], RankColumns):
-        return side_by_side([share.own for share in shares if isinstance(share, RankColumns)], ranks)
-    products = [
-        share.product if isinstance(share, OwnedParts) else share
-        for share in shares
-        if not isinstance(share, RankColumns)
-    ]
-    owners = [share.owners for share in shares if isinstance(share, OwnedParts)]
+    products = [share.product for share in shares]
+    if shares[0].columns:
+        return side_by_side([product.parts[0] for product in products], ranks)
+    owners = [share.owners for share in shares if share.owners is not None]
     num_parts, num_rows, width = products[0].parts.shape
     at_once = ranks.room // (num_parts * width * (1 if owners else len(ranks)))
     assert at_once, f"{ranks.room=} {products[0].parts.shape=}"
@@ -130,13 +123,8 @@ class SplitDecoder(nn.Module):
         super().__init__()
         self.config, self.embedding, self.ranks, self.ops = config, embedding, ranks, ops
         with torch.inference_mode(False), torch.no_grad():
-            puts = [partial(ranks.put, rank) for rank in range(len(ranks))]
-            self.parts = [share_of(parts, rank, len(ranks), put) for rank, put in enumerate(puts)]
-            self.per_layer: list[tuple[EmbeddingParts, list[int]]] = [
-                embedding_share(parts.embeddings, rank, len(ranks), put)
-                for rank, put in enumerate(puts)
-                if parts.embeddings is not None
-            ]
+            count = len(ranks)
+            self.parts = [share_of(parts, rank, count, partial(ranks.put, rank)) for rank in range(count)]
         by_rank = [described_layers(parts, ops) for parts in self.parts]
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
@@ -150,7 +138,8 @@ class SplitDecoder(nn.Module):
         """The forward of a `FusedDecoder`, for all rows."""
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
-        sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
+        tokens = None if self.parts[0].embeddings is None else input_ids
+        sent = self.ranks.send((hidden, position_ids.reshape(-1), tokens))
         states: list[LayerState] = []
         layer_inputs = self._layer_inputs(sent)
         for rank, (embedded, positions, _) in enumerate(sent):
@@ -164,25 +153,18 @@ class SplitDecoder(nn.Module):
 
     def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
         """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""
-        if not self.per_layer:
-            return [None] * len(sent)
-        own = []
-        for rank, ((parts, columns), (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
+        own: list[torch.Tensor] = []
+        for rank, (hidden, _, tokens) in enumerate(sent):
+            tables = self.parts[rank].embeddings
+            if tables is None:
+                return [None] * len(sent)
             with self.ranks.on(rank):
-                made = per_layer_inputs(parts, hidden, tokens, self.ops)
-                assert made is not None
-                missing = max(columns) - columns[rank]
-                own.append(pad(made.flatten(1), (0, missing)) if missing else made.flatten(1))
-        whole = []
-        for rank, product in enumerate(side_by_side(own, self.ranks)):
-            with self.ranks.on(rank):
-                parts, columns = self.per_layer[rank]
-                every = product.parts[0]
-                if min(columns) < max(columns):  # remove the padding of narrower shares
-                    by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
-                    every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
-                whole.append(every.unflatten(1, (-1, parts.width)))
-        return whole
+                made = per_layer_inputs(tables, hidden, tokens, self.ops)
+                missing = (own[0] if own else made).shape[1] - made.shape[1]
+                own.append(pad(made, (0, 0, 0, missing)) if missing else made)
+        num_layers = len(self.layers)  # without the padding of the last shares
+        whole = side_by_side([made.flatten(1) for made in own], self.ranks)
+        return [product.parts[0].unflatten(1, (-1, own[0].shape[2]))[:, :num_layers] for product in whole]
 
 
 def divides_head(weight: Weight, count: int) -> bool:

@@ -28,7 +28,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.models.quantised.comparison import place_quantised
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces
@@ -176,12 +175,10 @@ def _stacked(projections: Sequence[Sequence[StoredWeight]], dtype: torch.dtype, 
     if len({(weight.code, weight.group, weight.zeros is None) for each in by_projection for weight in each}) > 1:
         stem = projections[0][0].stem
         raise UnsupportedModelError(f"{stem}: gate and up are in different formats, or in different groups")
-    joined: list[Any] = [
-        place_weight(StackedWeights(weights), torch.cat) for weights in zip(*by_projection, strict=True)
-    ]
+    joined = [PackedWeight.join(weights, torch.cat) for weights in zip(*by_projection, strict=True)]
     words, scales = (torch.stack([getattr(weight, part) for weight in joined]) for part in ("words", "scales"))
-    zeros = None if joined[0].zeros is None else torch.stack([weight.zeros for weight in joined])
-    return PackedWeight(joined[0].code, words, scales, zeros, joined[0].group)
+    zeros = [weight.zeros for weight in joined if weight.zeros is not None]
+    return PackedWeight(joined[0].code, words, scales, torch.stack(zeros) if zeros else None, joined[0].group)
 
 
 def load_packed(

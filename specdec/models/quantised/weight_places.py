@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.description.moe_families import MIXTURES, experts_of, holds_experts
+from specdec.layers.description.moe_families import MIXTURES, experts_of, mixture_of
 from specdec.layers.moe.experts import Experts
 from specdec.models.quantised.formats import WeightFormat, dtype_name
 
@@ -112,7 +112,7 @@ class WeightPlaces:
             return None
         path, _, last = name.rpartition(".")
         module = self.modules[path]
-        if holds_experts(module):
+        if mixture_of(module, "Experts") is not None:
             last = PROJECTIONS.get(one["name"], one["name"]) if one else last
             described = self.descriptions[path] if path in self.descriptions else experts_of(module)
             self.descriptions[path] = described

@@ -14,8 +14,9 @@ from typing import Any, TypeVar, cast
 
 from specdec.attention.backend import Backend
 from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams, SpecConfig
-from specdec.draft_models.base import Fit
+from specdec.draft_models.base import Drafter, Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
+from specdec.modules.weight_watch import updates_are_counted
 
 logger = logging.getLogger("specdec")
 
@@ -67,45 +68,32 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
                 f"{name} is {shown(part)}; Engine(...) wants {wanted}, Engine.from_pretrained takes names and models"
             )
 
-    fit = getattr(drafter, "fit", None)
-    if fit is not None and fit != Fit.of(target):
-        raise UnsupportedModelError(
-            f"drafter {drafter.name} was fitted to a target of other layers, sizes or dtype than {target.name}; "
-            "give Engine.from_pretrained its name or module, to fit it to this one"
-        )
+
+def with_defaults(drafter: Any) -> Any:
+    """The drafter. If it does not inherit from `Drafter`, it gets the defaults of the attributes that it lacks."""
+    for name in Drafter.__annotations__ if drafter is not None else ():
+        if not hasattr(drafter, name):
+            setattr(drafter, name, getattr(Drafter, name))
+    return drafter
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
     """The settings `spec` with a depth that fits the drafter: the drafter's default if `spec` leaves the depth open, at
     most the drafter's maximum in that case or if `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
-    max_steps = getattr(drafter, "max_steps", None) or spec.num_steps
-    if isinstance(spec, OpenDepth):
-        steps = getattr(drafter, "default_steps", None) or min(spec.num_steps, max_steps)
-    elif isinstance(spec, BoundedDepth):
-        steps = min(spec.num_steps, max_steps)
-    else:
+    if not isinstance(spec, BoundedDepth):
         return spec
+    steps = spec.num_steps
+    if drafter is not None and drafter.max_steps is not None:
+        steps = min(steps, drafter.max_steps)
+    if drafter is not None and isinstance(spec, OpenDepth):
+        steps = drafter.default_steps or steps
     return SpecConfig(steps, spec.topk, spec.num_draft_tokens, spec.adaptive)
 
 
 def require_suitable(spec: SpecConfig, config: EngineConfig, target: Any, drafter: Any) -> None:
-    """Raise ConfigError for settings that do not suit the target and the drafter as they were made."""
-    max_steps = getattr(drafter, "max_steps", None)
-    if max_steps is not None and spec.num_steps > max_steps:
-        raise ConfigError(
-            f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {max_steps} tokens a round; give "
-            f"spec=SpecConfig(num_steps={max_steps}), or fewer"
-        )
-    if config.finished_tokens and drafter is not None and not getattr(drafter, "reads_finished", False):
-        raise ConfigError(
-            f"finished_tokens={config.finished_tokens}, and drafter {drafter.name} proposes nothing of finished "
-            "requests; give drafter='suffix', or [drafter, 'suffix'], or finished_tokens=0"
-        )
-    for part in (target, drafter):
-        reason = getattr(part, "unfused", None)
-        if config.fused is True and reason is not None:
-            raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
+    """Raise ConfigError for settings that do not suit the target and the drafter as they were made, and
+    UnsupportedModelError for a drafter that was fitted to another target."""
     if config.fused is False and target.unfused is None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
     if target.ranks is not None and len(target.ranks) != config.tensor_parallel:
@@ -113,24 +101,43 @@ def require_suitable(spec: SpecConfig, config: EngineConfig, target: Any, drafte
             f"tensor_parallel={config.tensor_parallel}, but the target is shared by {len(target.ranks)} devices "
             "already; give the same number, or load it anew"
         )
+    for part in [target] if drafter is None else [target, drafter]:
+        if config.fused is True and part.unfused is not None:
+            raise ConfigError(f"fused=True, but {part.name} runs unfused: {part.unfused}; use fused='auto'")
+    if drafter is None:
+        return
+    if drafter.fit is not None and drafter.fit != Fit.of(target):
+        raise UnsupportedModelError(
+            f"drafter {drafter.name} was fitted to a target of other layers, sizes or dtype than {target.name}; "
+            "give Engine.from_pretrained its name or module, to fit it to this one"
+        )
+    if drafter.max_steps is not None and spec.num_steps > drafter.max_steps:
+        raise ConfigError(
+            f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {drafter.max_steps} tokens a "
+            f"round; give spec=SpecConfig(num_steps={drafter.max_steps}), or fewer"
+        )
+    if config.finished_tokens and not drafter.reads_finished:
+        raise ConfigError(
+            f"finished_tokens={config.finished_tokens}, and drafter {drafter.name} proposes nothing of finished "
+            "requests; give drafter='suffix', or [drafter, 'suffix'], or finished_tokens=0"
+        )
 
 
 def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
     """Log the position from which the drafter does not draft, because it cannot compute its positions there."""
-    last = getattr(drafter, "max_positions", None)
-    if last is not None and last < max_model_len:
+    if drafter is not None and drafter.max_positions is not None and drafter.max_positions < max_model_len:
         logger.warning(
             "drafter %s does not draft from position %d on, where its RoPE changes or its table of positions ends; "
             "longer texts, up to max_model_len=%d, go on without drafts",
             drafter.name,
-            last,
+            drafter.max_positions,
             max_model_len,
         )
 
 
 def require_adaptive_lookup(spec: SpecConfig, drafter: Any) -> None:
     """Raise ConfigError if a model and a lookup are given but drafts are fixed: the lookup would never draft."""
-    if not spec.adaptive and getattr(drafter, "has_lookup", False):
+    if drafter is not None and drafter.has_lookup and not spec.adaptive:
         raise ConfigError(
             f"adaptive=False, and each round of {drafter.name} has the draft that is expected to bring most; give "
             "spec=SpecConfig(adaptive=True), or one drafter"
@@ -148,19 +155,19 @@ def require_kv_dtype(target: Any, config: EngineConfig) -> None:
 
 def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> None:
     """Raise ConfigError for settings that a target with recurrent layers does not support yet."""
-    if not target.recurrent:
-        return
     require_kv_dtype(target, config)
-    if backend.name == "torch" and target.device.type != "cpu":
+    if target.recurrent and backend.name == "torch" and target.device.type != "cpu":
         raise ConfigError(
             f"attention={config.attention!r} is plain torch on {target.device}, and {target.name} has recurrent "
             "layers, which run on Triton's kernels there; use attention='triton'"
         )
 
 
-def caches_states(target: Any, drafter: Any) -> bool:
-    """Can prefixes be cached? Not if the drafter rereads the end of a prefix and the target has recurrent layers:
-    copies of their states exist only at the end."""
+def caches_prefixes(config: EngineConfig, target: Any, drafter: Any) -> bool:
+    """Are prefixes cached? Not if updates of the weights are not counted, or if the drafter rereads the end of a prefix
+    and the target has recurrent layers: copies of their states exist only at the end."""
+    if not config.prefix_cache or not updates_are_counted(target, drafter):
+        return False
     if not target.recurrent or drafter is None or not drafter.reread:
         return True
     logger.warning(

@@ -42,7 +42,7 @@ class RequestBuilder:
         many = as_prompt_list(prompts)
         requests: list[Request] = []
         for index, (prompt, one) in enumerate(zip(many, params_for(params, len(many)), strict=True)):
-            ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            ids = text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
             if not prompt or not ids:
                 raise ConfigError(f"prompt {index} is empty; at least one token is needed to continue from")
             self._require_tokens(f"prompt {index} holds", ids)
@@ -55,17 +55,14 @@ class RequestBuilder:
             self._scheduler.require_fits(len(ids), one.max_new_tokens)
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
             spec = spec_for(one, self._spec)
-            place = self._grammars.start(one, ends, self.end_tokens)
-            place = token_rules.rules_state(place, one, ends, self._vocab_size)
+            grammar = self._grammars.start(one, ends, self.end_tokens)
+            grammar = token_rules.rules_state(grammar, one, ends, self._vocab_size)
             seed = secrets.randbits(62) if one.seed is None else one.seed
             scores = None if one.prompt_logprobs is None else PromptLogProbs(len(ids), one.prompt_logprobs)
             for sample in range(one.n):
                 text = Detokenizer(self._tokenizer)
-                requests.append(Request(ids, one, seed + sample, text, ends, spec, place, scores))
+                requests.append(Request(ids, one, seed + sample, text, ends, spec, grammar, scores))
         return requests
-
-    def encode(self, text: str) -> list[int]:
-        return text_ids(self.tokenizer, text)
 
     @property
     def tokenizer(self) -> Any:

@@ -23,10 +23,11 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
+from specdec.runtime.launches import HostCopy, LaunchedStep, copy_to_host
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
-from specdec.runtime.prompts.prompt_scores import scoring_of
+from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts, parts_of_layers
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
     LAYERS_A_PART,
@@ -37,13 +38,11 @@ from specdec.runtime.rounds.prompt_chunks import (
     draw_first_tokens,
     read_chunk,
     score_chunk,
-    single_layers,
     whole_chunk,
 )
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
-from specdec.runtime.settling import LaunchedStep, commit_chunks_on_host, copy_to_host, event_now
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import SamplerFeatures
 
@@ -52,12 +51,14 @@ from specdec.sampling.sampling_table import SamplerFeatures
 class PromptReading:
     """The forward over the next `chunk_len` [B] tokens of a batch of requests, after `done` [B] earlier ones.
 
-    earlier: device nanoseconds of the parts run in earlier steps; None: there were none. seconds: host time so far.
+    scoring: prompt tokens to score; None: there are none. earlier: device nanoseconds of the parts run in earlier
+    steps; None: there were none. seconds: host time so far.
     """
 
     batch: RequestBatch
     chunk_len: IntArray
     done: IntArray
+    scoring: ChunkScoring | None
     parts: PromptParts
     num_parts_run: int = 0  # parts that have run
     earlier: torch.Tensor | None = None
@@ -127,9 +128,10 @@ class Prefill:
             self.reading = self._begin_reading(requests, chunk_len, others_decode=others_decode)
         reading = self.reading
         self._threads.fit(int(reading.chunk_len.sum()))
-        seconds = self._seconds_allowed(reading.load) if others_decode else None
+        gap, num_waiting = self._scheduler.prompt_gap, self._scheduler.num_waiting
+        seconds = gap.seconds_allowed(num_waiting, reading.load) if others_decode else None
         self._state.clock.start(*PREFILL_STAGES)
-        reading.advance(self._scheduler.prompt_gap, seconds, waits=self._state.device.type == "cpu")
+        reading.advance(gap, seconds, waits=self._state.device.type == "cpu")
         if reading.is_complete:
             self.reading = None
         else:
@@ -149,8 +151,7 @@ class Prefill:
         chosen = np.array(drawing, dtype=np.int64)
         state.sampling.load_biases(rows[chosen], params, shape.features)
         state.flush()
-        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
-        chunk, scores = reading.parts.read(), None
+        chunk, scoring, scores = reading.parts.read(), reading.scoring, None
         if scoring is not None:
             cells = upload(scoring.cells(), state.device)
             scores = scoring, copy_to_host(score_chunk(state, chunk, cells, scoring.alternatives))
@@ -160,9 +161,8 @@ class Prefill:
             state, chunk, chosen, max_prompt_len, shape, masks, reading.earlier, first_position=int(done.min())
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
-        result, event = copy_to_host(packed), event_now(packed.device, state.target.ranks)
-        launched = LaunchedStep(batch, drawing, shape, result, none, none, event, scores)
-        commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
+        launched = LaunchedStep(batch, drawing, shape, HostCopy(packed, state.target.ranks), none, none, scores)
+        self._scheduler.commit_chunks(requests, chunk_len)
         return launched
 
     def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk:
@@ -173,11 +173,6 @@ class Prefill:
         runs = upload(np.stack([rows, chunk_len]), self._state.device)
         return read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
 
-    def _seconds_allowed(self, load: PromptLoad) -> float | None:
-        """See `PromptGap.seconds_allowed`."""
-        scheduler = self._scheduler
-        return scheduler.prompt_gap.seconds_allowed(scheduler.prompt_budget, scheduler.num_waiting, load)
-
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
         long."""
@@ -187,15 +182,16 @@ class Prefill:
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends_prompt = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
-        divided = others_decode and self._seconds_allowed(PromptLoad.from_runs(done, chunk_len)) is not None
+        gap, load = self._scheduler.prompt_gap, PromptLoad.from_runs(done, chunk_len)
+        divided = others_decode and gap.seconds_allowed(self._scheduler.num_waiting, load) is not None
         found = None
         if divided and self.captured_prompts is not None:
             found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)
         elif divided:
-            found = single_layers(self._state, rows, chunk_len, needed)
+            found = parts_of_layers(self._state, rows, chunk_len, needed)
         if found is None:
             found = whole_chunk(lambda: self.read(rows, chunk_len, needed), self._state.weights.generation())
-        return PromptReading(batch, chunk_len, done, found)
+        return PromptReading(batch, chunk_len, done, scoring, found)
 
 
 def division_of(state: DeviceState, *, captured: bool) -> Division | None:

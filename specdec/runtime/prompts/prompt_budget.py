@@ -191,14 +191,16 @@ class PromptCost:
 class PromptGap:
     """Measured times of one engine's rounds and prompts, and the prompt tokens per step that follow from them.
 
-    round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one timed when the engine
-    was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only such a forward runs
-    the last layers. division: how forwards over few tokens are divided among steps; None: they are not.
+    budget: upper bounds on these tokens. division: how forwards over few tokens are divided among steps; None: they are
+    not. round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one timed when the
+    engine was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only such a forward
+    runs the last layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: PromptBudget, division: Division | None = None) -> None:
+        self.budget = budget
+        self.division = division
         self.cost = PromptCost()
-        self.division: Division | None = None
         self.round = 0.0
         self.longest_round = 0.0
         self.ending = 0.0
@@ -207,21 +209,25 @@ class PromptGap:
         """Update the average with the seconds of a round."""
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
-    def capped(self, budget: PromptBudget) -> PromptBudget:
-        """Cap this budget to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at
+    def cap_budget(self) -> None:
+        """Cap the budget to the tokens that can be read within PROMISED_GAP minus the longest round. The cap is at
         least MIN_CAP, and rounded to few sizes."""
+        budget = self.budget
         if budget.user_set:
-            return budget
+            return
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, budget.chunk)
         cap = max(MIN_CAP, min(fitting, MIN_LONG_TOKENS) // 256 * 256, captured_size(fitting))
-        return budget._replace(while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle))
+        self.budget = budget._replace(
+            while_decoding=min(cap, budget.while_decoding), while_idle=min(cap, budget.while_idle)
+        )
 
-    def tokens(self, budget: PromptBudget, num_waiting: int, prefix: int) -> int:
+    def tokens(self, num_waiting: int, prefix: int) -> int:
         """How many prompt tokens a step may read while other requests decode.
 
         num_waiting: requests that wait for their first token, with or without a row. prefix: the most tokens already
         read of any prompt in the step.
         """
+        budget = self.budget
         if budget.user_set or self.round == 0.0 or not self.cost.is_known:
             return budget.while_decoding
         fitting = self.cost.tokens_within(self._seconds_allowed(GAP_SHARE, num_waiting), prefix, budget.chunk)
@@ -231,10 +237,10 @@ class PromptGap:
             return min(self._tokens_in_parts(self.division, num_waiting, prefix), budget.while_decoding)
         return min(max(budget.min_tokens, captured_size(fitting)), budget.while_decoding)
 
-    def seconds_allowed(self, budget: PromptBudget, num_waiting: int, load: PromptLoad) -> float | None:
+    def seconds_allowed(self, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds of a step that a divided forward over this load may take while other requests decode; None: the
         forward is not divided."""
-        if budget.user_set or self.round == 0.0 or not self.cost.is_known or self.division is None:
+        if self.budget.user_set or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
         fits_whole = self.cost.seconds(load) <= self._seconds_allowed(GAP_SHARE, num_waiting)
         if fits_whole or load.tokens > self.division.max_tokens:
@@ -262,18 +268,18 @@ class PromptGap:
             tokens //= 2
         return tokens
 
-    def promised(self, budget: PromptBudget, longest: int) -> float:
+    def longest_gap(self, longest: int) -> float:
         """The longest time between two tokens of a decoding request, in seconds, while one prompt of up to `longest`
         tokens is read. 0.0 until rounds and prompts have been timed."""
         if self.round == 0.0 or not self.cost.is_known:
             return 0.0
         spent = 0.0
         for prefix in (0, longest):
-            tokens = min(self.tokens(budget, 1, prefix), longest)
-            if not budget.user_set:
-                tokens = min(tokens, budget.chunk)
+            tokens = min(self.tokens(1, prefix), longest)
+            if not self.budget.user_set:
+                tokens = min(tokens, self.budget.chunk)
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
-            seconds = self.seconds_allowed(budget, 1, load)
+            seconds = self.seconds_allowed(1, load)
             if seconds is None or self.division is None:
                 spent = max(spent, self.cost.seconds(load) + self.ending)
             else:
@@ -293,7 +299,7 @@ class UnreadPrompt(NamedTuple):
     remaining: int
 
 
-def shares(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> list[int]:
+def share_tokens(prompts: Sequence[UnreadPrompt], budget: int, chunk: int) -> list[int]:
     """Tokens of each prompt in this step: at most `chunk` per prompt and `budget` in all. prompts: by rank."""
     given = [0] * len(prompts)
     if not prompts:

@@ -9,7 +9,7 @@ A shape is a number of places and a choice of final states. Prefixes, and the di
 data. So there are at most 52 shapes: 23 sizes as a whole and three in parts, each with and without final states.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import NamedTuple
 
@@ -46,46 +46,29 @@ class ChunkShape(NamedTuple):
     divided: bool = False
 
 
-class ChunkBuffers:
-    """Tensors that receive the results of captured forwards, for the drafter and the first draw. All shapes share one
-    set, since results are read before the next forward runs."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
-
-    @torch.inference_mode()
-    def copy_chunk(self, chunk: Chunk) -> Chunk:
-        """Copy a chunk into these tensors and return the copy. The first forward, which is not captured, allocates
-        them."""
-        return chunk._replace(
-            pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
-            tokens=self._copy("fed", chunk.tokens),
-            hidden=self._copy("hidden", chunk.hidden),
-            aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
-        )
-
-    def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        count, *rest = new.shape
-        if name not in self.kept:
-            self.kept[name] = new.new_empty((MAX_TOKENS + 1, *rest))
-        return self.kept[name][:count].copy_(new)
-
-
 class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
-    fixed addresses once it is captured.
+    fixed addresses if it is captured.
 
-    Padding runs have no tokens. layer_ends, shares: see `divide`; each part is a program. Empty: not divided.
+    keep: returns the tensors in which to keep a result. layers_a_part: of a divided forward, each of whose parts is a
+    program. Padding runs have no tokens.
     """
 
-    def __init__(self, state: DeviceState, shape: ChunkShape, results: ChunkBuffers) -> None:
-        self.chunk: Chunk | None = None
-        self.layer_ends: list[int] = []
-        self.shares: list[PartShare] = []
+    def __init__(
+        self,
+        state: DeviceState,
+        shape: ChunkShape,
+        keep: Callable[[Chunk], Chunk] = lambda chunk: chunk,
+        layers_a_part: int = LAYERS_A_PART,
+    ) -> None:
+        self.shares = [PartShare()]
+        self._chunk: Chunk | None = None
+        self._layer_ends: list[int] = []
         self._paused: PausedForward[Chunk] | None = None  # between two parts
         self._state = state
         self._shape = shape
-        self._results = results
+        self._keep = keep
+        self._layers_a_part = layers_a_part
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=state.device)
 
     @torch.inference_mode()
@@ -97,45 +80,77 @@ class ChunkProgram:
         self._inputs.copy_(upload(inputs, self._inputs.device))
         if self._shape.divided:
             layers = self._state.target, self._state.aux_layers
-            self.layer_ends, self.shares = divide(*layers, self._shape.needed, LAYERS_A_PART)
+            self._layer_ends, self.shares = divide(*layers, self._shape.needed, self._layers_a_part)
 
     @property
     def programs(self) -> list[Program]:
-        return [partial(self._part, part) for part in range(len(self.layer_ends))] or [self._whole]
+        return [partial(self._part, end) for end in self._layer_ends] or [self._whole]
+
+    def result(self) -> Chunk:
+        """The result of the last program."""
+        assert self._chunk is not None, "the forward has not run"
+        return self._chunk
 
     def _whole(self) -> torch.Tensor:
-        chunk = read_chunk(self._state, self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.needed)
-        self.chunk = self._results.copy_chunk(chunk)
-        return self.chunk.hidden
+        rows, length = self._inputs
+        return self._end(read_chunk(self._state, rows, length, self._shape.tokens, self._shape.needed))
 
     @torch.inference_mode()
-    def _part(self, part: int) -> torch.Tensor:
-        if part == 0:
-            inputs = self._inputs[0], self._inputs[1], self._shape.tokens
-            self._paused = begin_reading(self._state, *inputs, self._shape.needed)
-        paused = self._paused
-        assert paused is not None, f"part {part} before the first"
-        paused.advance(self.layer_ends[part])
-        if part + 1 < len(self.layer_ends):
+    def _part(self, end: int) -> torch.Tensor:
+        if end == self._layer_ends[0]:
+            rows, length = self._inputs
+            self._paused = begin_reading(self._state, rows, length, self._shape.tokens, self._shape.needed)
+        assert self._paused is not None, f"the part up to layer {end} before the first"
+        self._paused.advance(end)
+        if end < self._layer_ends[-1]:
             return self._inputs  # a program must return a tensor to keep
-        self._paused = None
-        self.chunk = self._results.copy_chunk(paused.finish())
-        return self.chunk.hidden
+        paused, self._paused = self._paused, None
+        return self._end(paused.finish())
+
+    def _end(self, chunk: Chunk) -> torch.Tensor:
+        self._chunk = self._keep(chunk)
+        return self._chunk.hidden
+
+
+def parts_of_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> PromptParts:
+    """A forward that is not captured, of which each layer is a part."""
+    shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided=True)
+    program = ChunkProgram(state, shape, layers_a_part=1)
+    program.load_chunks(rows, chunk_len)
+    return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
 
 
 class CapturedPrompts(CaptureSet):
-    """The captured chunks of one engine."""
+    """The captured chunks of one engine. All shapes share the tensors that receive results for the drafter and the
+    first draw, since results are read before the next forward runs."""
 
     kind = "prompts"
 
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
-        self._results = ChunkBuffers()
+        self._results: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
         self._made: dict[ChunkShape, ChunkProgram] = {}  # one per shape: captures read its inputs
         super().__init__(state, store, strict=strict)
 
     @property
     def shared_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._results.kept.values())
+        return sum(tensor.nbytes for tensor in self._results.values())
+
+    @torch.inference_mode()
+    def _copy_chunk(self, chunk: Chunk) -> Chunk:
+        """Copy a chunk into the shared tensors and return the copy. The first forward, which is not captured, allocates
+        them."""
+        return chunk._replace(
+            pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
+            tokens=self._copy("fed", chunk.tokens),
+            hidden=self._copy("hidden", chunk.hidden),
+            aux_states=None if chunk.aux_states is None else self._copy("aux", chunk.aux_states),
+        )
+
+    def _copy(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        count, *rest = new.shape
+        if name not in self._results:
+            self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+        return self._results[name][:count].copy_(new)
 
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
@@ -164,17 +179,13 @@ class CapturedPrompts(CaptureSet):
             self.store.uncaptured[self.kind] += 0 if divided else 1  # a divided one is tried as a whole
             return None
         self.state.weights.generation()  # checked first: another model may have other layers
-        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._results)
+        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        captured = self.find_captured(shape, program.programs)
-        programs: Sequence[Callable[[], object]] = program.programs
-        if captured is not None:
-            programs = [replay for replay, _ in captured.replays]
+        programs = self.programs_to_run(shape, program.programs)
 
         def read() -> Chunk:
-            chunk = program.chunk
-            assert chunk is not None
+            chunk = program.result()
             self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
             return chunk
 

@@ -13,6 +13,7 @@ other view is an error. If weights have moved, all rounds are captured again.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from specdec.gpu.captures import (
     CaptureStore,
     OverBudget,
     Program,
+    Replay,
     is_out_of_memory,
 )
 from specdec.gpu.cuda_capture import CudaCapture
@@ -56,7 +58,7 @@ class CaptureSet:
     def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
         self.state = state
         self.store = store
-        self._number = store.join(self)
+        store.join(self)
         self._strict = strict
         self._captured: dict[Hashable, CapturedProgram] = {}
         self._waits: dict[Hashable, int] = {}  # shapes that ran and are not captured: runs until a capture is tried
@@ -81,21 +83,8 @@ class CaptureSet:
         """Number of eager runs of a new shape, after the first, before its capture."""
         return 0
 
-    def run_captured(
-        self, shape: Hashable, programs: Sequence[Program], between: HostWorkBetween | None = None
-    ) -> torch.Tensor:
-        """Replay the captured programs of this shape, or run `programs`. Returns the result of the last."""
-        captured = self.find_captured(shape, programs)
-        if captured is None:
-            return run_programs(programs, between)
-        for program_index, (replay, out) in enumerate(captured.replays):
-            replay()
-            if between is not None and program_index + 1 < len(captured.replays):
-                between(program_index, out)
-        return out
-
-    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
-        """The captured programs of this shape if they can be replayed now; None: run eagerly."""
+    def programs_to_run(self, shape: Hashable, programs: Sequence[Program]) -> Sequence[Program]:
+        """Replays of the captured programs of this shape, or `programs`, to be run eagerly."""
         if self._generation != (now := self.state.weights.generation()):
             self._generation = now
             self.clear()
@@ -104,12 +93,12 @@ class CaptureSet:
         if captured is None:
             self._waits[shape] = max(0, self._waits.get(shape, self.patience(shape)) - 1)
             self.store.uncaptured[self.kind] += 1
-            return None
+            return programs
         if captured.view_key != self.state.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
         self.state.cache.allocator.require_unfrozen("a captured round")
-        self.store.touch(self._number, shape)
-        return captured
+        self.store.touch(self, shape)
+        return [partial(_replay, *each) for each in captured.replays]
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
         """Capture the programs of a shape if it has run and need not wait, so that its next run is a replay."""
@@ -117,7 +106,7 @@ class CaptureSet:
             return
         pool = self.pool(shape)
         try:
-            self._captured[shape] = self.store.make(self._number, shape, pool, self.state.view.key, programs)
+            self._captured[shape] = self.store.make(self, shape, pool, self.state.view.key, programs)
             del self._waits[shape]
         except Exception as error:  # of any kind: a model may do anything that a graph cannot record
             no_memory, reason = is_out_of_memory(error), first_line(_root(error))
@@ -135,7 +124,7 @@ class CaptureSet:
         """Drop all captures and their memory."""
         for memory in (self._captured, self._waits, self._setbacks):
             memory.clear()
-        self.store.discard(self._number)
+        self.store.discard(self)
 
     def forget(self, shape: Hashable) -> None:
         """Drop the capture of this shape, which is evicted."""
@@ -147,6 +136,11 @@ class CaptureSet:
         self._setbacks[shape] += 1
         runs = 1 << self._setbacks[shape] - 1
         self._waits[shape] = runs if max_runs is None else min(runs, max_runs)
+
+
+def _replay(replay: Replay, out: torch.Tensor) -> torch.Tensor:
+    replay()
+    return out
 
 
 def _root(error: BaseException) -> BaseException:
@@ -172,15 +166,16 @@ class CapturedRounds(CaptureSet):
 
     def run(self, shape: RoundShape, between: HostWorkBetween | None = None) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
-        return self.run_captured(shape, decode_programs(self.state, shape), between)
+        return run_programs(self.programs_to_run(shape, decode_programs(self.state, shape)), between)
 
     def catch_up(self, shape: RoundShape) -> None:
         """Let the drafter read unread tokens of the rows seated for a round of this shape."""
-        self.run_captured((shape.batch, shape.max_committed_len), [lambda: self.state.catch_up(shape, MAX_UNREAD)])
+        program = partial(self.state.catch_up, shape, MAX_UNREAD)
+        run_programs(self.programs_to_run((shape.batch, shape.max_committed_len), [program]))
 
 
 def run_programs(programs: Sequence[Program], between: HostWorkBetween | None = None) -> torch.Tensor:
-    """Run a round eagerly. Returns its packed result."""
+    """Run these programs. Returns the result of the last."""
     for program_index, program in enumerate(programs):
         out = program()
         if between is not None and program_index + 1 < len(programs):

@@ -63,11 +63,10 @@ class DecodeRound:
         table = state.cache.table
         rows = self.rows = Rows(state.seats.tensor[: shape.batch], shape.max_committed_len)
         # the rows as the drafter reads them; a lookup reads only tokens
-        self.read_rows = (
-            rows if draft.by_lookup else Rows(state.draft_seats.tensor[: shape.batch], shape.max_committed_len)
-        )
-        kept = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
-        opened = (opening if state.on_kernels else reference_opening)(rows.index, *kept, depth=draft.num_steps + 1)
+        read_seats = (state.seats if draft.by_lookup else state.draft_seats).tensor
+        self.read_rows = Rows(read_seats[: shape.batch], shape.max_committed_len)
+        tables = (table.committed_len.tensor, state.tokens.tensor, state.max_drafts.tensor, state.sampling.cells.tensor)
+        opened = (opening if state.on_kernels else reference_opening)(rows.index, *tables, depth=draft.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = state.backend.locate(table, rows, opened.committed_len, shape.width)
         sampler = state.sampler_of(rows, history_len, shape, opened)
@@ -150,7 +149,7 @@ class DecodeRound:
         if state.seen_bits is not None and shape.features.penalty:
             mark_seen(state.seen_bits.bits, rows.index, tokens, length)
         if state.unread is not None and unread_tokens(shape):
-            state.keep_unread(rows, opened.committed_len, *self.states, path)
+            state.unread.keep_states(rows, opened.committed_len, *self.states, path)
         else:
             hidden, aux_states = self.states
             seen = Observation(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.config import MAX_FORCED_TOKENS
+from specdec.config import MAX_FORCED_TOKENS, EngineConfig, SpecConfig
 from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
@@ -28,7 +28,7 @@ from specdec.models.target import StatesNeeded, TargetModel
 from specdec.modules.weight_watch import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.unread import MAX_UNREAD, UnreadTokens, reads_late
+from specdec.runtime.rounds.unread import UnreadTokens, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable
@@ -80,8 +80,7 @@ class WeightVersions:
 class DeviceState:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
 
-    lags: if the drafter can, it reads the tokens of rounds without drafts later (`unread.py`). finished_tokens: number
-    of tokens of finished requests that the drafter may propose from.
+    If drafts are adaptive and the drafter can, it reads the tokens of rounds without drafts later (`unread.py`).
     """
 
     def __init__(
@@ -90,21 +89,19 @@ class DeviceState:
         drafter: Drafter | None,
         cache: KVCache,
         backend: Backend,
-        *,
-        lags: bool = False,
-        finished_tokens: int = 0,
+        spec: SpecConfig,
+        config: EngineConfig,
     ) -> None:
         self.target = target
         self.cache = cache
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
-        # a drafter that does not inherit our base class may lack this attribute
-        self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
+        self._drafter_reads_every_state = drafter is not None and drafter.reads_every_state
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
-        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, finished_tokens))
-        self.has_lookup: bool = getattr(drafter, "has_lookup", False)
+        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, config.finished_tokens))
+        self.has_lookup = drafter is not None and drafter.has_lookup
         self.finished: FinishedTexts | None = getattr(self.worker, "finished", None)
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
@@ -113,16 +110,16 @@ class DeviceState:
         self.max_drafts = MirroredArray((len(self.tokens.host),), self.device)  # per row and round
         self.prompt_len = MirroredArray((len(self.tokens.host),), self.device)
         self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # number, then tokens
-        self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
+        max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
+        self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, max_nodes, self.device)
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
         self.draft_seats = self.seats  # the drafter's seats: padding replaces rows past its last position
         self.unread: UnreadTokens | None = None
-        self.max_positions: int | None = getattr(drafter, "max_positions", None)
-        if reads_late(drafter, lags):
-            width = target.hidden_size * max(1, len(self.aux_layers))
-            self.unread = UnreadTokens(len(self.tokens.host), width, target.dtype, self.device)
+        self.max_positions = None if drafter is None else drafter.max_positions
+        if reads_late(drafter, spec.adaptive):
+            self.unread = UnreadTokens(len(self.tokens.host), target, len(self.aux_layers))
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self.weights = WeightVersions(target, drafter)
 
@@ -220,51 +217,12 @@ class DeviceState:
             self.unread.read[seen.rows.index] = seen.start + seen.length
         self.worker.observe(seen)
 
-    def keep_unread(
-        self,
-        rows: Rows,
-        start: torch.Tensor,
-        hidden: torch.Tensor,
-        aux_states: torch.Tensor | None,
-        path: torch.Tensor,
-    ) -> None:
-        """Keep the states [B, N, H] of a round that the drafter does not read now: nodes of `path` [B, D], committed
-        from `start` [B] on. States of rejected nodes are stored too; later rounds overwrite them before they are read.
-        """
-        assert self.unread is not None, "this drafter reads every round"
-        states = hidden if aux_states is None else aux_states
-        if (depth := path.shape[1]) == 1:
-            self.unread.states[rows.index, start % MAX_UNREAD] = states[:, 0]
-            return
-        position = start[:, None] + torch.arange(depth, device=self.device)  # [B, D]
-        on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
-        self.unread.states[rows.index[:, None], position % MAX_UNREAD] = on_path
-
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape, max_tokens: int) -> torch.Tensor:
         """Let the drafter read at most `max_tokens` unread tokens of each seated row. Returns the number of tokens
         [B]."""
         assert self.unread is not None, "this drafter reads every round"
-        table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
-        committed = table.committed_len.tensor[index]
-        start = self.unread.read[index]
-        length = (committed - start).clamp(min=0)
-        has_unread = length > 0
-        seats = torch.where(has_unread, index, table.padding_row)  # other rows keep their state
-        start = torch.where(has_unread, start, 0)
-        steps = torch.arange(max_tokens, device=self.device)
-        position = start[:, None] + steps  # [B, max_tokens]
-        states = self.unread.states[index[:, None], position % MAX_UNREAD]
-        tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
-        seen = Observation(
-            rows=Rows(seats, shape.max_committed_len),
-            start=start,
-            tokens=tokens,
-            hidden=states,
-            aux_states=states if self.aux_layers else None,
-            path=steps.expand_as(tokens),
-            length=length,
-            next_token=self.tokens.tensor[index, committed],
-        )
+        seats = self.draft_seats.tensor[: shape.batch]
+        seen = self.unread.observation(self.cache.table, self.tokens.tensor, seats, shape.max_committed_len, max_tokens)
         self.observe(seen)
-        return length
+        return seen.length

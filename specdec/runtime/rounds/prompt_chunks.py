@@ -15,11 +15,9 @@ is deterministic, a row's numbers do not depend on other rows: head and softmax 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from specdec.attention.plan import KVPlan, Pack, plan_last, plan_packed
@@ -163,25 +161,6 @@ def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
     """A forward as a single part."""
     found: list[Chunk] = []
     return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
-
-
-def single_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> PromptParts:
-    """Divide a forward that is not captured: each layer is a part."""
-    layer_ends, shares = divide(state.target, state.aux_layers, needed, 1)
-    runs = upload(np.stack([rows, chunk_len]), state.device)
-    paused: list[PausedForward[Chunk]] = []
-
-    @torch.inference_mode()
-    def part(end: int) -> None:
-        if not paused:
-            paused.append(begin_reading(state, runs[0], runs[1], int(chunk_len.sum()), needed))
-        paused[0].advance(end)
-
-    @torch.inference_mode()
-    def read() -> Chunk:
-        return paused[0].finish()
-
-    return PromptParts(shares, [partial(part, end) for end in layer_ends], read, state.weights.generation())
 
 
 @torch.inference_mode()

@@ -13,9 +13,11 @@ All rows of a round catch up together, before a round
 import numpy as np
 import torch
 
-from specdec.draft_models.base import Drafter
+from specdec.draft_models.base import Drafter, Observation
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
+from specdec.kvcache.table import RequestTable, Rows
+from specdec.models.target import TargetModel
 from specdec.runtime.rounds.result import RoundShape
 
 MAX_UNREAD = 16
@@ -24,9 +26,9 @@ MAX_UNREAD = 16
 
 def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
     """May the drafter read tokens some rounds after their commit? adaptive: rounds may have no drafts."""
-    # a drafter that does not inherit our base class may lack these attributes
-    has_end = getattr(drafter, "max_positions", None) is not None  # it reads nothing after that position
-    return (adaptive or has_end) and getattr(drafter, "may_lag", False)
+    if drafter is None or not drafter.may_lag:
+        return False
+    return adaptive or drafter.max_positions is not None  # it reads nothing after that position
 
 
 def unread_tokens(shape: RoundShape) -> int:
@@ -36,11 +38,16 @@ def unread_tokens(shape: RoundShape) -> int:
 
 
 class UnreadTokens:
-    """Unread tokens by row. width: size of a state. count: upper bound on the unread tokens of each row, on the host.
-    ended: rows longer than the drafter's last position; it has read them up to that position."""
+    """Unread tokens by row. num_aux_layers: layers whose states the drafter reads; 0: it reads the final ones.
 
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.states = torch.zeros((num_rows, MAX_UNREAD, width), dtype=dtype, device=device)
+    count: upper bound on the unread tokens of each row, on the host. ended: rows longer than the drafter's last
+    position; it has read them up to that position.
+    """
+
+    def __init__(self, num_rows: int, target: TargetModel, num_aux_layers: int) -> None:
+        device, width = target.device, target.hidden_size * max(1, num_aux_layers)
+        self._reads_aux = num_aux_layers > 0
+        self.states = torch.zeros((num_rows, MAX_UNREAD, width), dtype=target.dtype, device=device)
         self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # number of first tokens that were read
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
@@ -60,3 +67,41 @@ class UnreadTokens:
         self.ended[ending] = True
         self.count[rows[~self.ended[rows]]] += more
         return most if must_read else 0
+
+    def keep_states(
+        self, rows: Rows, start: torch.Tensor, hidden: torch.Tensor, aux_states: torch.Tensor | None, path: torch.Tensor
+    ) -> None:
+        """Keep the states [B, N, H] of a round that the drafter does not read now: nodes of `path` [B, D], committed
+        from `start` [B] on. States of rejected nodes are stored too; later rounds overwrite them before they are read.
+        """
+        states = hidden if aux_states is None else aux_states
+        if (depth := path.shape[1]) == 1:
+            self.states[rows.index, start % MAX_UNREAD] = states[:, 0]
+            return
+        position = start[:, None] + torch.arange(depth, device=path.device)  # [B, D]
+        on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        self.states[rows.index[:, None], position % MAX_UNREAD] = on_path
+
+    def observation(
+        self, table: RequestTable, tokens: torch.Tensor, seats: torch.Tensor, max_committed_len: int, max_tokens: int
+    ) -> Observation:
+        """At most `max_tokens` unread tokens of each seated row [B]. tokens: by row and position."""
+        committed, start = table.committed_len.tensor[seats], self.read[seats]
+        length = (committed - start).clamp(min=0)
+        has_unread = length > 0
+        rows = torch.where(has_unread, seats, table.padding_row)  # other rows keep their state
+        start = torch.where(has_unread, start, 0)
+        steps = torch.arange(max_tokens, device=seats.device)
+        position = start[:, None] + steps  # [B, max_tokens]
+        states = self.states[seats[:, None], position % MAX_UNREAD]
+        unread = tokens[seats[:, None], position.clamp(max=tokens.shape[1] - 1)]
+        return Observation(
+            rows=Rows(rows, max_committed_len),
+            start=start,
+            tokens=unread,
+            hidden=states,
+            aux_states=states if self._reads_aux else None,
+            path=steps.expand_as(unread),
+            length=length,
+            next_token=tokens[seats, committed],
+        )

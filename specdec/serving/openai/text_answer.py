@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from specdec import __version__
 from specdec.errors import ConfigError
-from specdec.runtime.draft_reports import llama_timings, vllm_figures
+from specdec.runtime.drafts.draft_reports import llama_timings, vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.clients import in_whole_blocks

@@ -13,8 +13,6 @@ import numpy as np
 from specdec.runtime.request_output import RequestStats
 from specdec.runtime.rounds.result import DraftShape
 
-UNKNOWN = "no round had a choice"
-
 BUSY = 0.9
 """A process that computes undisturbed on a CPU has at least this share of a core."""
 
@@ -72,7 +70,7 @@ def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
     """State the acceptance length, and the number of rounds with drafts if more than a tenth had none; or that no
     drafts were made. off: why rounds have no drafts now (`Engine.drafts_off`), included if most rounds had none."""
     if not stats.drafted_rounds:
-        return f"no drafts were made: {off or UNKNOWN}"
+        return f"no drafts were made: {off or 'no round had a choice'}"
     found = f"acceptance length {stats.acceptance_length:.2f}"
     if 10 * stats.drafted_rounds < 9 * stats.rounds:
         found += f" in the {stats.drafted_rounds} of {stats.rounds} rounds that drafted"
