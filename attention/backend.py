@@ -20,12 +20,7 @@ from specdec.attention.dense import MaskedRuns, RunsAttention, VisibleKeys, dens
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
-from specdec.attention.kernels.page_table import (
-    PageTables,
-    build_page_tables,
-    locate_prefixes,
-    reference_build_page_tables,
-)
+from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.path_attention import PathAttention
@@ -44,7 +39,6 @@ from specdec.gpu.triton_shim import triton_obstacle
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, reference_move_kv, reference_store_kv, store_kv
-from specdec.kvcache.table import RequestTable, Rows
 
 MAX_HEAD_DIM = 512
 
@@ -67,9 +61,6 @@ class TorchBackend:
     deterministic: bool = False
     captured: bool = False
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
-        return locate_prefixes(reference_build_page_tables, table, rows, committed_len, num_queries)
-
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if isinstance(plan.prefix, PackTables):
             runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
@@ -77,9 +68,8 @@ class TorchBackend:
                 return MaskedRuns(*runs)
             return RunsAttention.from_pack(exact_run if self.deterministic else dense_run, *runs)
         if self.deterministic:
-            table = plan.prefix.group_table(group)
-            return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
-        return VisibleKeys.from_plan(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
+            return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, group, window)
+        return VisibleKeys.from_plan(plan, group, window).attend
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)
@@ -87,6 +77,7 @@ class TorchBackend:
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
 
+    locate = staticmethod(reference_build_page_tables)
     draft_block = CopiedDraftBlock
     recurrence = RecurrentForward
     fold = staticmethod(fold_committed)
@@ -105,15 +96,12 @@ class TritonBackend:
     name = "triton"
     deterministic: bool = False
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
-        return locate_prefixes(build_page_tables, table, rows, committed_len, num_queries)
-
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if isinstance(plan.prefix, PackTables):
             attend = partial(ragged_attention, pack=plan.prefix.pack, lines=plan.prefix.lines[group])
             return partial(attend, window=window, first_key=plan.first_key, exact=self.deterministic, shares=shares)
         by_tree = partial(tree_attention, shares=shares)
-        return PathAttention.from_plan(by_tree, own_keys, plan, plan.prefix.group_table(group), group, window)
+        return PathAttention.from_plan(by_tree, own_keys, plan, group, window)
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)
@@ -126,6 +114,7 @@ class TritonBackend:
     def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentKernels:
         return RecurrentKernels(plan, view, deterministic=self.deterministic)
 
+    locate = staticmethod(build_page_tables)
     draft_block = PagedDraftBlock
     fold = staticmethod(fold_row)
     expand = staticmethod(expand)

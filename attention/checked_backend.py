@@ -11,6 +11,7 @@ It wraps another backend and changes none of its results. It checks, for B rows 
 All checks are tensor operations that read nothing back, so a captured round repeats them at every replay.
 """
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -18,21 +19,22 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, PackTables
 from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.sanitize import Fault, Sanitizer, sanitize_requested
+from specdec.kvcache.sanitize import SETTING, Fault, Sanitizer
 from specdec.kvcache.store import KVStore
 
 
 def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tuple[Backend, Capture | None]:
     """The backend and the capture for an engine: these two, or wrapped ones if the environment asks for checks."""
-    if not sanitize_requested():
+    if os.environ.get(SETTING, "") in ("", "0"):
         return backend, capture
-    cache.sanitizer = sanitizer = Sanitizer(cache.table)
+    cache.sanitizer = sanitizer = Sanitizer(cache.table, cache.stores)
     return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.deferring(capture)
 
 
@@ -54,14 +56,16 @@ class CheckedBackend:
         else:
             self._check_lengths(plan)
             self._check_writes(plan, group)
-            self._check_reads(plan, group, *plan.prefix.pages(group))
+            self._check_reads(group, plan.rows, plan.prefix.table(group), int(self.table.retain[group]))
         queries = self._own(plan), self._rows(plan).expand_as(plan.positions), plan.positions
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), group, queries)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
         for layer, kept in store.layers.items():
-            self._check_draft_reads(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
+            window = draft.windows[layer]
+            num_keys = None if window is None else window - 1
+            self._check_reads(kept.group, draft.rows.index, block.prefix_table(layer), num_keys)
         return CheckedDraftBlock(block, store, draft, self)
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
@@ -76,16 +80,6 @@ class CheckedBackend:
         expected = self._slots_at(group, rows, positions)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
         self.sanitizer.record_fault(Fault.READ, group, wrong, rows, positions, read, expected)
-
-    def _check_draft_reads(
-        self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
-    ) -> None:
-        """Check `read` [B, L]: slots of committed keys from position start [B] on."""
-        rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
-        positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
-        oldest = 0 if window is None else length - window + 1
-        seen = (rows != self.table.padding_row) & (positions >= oldest) & (positions < length)
-        self._check_slots(group, rows, positions, read, seen)
 
     def _check_pack_reads(self, plan: KVPlan, tables: PackTables, group: GroupId, window: int | None) -> None:
         """Check the slot of the oldest and of the newest key that each place sees."""
@@ -118,18 +112,19 @@ class CheckedBackend:
         expected = torch.where(inside, self._slots_at(group, rows, positions), NULL_SLOT)
         wrong = (write != expected) | (stored & (write == NULL_SLOT))
         self.sanitizer.record_fault(Fault.WRITE, group, wrong, rows, positions, write, expected)
-        shared = stored & (self.sanitizer.owners.tensor[primary // plan.page_size] > 1)
+        shared = stored & (self.sanitizer.owners.tensor[primary // self.table.allocator.page_size] > 1)
         self.sanitizer.record_fault(Fault.SHARED, group, shared, rows, positions, write, expected)
 
-    def _check_reads(self, plan: KVPlan, group: GroupId, pages: torch.Tensor, start: torch.Tensor) -> None:
-        """Check the first slot of each page [B, P] from position start [B] on, and that the pages cover the prefix or
-        the window."""
-        rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
-        positions = start[:, None] + torch.arange(pages.shape[1], device=pages.device) * page_size
+    def _check_reads(self, group: GroupId, rows: torch.Tensor, table: PageTable, num_keys: int | None) -> None:
+        """Check the first slot of each page, and that the pages cover the last `num_keys` keys of each prefix; None:
+        all."""
+        pages, page_size, begin = table.pages, table.page_size, table.begin[:, None]
+        rows, length = rows[:, None], table.committed_len[:, None]
+        positions = begin + torch.arange(pages.shape[1], device=pages.device) * page_size
         real = rows != self.table.padding_row
         self._check_slots(group, rows, positions, pages * page_size, real & (positions < length))
-        oldest = (length - int(self.table.retain[group])).clamp(min=0)
-        begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
+        oldest = torch.zeros_like(length) if num_keys is None else (length - num_keys).clamp(min=0)
+        end = begin + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
         lost = self._slots_at(group, rows, missing)
@@ -195,7 +190,7 @@ class CheckedDraftBlock:
         self.draft = draft
         self.checks = checks
         self.level = -1
-        self.destination, self.prefix_slots = block.destination, block.prefix_slots
+        self.destination, self.prefix_table = block.destination, block.prefix_table
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1

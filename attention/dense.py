@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, PathKeys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.path_attention import PathAttention, part_of
-from specdec.attention.plan import Attend, KVPlan, Pack, RunSlots
+from specdec.attention.plan import Attend, KVPlan, Pack, PackTables, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId
@@ -64,30 +65,16 @@ def dense_attention(
     Keys that no query sees must be finite, since their weight 0 is multiplied with V. The result of a query that sees
     no key is 0 or NaN.
     """
-    if softcap is not None or sinks is not None:
-        return _with_extras(query, k, v, bias, scaling, softcap, sinks).transpose(1, 2)
     dtype = v.dtype
-    if query.device.type == "cpu" and dtype.itemsize < 4:  # torch's fused operator is several times slower in 16 bits
-        query, k, v = query.float(), k.float(), v.float()
-    bias = bias.to(query.dtype)
-    out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
-    return out.to(dtype).transpose(1, 2)
-
-
-def _with_extras(
-    query: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with a softcap or sinks, which torch's fused operator lacks -> [B, Hq, N, DV]. The softmax runs in
-    float32, or in float64 for float64 inputs."""
-    batch, num_heads, num_rows, head_dim = query.shape
-    num_kv_heads = k.shape[1]
-    grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
+    if softcap is None and sinks is None:
+        if query.device.type == "cpu" and dtype.itemsize < 4:  # the fused operator is several times slower in 16 bits
+            query, k, v = query.float(), k.float(), v.float()
+        bias = bias.to(query.dtype)
+        fused = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
+        return fused.to(dtype).transpose(1, 2)
+    # without torch's fused operator; the softmax runs in float32, or in float64 for float64 inputs
+    batch, num_rows, num_kv_heads = len(query), query.shape[2], k.shape[1]
+    grouped = query.unflatten(1, (num_kv_heads, -1))
     scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -97,8 +84,8 @@ def _with_extras(
     else:
         sink = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, DV]
-    return out.flatten(1, 2)
+    out = torch.matmul(weights.to(dtype), v[:, :, None])  # [B, Hkv, G, N, DV]
+    return out.flatten(1, 2).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +102,11 @@ class VisibleKeys:
     bias: torch.Tensor
 
     @classmethod
-    def from_plan(
-        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, group: GroupId, window: int | None
-    ) -> "VisibleKeys":
-        """The keys that layers of one group and window (None: full attention) see under `plan`.
-
-        slots: [B, L] of the prefixes in that group, from position start [B] on.
-        """
+    def from_plan(cls, plan: KVPlan, group: GroupId, window: int | None) -> "VisibleKeys":
+        """The keys that layers of one group and window (None: full attention) see under a plan without a pack."""
+        assert not isinstance(plan.prefix, PackTables)
+        table = plan.prefix.table(group)
+        slots, start = table.slots(), table.begin
         if window is not None:
             window += plan.window_shift
         if window is not None and group == PRIMARY:
@@ -265,4 +250,5 @@ def exact_run(
     end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that whole tiles hold all keys
     none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
     first = keys[:, 0].clone()
-    return PathAttention(deterministic_attention, none_apart, slots, first, end, positions, None, 1, window, first_key)
+    path = PathKeys(PageTable(slots, first, end, 1), none_apart, positions, None, window, first_key)
+    return PathAttention(deterministic_attention, path)

@@ -12,7 +12,8 @@ for itself. It computes in float32, or in float64 for float64 inputs. The host r
 import torch
 from torch.nn.functional import pad
 
-from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, PathKeys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 
 BLOCK_K = ALIGN
@@ -28,27 +29,20 @@ def deterministic_attention(
     query: torch.Tensor,
     pool_k: FieldPool,
     pool_v: FieldPool,
-    own: OwnKeys,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    positions: torch.Tensor,
+    path: PathKeys,
     *,
-    page_size: int,
     scaling: float,
-    block_len: torch.Tensor | None = None,
-    window: int | None = None,
-    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `tree_attention`; `own` from `reference_own_keys`."""
+    """See `tree_attention`; `path.own` from `reference_own_keys`."""
+    table, own, positions, block_len, window, first_key = path
+    committed_len = table.committed_len
     batch, num_heads, num_rows, _ = query.shape
     kv_heads = pool_k.shape[1]
     group = num_heads // kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
-    start = torch.zeros_like(committed_len) if start is None else start
-    low = start[:, None].expand_as(positions)  # [B, N] the oldest and the newest key that a row sees
+    low = table.begin[:, None].expand_as(positions)  # [B, N] the oldest and the newest key that a row sees
     high = positions if own.path_len else (committed_len - 1)[:, None].expand_as(positions)
     if window is not None:
         low = torch.maximum(low, positions - window + 1)
@@ -65,7 +59,7 @@ def deterministic_attention(
     key_pos = (first_tile[:, None] + torch.arange(max(num_tiles, 0), device=query.device))[:, :, None] * BLOCK_K
     key_pos = key_pos + torch.arange(BLOCK_K, device=query.device)  # [B, J, BLOCK_K]
     pos = torch.maximum(torch.minimum(key_pos.flatten(1), shared_newest[:, None]), oldest[:, None])  # clamped
-    slots = _slots(pos, own, pages, start, own_base, page_size).view_as(key_pos)
+    slots = _slots(pos, own, table, own_base).view_as(key_pos)
     keys, values = (_tiles(pool, slots, shared_newest >= oldest, dtype) for pool in (pool_k, pool_v))
 
     q = query.to(dtype).unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, N, G, D]
@@ -102,13 +96,11 @@ def deterministic_attention(
     return out.transpose(1, 2).flatten(2, 3).to(query.dtype).contiguous()
 
 
-def _slots(
-    pos: torch.Tensor, own: OwnKeys, pages: torch.Tensor, start: torch.Tensor, own_base: torch.Tensor, page_size: int
-) -> torch.Tensor:
+def _slots(pos: torch.Tensor, own: OwnKeys, table: PageTable, own_base: torch.Tensor) -> torch.Tensor:
     """The slots of the keys at positions [B, L]."""
-    pages = pages if pages.shape[1] else pages.new_zeros(len(pages), 1)
-    column = (pos - start[:, None]).clamp(0, pages.shape[1] * page_size - 1)
-    committed = pages.long().gather(1, column // page_size) * page_size + column % page_size
+    slots = table.slots()
+    slots = slots.long() if slots.shape[1] else own_base.new_zeros(len(slots), 1)
+    committed = slots.gather(1, (pos - table.begin[:, None]).clamp(0, slots.shape[1] - 1))
     owned = own.slots[:, 0].long().gather(1, (pos - own_base[:, None]).clamp(0, own.slots.shape[2] - 1))
     return torch.where(pos < own_base[:, None], committed, owned)
 

@@ -22,8 +22,8 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.own_keys import OwnKeys
-from specdec.attention.plan import KVPlan
+from specdec.attention.kernels.own_keys import OwnKeys, PathKeys
+from specdec.attention.plan import KVPlan, PackTables
 from specdec.kvcache.layout import GroupId, GroupLoc
 
 
@@ -35,21 +35,10 @@ def part_of(whole: Any, requests: slice, columns: slice) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PathAttention:
-    """An `Attend` of `plan.py`.
-
-    function: `tree_attention` or `deterministic_attention`; the other fields are its arguments.
-    """
+    """An `Attend` of `plan.py`: `tree_attention` or `deterministic_attention` over the keys of `path`."""
 
     function: Callable[..., torch.Tensor]
-    own: OwnKeys
-    pages: torch.Tensor
-    start: torch.Tensor | None
-    committed_len: torch.Tensor
-    positions: torch.Tensor
-    block_len: torch.Tensor | None
-    page_size: int
-    window: int | None
-    first_key: int = 0
+    path: PathKeys
 
     @classmethod
     def from_plan(
@@ -57,52 +46,37 @@ class PathAttention:
         function: Callable[..., torch.Tensor],
         find_own_keys: Callable[..., OwnKeys],
         plan: KVPlan,
-        table: tuple[torch.Tensor, torch.Tensor | None],
         group: GroupId,
         window: int | None,
     ) -> "PathAttention":
-        """Attention under a plan. find_own_keys: `own_keys` or its reference. table: `pages` and `start`, for both
-        functions."""
-        pages, start = table
+        """Attention under a plan of trees, runs or frozen queries. find_own_keys: `own_keys` or its reference."""
+        assert not isinstance(plan.prefix, PackTables)
+        table = plan.prefix.table(group)
         write = None if plan.write is None else plan.write_slots(group).view(plan.positions.shape)
         tree = plan.tree
         parents = None if tree is None or tree.is_chain else tree.parents
-        depth = None if tree is None else tree.max_depth
-        length, page_size = plan.committed_len, plan.page_size
-        own = find_own_keys(pages, start, length, write, parents, page_size=page_size, max_depth=depth)
+        own = find_own_keys(table, write, parents, None if tree is None else tree.max_depth)
         if window is not None:
             window += plan.window_shift
-        rows = plan.positions, plan.block_len
-        return cls(function, own, pages, start, length, *rows, page_size, window, plan.first_key)
+        return cls(function, PathKeys(table, own, plan.positions, plan.block_len, window, plan.first_key))
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self.function(
-            *(query, pool_k, pool_v, self.own, self.pages, self.start, self.committed_len, self.positions),
-            page_size=self.page_size,
-            block_len=self.block_len,
-            window=self.window,
-            first_key=self.first_key,
-            **options,
-        )
+        return self.function(query, pool_k, pool_v, self.path, **options)
 
     def part(self, requests: slice, columns: slice) -> "PathAttention":
         """Attention for these columns of these requests only."""
-        slots, run_end = self.own
-        if run_end is None:
-            own = OwnKeys(slots[requests], None)
-        else:  # renumber nodes from the first column; runs end at the last
+        (slots, run_end), block_len = self.path.own, self.path.block_len
+        own = OwnKeys(slots[requests], None)
+        if run_end is not None:  # renumber nodes from the first column; runs end at the last
             ends = run_end[requests, columns].clamp(max=columns.stop - 1) - columns.start
             own = OwnKeys(slots[requests, columns].contiguous(), ends.contiguous())
-        block_len = None if self.block_len is None else (self.block_len[requests] - columns.start).clamp(min=0)
-        return replace(
-            self,
+        path = self.path._replace(
+            table=self.path.table.of_requests(requests),
             own=own,
-            pages=self.pages[requests],
-            start=None if self.start is None else self.start[requests],
-            committed_len=self.committed_len[requests],
-            positions=self.positions[requests, columns],
-            block_len=block_len,
+            positions=self.path.positions[requests, columns],
+            block_len=None if block_len is None else (block_len[requests] - columns.start).clamp(min=0),
         )
+        return replace(self, path=path)
 
 
 ROWS = 16

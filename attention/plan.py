@@ -32,7 +32,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import RecurrentContext
-from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -120,9 +120,7 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
         inside = PrimaryLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
         return RunSlots(allocator.translate(group, inside), numbers, begin)
 
-    groups = [group for group, _ in allocator.pools.items()]
-    lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)
-    return PackTables(pack, ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)))
+    return PackTables(pack, ByGroup((every, *map(windowed, allocator.windowed))), allocator.located(own))
 
 
 Attend = Callable[..., torch.Tensor]
@@ -133,8 +131,8 @@ scaling, softcap, sinks) -> [B, N, Hq, D]. The forward's own keys are in the poo
 class PlanBackend(KVOperations, Protocol):
     """The part of a backend that plans need: it makes their tables and computes with them."""
 
-    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
-        """Make tables of the prefixes [0, committed_len [B]), with slots of the `num_queries` positions after each."""
+    def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_nodes: int) -> PageTables:
+        """Make tables of the prefixes [0, committed_len [B]), with slots of the `num_nodes` positions after each."""
 
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
         """Attention under `plan` for layers of `group` with `window` (None: full attention).
@@ -165,7 +163,6 @@ class KVPlan:
     committed_len: torch.Tensor
     positions: torch.Tensor
     prefix: PageTables | PackTables
-    page_size: int
     tree: DraftTree | None = None
     write: ByGroup[GroupLoc] | None = None
     block_len: torch.Tensor | None = None
@@ -196,7 +193,6 @@ def plan_chunk(
         committed_len=start,
         positions=start[:, None] + steps,
         prefix=prefix,
-        page_size=table.allocator.page_size,
         write=prefix.write.map(lambda slots: GroupLoc(slots.masked_fill(padding, NULL_SLOT).reshape(-1))),
         block_len=block_len,
     )
@@ -213,7 +209,6 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
         committed_len=pack.start,
         positions=pack.positions[None],
         prefix=tables,
-        page_size=table.allocator.page_size,
         write=tables.write,
     )
 
@@ -230,18 +225,16 @@ def plan_verify(
     rows: Rows,
     tree: DraftTree,
     *,
-    committed_len: torch.Tensor | None = None,
     prefix: PageTables | None = None,
     positions: torch.Tensor | None = None,
 ) -> KVPlan:
     """Plan one tree per request. Node n writes to the slot of position S + n; its own position is S + depth[n].
 
-    Optional, computed if not given: committed_len, S [B]; prefix, the tables for N nodes; positions [B, N].
+    Optional, computed if not given: prefix, the tables for N nodes after S [B] tokens; positions [B, N].
     """
-    if committed_len is None:
-        committed_len = table.committed_len.tensor[rows.index]
     if prefix is None:
-        prefix = backend.locate(table, rows, committed_len, tree.num_nodes)
+        prefix = backend.locate(table, rows, table.committed_len.tensor[rows.index], tree.num_nodes)
+    committed_len = prefix.committed_len
     assert all(slots.shape == tree.tokens.shape for slots in prefix.write), f"{prefix.write=} {tree.tokens.shape=}"
     return KVPlan(
         backend=backend,
@@ -249,7 +242,6 @@ def plan_verify(
         committed_len=committed_len,
         positions=committed_len[:, None] + tree.depth if positions is None else positions,
         prefix=prefix,
-        page_size=table.allocator.page_size,
         tree=tree,
         write=prefix.write.map(lambda slots: GroupLoc(slots.reshape(-1))),
     )
@@ -263,23 +255,20 @@ def plan_frozen(
     position_offset: int,
     window_shift: int,
     num_queries: int = 1,
-    committed_len: torch.Tensor | None = None,
     prefix: PageTables | None = None,
 ) -> KVPlan:
-    """Plan queries that are all at position S + `position_offset` and see only the committed prefix [0, S).
-
-    Optional, computed if not given: committed_len, S [B], and prefix, the backend's tables of it.
-    """
+    """Plan queries that are all at position S + `position_offset` and see only the committed prefix [0, S). prefix: the
+    backend's tables of it; made if not given."""
     assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
-    if committed_len is None:
-        committed_len = table.committed_len.tensor[rows.index]
+    if prefix is None:
+        prefix = backend.locate(table, rows, table.committed_len.tensor[rows.index], 0)
+    committed_len = prefix.committed_len
     position = committed_len + position_offset if position_offset else committed_len
     return KVPlan(
         backend=backend,
         rows=rows.index,
         committed_len=committed_len,
         positions=position[:, None].expand(-1, num_queries),
-        prefix=backend.locate(table, rows, committed_len, 0) if prefix is None else prefix,
-        page_size=table.allocator.page_size,
+        prefix=prefix,
         window_shift=window_shift,
     )

@@ -9,7 +9,8 @@ import torch
 from bench.verify import in_float64
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels import paged_attention as pa
-from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
+from specdec.attention.kernels.own_keys import OwnKeys, PathKeys, own_keys, reference_own_keys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.plan import Pack, RunSlots
@@ -78,10 +79,7 @@ def make_inputs(
         "block_v": block_v,
         "pool_k": pool_k,
         "pool_v": pool_v,
-        "pages": pages,
-        "start": start,
-        "committed_len": committed,
-        "page_size": page_size,
+        "table": PageTable(pages, None if window is None else start, committed, page_size),
         "scaling": head_dim**-0.5,
         "window": window,
     }
@@ -99,6 +97,13 @@ def depths(parents: list[int]) -> list[int]:
     return found
 
 
+def rounded(rows: torch.Tensor) -> Fp8Pool:
+    """These rows [slots, heads, D] in a pool of 8 bits."""
+    pool = Fp8Pool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
+
+
 def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """(arguments of `make_inputs`, arguments of any kernel, the fields named in `own`)."""
     shape = dict(shape)
@@ -114,8 +119,6 @@ def prepare_paged(shape: Shape) -> Prepared:
     """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
     shape, extra, [level, fp8] = _common(shape, "level", "fp8")
     args = {**make_inputs(**shape, evicted=True), **extra}
-    if shape.get("window") is None:
-        args["start"] = None
     batch, num_nodes = shape["batch"], shape["num_rows"]
     newest = slice(num_nodes - (level or num_nodes), None)
     parents = binary(num_nodes)
@@ -123,81 +126,83 @@ def prepare_paged(shape: Shape) -> Prepared:
     for node, parent in enumerate(parents):
         bits[node] = bits[parent] if parent >= 0 else 0
         bits[node, node // pa.WORD] |= torch.tensor(1) << node % pa.WORD
-    positions = args["committed_len"][:, None] + torch.tensor(depths(parents), device=DEVICE)
-    args |= {
-        "query": args["query"][:, :, newest],
-        "block_positions": positions,
-        "positions": positions[:, newest],
-        "ancestors": bits[newest].to(DEVICE).repeat(batch, 1, 1),
-    }
+    positions = args["table"].committed_len[:, None] + torch.tensor(depths(parents), device=DEVICE)
+    block_k, block_v = args.pop("block_k"), args.pop("block_v")
+    block = pa.BlockKeys(block_k, block_v, positions, bits[newest].to(DEVICE).repeat(batch, 1, 1))
+    args |= {"query": args["query"][:, :, newest], "positions": positions[:, newest], "block": block}
     if not fp8:
         return Prepared(
             lambda **options: pa.paged_attention(**args, **options),
             lambda: pa.reference_paged_attention(**in_float64(args)),
         )
-    args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
-    rows = (args[name].transpose(1, 2).flatten(0, 1) for name in ("block_k", "block_v"))  # [B * M, Hkv, D]
-    blocks = [Fp8Pool.from_rows(each) for each in rows]
+    args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
+    rows = (each.transpose(1, 2).flatten(0, 1) for each in (block_k, block_v))  # [B * M, Hkv, D]
+    blocks = [rounded(each) for each in rows]
     numbers = [block.bits.view(torch.int16).unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
     exact = [
         x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
     ]
-    own = {"block_k": numbers[0], "block_v": numbers[1], "block_scales": tuple(block.scales for block in blocks)}
+    own = block._replace(k=numbers[0], v=numbers[1], scales=tuple(each.scales for each in blocks))
+    in_full = block._replace(k=exact[0], v=exact[1])
     return Prepared(
-        lambda **options: pa.paged_attention(**args | own, **options),
-        lambda: pa.reference_paged_attention(**in_float64(args) | {"block_k": exact[0], "block_v": exact[1]}),
+        lambda **options: pa.paged_attention(**args | {"block": own}, **options),
+        lambda: pa.reference_paged_attention(**in_float64(args) | {"block": in_full}),
     )
 
 
 def prepare_tree(shape: Shape) -> Prepared:
     """`tree_attention` of "tree", "chain", "causal" or "frozen" rows, whose K and V are in the pools already."""
-    args, table, reference = _stored(shape)
-    own = own_keys(**table)
-    return Prepared(lambda **options: tree_attention(own=own, **args, **options), reference)
+    args, _, path_by, reference = _stored(shape)
+    path = path_by(own_keys)
+    return Prepared(lambda **options: tree_attention(path=path, **args, **options), reference)
 
 
 def prepare_ragged(shape: Shape) -> Prepared:
     """`ragged_attention` of one run, in any order of sums, or `exact`."""
     [exact] = _common(shape, "exact")[2]
-    stored, table, reference = _stored({**shape, "kind": "causal"})
-    pages, start, committed = (stored[name] for name in ("pages", "start", "committed_len"))
-    args = {name: stored[name] for name in stored.keys() - table.keys() - {"positions", "block_len"}}
+    args, write, path_by, reference = _stored({**shape, "kind": "causal"})
+    path = path_by(own_keys)
+    pages, start, committed, _ = path.table
+    args["window"] = path.window
     held = pages[:, : int(committed - (0 if start is None else start))]
     length = torch.full_like(committed, shape["num_rows"])
     args["pack"] = Pack.from_lengths(torch.zeros_like(length), committed, length, shape["num_rows"])
-    args["lines"] = RunSlots(torch.cat([held, table["write"]], dim=1), torch.zeros_like(length), start)
+    args["lines"] = RunSlots(torch.cat([held, write], dim=1), torch.zeros_like(length), start)
     return Prepared(lambda **options: ragged_attention(exact=bool(exact), **args, **options), reference)
 
 
-def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], torch.Tensor]]:
-    """(arguments of kernels that find all keys in the pools, those of `own_keys`, the reference in float64)."""
+def _stored(
+    shape: Shape,
+) -> tuple[dict[str, Any], Any, Callable[[Callable[..., OwnKeys]], PathKeys], Callable[[], torch.Tensor]]:
+    """(arguments of kernels that find all keys in the pools, slots of the rows, visible keys by `own_keys` or its
+    reference, the reference in float64)."""
     shape, extra, [kind, fp8, *_] = _common(shape, "kind", "fp8", "level", "exact")
     kind, (batch, num_rows) = kind or "tree", (shape["batch"], shape["num_rows"])
     args = {**make_inputs(**shape, evicted=True), **extra}
-    block_k, block_v = args.pop("block_k"), args.pop("block_v")
-    if shape.get("window") is None:
-        args["start"] = None
-    length, parents, write = args["committed_len"][:, None], None, None
-    args["positions"] = length + torch.arange(num_rows, device=DEVICE)
+    block_k, block_v, table, window = (args.pop(name) for name in ("block_k", "block_v", "table", "window"))
+    length, parents, write, block_len = table.committed_len[:, None], None, None, None
+    positions = length + torch.arange(num_rows, device=DEVICE)
     if kind == "tree":
         tree = binary(num_rows)
         parents = torch.tensor(tree, device=DEVICE).expand(batch, -1)
-        args["positions"] = length + torch.tensor(depths(tree), device=DEVICE)
+        positions = length + torch.tensor(depths(tree), device=DEVICE)
     if kind == "causal":
-        args["block_len"] = (torch.arange(batch, device=DEVICE) * -7 + num_rows).clamp_(min=1)
+        block_len = (torch.arange(batch, device=DEVICE) * -7 + num_rows).clamp_(min=1)
     if kind == "frozen":
-        args["positions"] = length.expand(-1, num_rows)
+        positions = length.expand(-1, num_rows)
     else:
-        spare = -batch * num_rows % args["page_size"]
+        spare = -batch * num_rows % table.page_size
         write = torch.arange(batch * num_rows, device=DEVICE).view(batch, num_rows) + len(args["pool_k"])
         for name, block in (("pool_k", block_k), ("pool_v", block_v)):
             rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
             args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
     if fp8:
-        args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
-    table = {name: args[name] for name in ("pages", "start", "committed_len", "page_size")}
-    table |= {"write": write, "parents": parents}
-    return args, table, lambda: deterministic_attention(own=reference_own_keys(**table), **in_float64(args))
+        args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
+
+    def path_by(find: Callable[..., OwnKeys]) -> PathKeys:
+        return PathKeys(table, find(table, write, parents), positions, block_len, window)
+
+    return args, write, path_by, lambda: deterministic_attention(path=path_by(reference_own_keys), **in_float64(args))
 
 
 def kv_bytes(shape: Shape) -> int:

@@ -3,13 +3,14 @@
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.report import Row
 from specdec.engine import Engine
+from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
 from specdec.kvcache.layout import ByGroup
 
@@ -55,7 +56,7 @@ def in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
             return value.bits.view(E4M3).double() * value.scales.double()[..., None]
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    return {name: exact(value) for name, value in arguments.items()}
+    return cast(dict[str, Any], map_tensors(dict(arguments), exact, Fp8Pool))
 
 
 def poison() -> None:
@@ -71,14 +72,14 @@ def closeness_row(name: str, error_in: Callable[[torch.dtype], float]) -> Row:
 
 
 def require_same(name: str, got: Any, want: Any) -> None:
-    """Exact equality of tensors, tuples of them (None too) and values by group."""
+    """Exact equality of tensors, tuples of them (numbers and None too) and values by group."""
     if isinstance(got, torch.Tensor):
         torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
     elif isinstance(got, tuple | ByGroup):
         for i, (one, other) in enumerate(zip(got, want, strict=True)):
             require_same(f"{name}[{i}]", one, other)
     else:
-        assert got is None and want is None, f"{name}: {got} {want}"
+        assert got == want, f"{name}: {got} {want}"
 
 
 def bits_row(name: str, comparisons: Iterable[tuple[str, bool]], note: str = "") -> Row:

@@ -223,7 +223,6 @@ class Gemma4MTPWorker:
             num_queries=num_queries,
             position_offset=self.drafter.query_offset,
             window_shift=self.drafter.window_shift,
-            committed_len=batch.positions()[0],
             prefix=batch.prefix,
         )
         return ForwardContext.from_plan(plan, view, self.drafter.windows)

@@ -151,7 +151,8 @@ def main() -> None:
     console.print(mask)
 
     for group, kept in engine.table.allocator.groups.items():
-        pages, start = (part[0].tolist() for part in plan.prefix.pages(group))
+        table = plan.prefix.table(group)
+        pages, start = table.pages[0].tolist(), table.begin[0].item()
         console.print(f"{kept.name}: the nodes' K/V go to slots {plan.write_slots(group).tolist()}")
         console.print(f"    prefix page table: {len(pages)} entries from position {start}: {pages[:6]} ...")
     console.print(

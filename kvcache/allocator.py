@@ -14,7 +14,7 @@ Several rows and the prefix cache may claim one page; its peers have claims of t
 claim, and a page without claims is free. A page that only the cache claims counts as available: `alloc` reclaims it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -60,7 +60,6 @@ class HybridAllocator:
         self.cached_windows = tuple(group for group in self.windowed if groups[group].cached)
         self.maps = MirroredArray((len(pages), (pages[0] + 1) * page_size), device)
         self.cache: PageCache | None = None
-        self.on_uncached: Callable[[IntArray], None] | None = None  # called with pages that the cache gives up
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
     def num_slots(self, group: GroupId) -> int:
@@ -94,10 +93,10 @@ class HybridAllocator:
         """Pages that `alloc` can give now: the minimum over the pools."""
         return min(pool.available_pages for pool in self.pools)
 
-    def alloc(self, num_pages: int) -> PrimaryLoc:
+    def alloc(self, num_pages: int) -> IntArray:
         """Take whole pages from all pools, or from none; if too few are free, the cache releases pages.
 
-        Returns their primary slots [num_pages * page_size] int64 on the host, already mapped to a peer in every group.
+        Returns their primary slots [num_pages * page_size], already mapped to a peer in every group.
         Raises OutOfSlotsError, with nothing taken, when a pool has fewer.
         """
         self.require_unfrozen("alloc")
@@ -108,44 +107,39 @@ class HybridAllocator:
         short = self.pools.map(lambda pool: max(num_pages - pool.free_pages, 0))
         if self.cache is not None and any(short):
             self.cache.evict(short)
-        slots = self._slots(self.primary.alloc(num_pages))
+        slots = self.slots_of(self.primary.alloc(num_pages))
         if num_pages:
             for group in self.windowed:
-                self.maps[group, slots] = self._slots(self.pools[group].alloc(num_pages))
-        return PrimaryLoc(torch.from_numpy(slots))
+                self.maps[group, slots] = self.slots_of(self.pools[group].alloc(num_pages))
+        return slots
 
-    def share(self, pages: IntArray, num_evicted: IntArray) -> PrimaryLoc:
+    def share(self, pages: IntArray, num_evicted: IntArray) -> IntArray:
         """Add a row's claims on `pages`, and on their peers except the first `num_evicted` [groups]. Returns the pages'
         primary slots."""
         self.require_unfrozen("share")
         self.primary.share(pages)
         for group in self.windowed:
             self.pools[group].share(self._peers(group, pages[num_evicted[group] :]))
-        return PrimaryLoc(torch.from_numpy(self._slots(pages)))
+        return self.slots_of(pages)
 
-    def free(self, slots: PrimaryLoc, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
-        """Release the claims of rows on whole pages. slots [M]: all slots of each page, named once for each row that
-        frees it.
+    def free(self, pages: IntArray, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
+        """Release the claims of rows on `pages` [M], each named once for each row that frees it.
 
-        rows: [M] the row that frees each slot, or one row for all. evicted: [groups, M], whether that row has already
+        rows: [M] the row that frees each page, or one row for all. evicted: [groups, M], whether that row has already
         released its claim on the peer; None: it has released none. If a page is not held, or one row frees it twice,
         raises DoubleFreeError and changes nothing.
         """
         self.require_unfrozen("free")
-        pages, heads = self._pages(slots, "free")
-        claims = pages if isinstance(rows, int) else rows[heads] * (self.primary.capacity + 1) + pages
-        self.primary.require_claims(pages, once=claims)
+        self.primary.require_claims(pages, once=rows * (self.primary.capacity + 1) + pages)
         for group in self.windowed:
-            seen = pages if evicted is None else pages[~evicted[group][heads]]
+            seen = pages if evicted is None else pages[~evicted[group]]
             self._release_peers(group, seen[self.is_mapped(group, seen)])
         self.primary.free(pages)
 
-    def evict(self, group: GroupId, slots: PrimaryLoc) -> None:
-        """Release the claims of rows on the peers of whole pages in one windowed group. A page is named once for each
-        row, and its primary slots stay held. If a peer is evicted already, raises DoubleFreeError and changes nothing.
-        """
+    def evict(self, group: GroupId, pages: IntArray) -> None:
+        """Release the claims of rows on the peers of `pages` in one windowed group. A page is named once for each row,
+        and stays held itself. If a peer is evicted already, raises DoubleFreeError and changes nothing."""
         self.require_unfrozen("evict")
-        pages, _ = self._pages(slots, "evict")
         self.primary.require_claims(pages)
         if not self.is_mapped(group, pages).all():
             name = self.pools[group].name
@@ -163,13 +157,12 @@ class HybridAllocator:
         for group in self.windowed:
             self.uncache_peers(group, pages[self.is_cached(group, pages)])
         self.primary.uncache_pages(pages)
-        if self.on_uncached is not None:
-            self.on_uncached(pages)
 
     def uncache_peers(self, group: GroupId, pages: IntArray) -> None:
         """Release the cache's claims on the peers of `pages` in one group."""
         self.require_unfrozen("uncache")
-        self._unmap(group, pages[self.pools[group].uncache_pages(self._peers(group, pages))])
+        freed = pages[self.pools[group].uncache_pages(self._peers(group, pages))]
+        self.maps[group, self.slots_of(freed)] = 0
 
     def is_mapped(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Mask of `pages` that have a peer in a group."""
@@ -179,6 +172,10 @@ class HybridAllocator:
     def is_cached(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Whether the cache claims the peer of each page in a group."""
         return self.pools[group].is_cached(self._peers(group, pages))
+
+    def row_refs(self, group: GroupId, pages: IntArray) -> IntArray:
+        """How many rows claim the peer of each page in a group."""
+        return self.pools[group].row_refs(self._peers(group, pages))
 
     def is_idle(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Whether the cache alone claims the peer of each page in a group."""
@@ -190,6 +187,10 @@ class HybridAllocator:
         """Map primary `slots` (any shape, on the allocator's device) to slots of a group; 0, the null slot, if there is
         no peer."""
         return GroupLoc(slots if group == PRIMARY else self.maps.tensor[group][slots])
+
+    def located(self, slots: PrimaryLoc) -> ByGroup[GroupLoc]:
+        """`translate` for every group."""
+        return ByGroup(tuple(self.translate(group, slots) for group, _ in self.pools.items()))
 
     def peer_slots(self, group: GroupId, slots: IntArray) -> IntArray:
         """`translate` on the host."""
@@ -211,42 +212,27 @@ class HybridAllocator:
         if self.cache is not None:
             self.cache.check()
         for group in self.windowed:
-            self._check_group(group)
+            pool, name = self.pools[group], self.pools[group].name
+            pool.check()
+            mapping = self.maps.host[group].reshape(-1, self.page_size)  # [pages, page_size]
+            heads = mapping[:, 0]
+            mapped = heads != 0
+            assert (mapping[0] == 0).all(), f"{name}: page 0 is mapped"
+            own = heads[mapped, None] + np.arange(self.page_size)
+            assert (mapping[mapped] == own).all(), f"{name}: the peer of a page is not one page"
+            assert (mapping[~mapped] == 0).all(), f"{name}: a page is mapped in part"
+            peers, pages = heads[mapped] // self.page_size, np.flatnonzero(mapped)
+            assert len(np.unique(peers)) == len(peers), f"{name}: a page has two owners"
+            assert (pool.is_held(peers) | pool.is_cached(peers)).all(), f"{name}: a mapped page is free"
+            assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
+            full = self.primary.is_held(pages) | self.primary.is_cached(pages)
+            assert full.all(), f"{name}: a free page is mapped"
+            kept = self.primary.is_cached(pages[pool.is_cached(peers)])
+            assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
 
-    def _check_group(self, group: GroupId) -> None:
-        pool, name = self.pools[group], self.pools[group].name
-        pool.check()
-        mapping = self.maps.host[group].reshape(-1, self.page_size)  # [pages, page_size]
-        heads = mapping[:, 0]
-        mapped = heads != 0
-        assert (mapping[0] == 0).all(), f"{name}: page 0 is mapped"
-        own = heads[mapped, None] + np.arange(self.page_size)
-        assert (mapping[mapped] == own).all(), f"{name}: the peer of a page is not one page"
-        assert (mapping[~mapped] == 0).all(), f"{name}: a page is mapped in part"
-        peers, pages = heads[mapped] // self.page_size, np.flatnonzero(mapped)
-        assert len(np.unique(peers)) == len(peers), f"{name}: a page has two owners"
-        assert (pool.is_held(peers) | pool.is_cached(peers)).all(), f"{name}: a mapped page is free"
-        assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
-        assert (self.primary.is_held(pages) | self.primary.is_cached(pages)).all(), f"{name}: a free page is mapped"
-        more = pool.row_refs(peers) > self.primary.row_refs(pages)
-        assert not more.any(), f"{name}: more rows hold the peers of pages {pages[more].tolist()} than the pages"
-        kept = self.primary.is_cached(pages[pool.is_cached(peers)])
-        assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
-
-    def _slots(self, pages: IntArray) -> IntArray:
+    def slots_of(self, pages: IntArray) -> IntArray:
+        """All slots of these pages, in order."""
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
-
-    def _pages(self, slots: PrimaryLoc, operation: str) -> tuple[IntArray, IntArray]:
-        """Page ids of whole pages, named slot by slot in any order, and where the first slot of each is."""
-        ids = slots.cpu().numpy()
-        if self.page_size == 1:
-            return ids, np.arange(len(ids))
-        heads = np.flatnonzero(ids % self.page_size == 0)
-        pages: IntArray = ids[heads] // self.page_size
-        whole = len(ids) == len(pages) * self.page_size and bool((np.sort(self._slots(pages)) == np.sort(ids)).all())
-        if not whole:
-            raise DoubleFreeError(f"{operation} takes whole pages of {self.page_size} slots, got slots {ids.tolist()}")
-        return pages, heads
 
     def _peers(self, group: GroupId, pages: IntArray) -> IntArray:
         """The page of each primary page in a group, 0 where there is none."""
@@ -254,8 +240,5 @@ class HybridAllocator:
 
     def _release_peers(self, group: GroupId, pages: IntArray) -> None:
         """Rows give up the peers of `pages`."""
-        self._unmap(group, pages[self.pools[group].free(self._peers(group, pages))])
-
-    def _unmap(self, group: GroupId, pages: IntArray) -> None:
-        """The peers of `pages` are free."""
-        self.maps[group, self._slots(pages)] = 0
+        freed = pages[self.pools[group].free(self._peers(group, pages))]
+        self.maps[group, self.slots_of(freed)] = 0

@@ -13,7 +13,7 @@ import torch
 from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import ByGroup, GroupId, GroupLoc, KVLayout
+from specdec.kvcache.layout import GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV
@@ -76,9 +76,7 @@ class KVCache:
             for store in self.models:
                 self.operations.fold(self.table, store, row, length)
 
-        states = StateCache(layers, self.table.max_requests + 1, fold)
-        self.allocator.on_uncached = states.drop
-        return states
+        return StateCache(layers, self.table.max_requests + 1, fold)
 
     def pad_states(self, length: int) -> None:
         """Mark the padding row's states as folded up to `length` tokens. A later forward then folds none of these
@@ -99,16 +97,12 @@ class KVCache:
         else:
             self.ranks = ranks
         num_states = num_state_slots(self.table.max_requests)
-        first, *others = stores = [
-            KVStore(layout, self.allocator, dtype, device, rank=i, num_states=num_states)
-            for i, device in enumerate(ranks.devices)
-        ]
-        first.ranks, first.other_ranks = ranks, tuple(others)
-        self.stores += stores
+        store = KVStore(layout, self.allocator, dtype, ranks, num_states=num_states)
+        self.stores += store.by_rank
         if self.sanitizer is not None:
-            for store in stores:
-                self.sanitizer.watch(store)
-        return first
+            for each in store.by_rank:
+                self.sanitizer.poison_store(each)
+        return store
 
     def flush(self, *more: MirroredArray) -> None:
         """Upload in one copy all changes of the host's arrays since the last call. `more`: arrays to upload with the
@@ -120,18 +114,14 @@ class KVCache:
 
     def move(self, move: Move) -> None:
         """Copy K/V from slot to slot, in all groups of every store."""
-        allocator = self.allocator
-        allocator.require_unfrozen("move")
-        by_group = ByGroup(
-            tuple([allocator.translate(group, slots) for slots in move] for group, _ in allocator.pools.items())
-        )
+        self.allocator.require_unfrozen("move")
         self.ranks.begin()
-        for rank, moves in enumerate(self.ranks.send(by_group)):
+        for rank, (source, destination) in enumerate(self.ranks.send(tuple(map(self.allocator.located, move)))):
             with self.ranks.on(rank):
                 for store in self.stores:
                     if store.rank == rank:
-                        for group, (source, destination) in moves.items():
-                            self.operations.move(store, group, source, destination)
+                        for group, slots in source.items():
+                            self.operations.move(store, group, slots, destination[group])
         self.ranks.join()
 
     def bytes_by_group(self) -> dict[str, int]:
@@ -146,5 +136,3 @@ class KVCache:
     def clear(self) -> None:
         for store in self.stores:
             store.clear()
-        if self.sanitizer is not None:
-            self.sanitizer.stores.clear()

@@ -41,14 +41,6 @@ class Fp8Pool:
         bits = torch.zeros((slots, heads, dim), dtype=torch.uint8, device=device)
         return cls(bits, torch.zeros((slots, heads), device=device), dtype)
 
-    @classmethod
-    def from_rows(cls, rows: torch.Tensor) -> "Fp8Pool":
-        """Round these rows [slots, heads, D] into a pool. A row with a NaN has the scale NaN."""
-        slots, heads, dim = rows.shape
-        pool = cls.zeros(slots, heads, dim, rows.dtype, rows.device)
-        pool.index_copy_(0, torch.arange(slots, device=rows.device), rows)
-        return pool
-
     @property
     def shape(self) -> torch.Size:
         return self.bits.shape
@@ -193,7 +185,6 @@ def _store_fp8_kernel(
 def store_fp8(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Fp8Pool, pool_v: Fp8Pool) -> None:
     """Round k [T, Hkv, D] and v [T, Hkv, DV], of any strides, and store them at slots [T]."""
     num_tokens, num_heads, head_dim = k.shape
-    assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     _store_fp8_kernel[(num_tokens, num_heads)](
         *(k, v, slots, pool_k.bits, pool_v.bits, pool_k.scales, pool_v.scales),
         *(*k.stride(), *v.stride(), slots.stride(0)),

@@ -19,7 +19,7 @@ from typing import Protocol
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.layout import LayerSpec
 from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 
 
@@ -89,17 +89,6 @@ def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
     return KVView(allocator, store, [spec.owner for spec in store.layout.layers], writable=True)
 
 
-def require_owners(layout: KVLayout, layer_map: Sequence[int]) -> None:
-    """Raise KVStateError if the layer map names a layer that does not exist or stores nothing."""
-    for draft_layer, layer in enumerate(layer_map):
-        reads = f"drafter layer {draft_layer} reads target layer {layer}"
-        if not 0 <= layer < len(layout.layers):
-            raise KVStateError(f"{reads}, but the target has {len(layout.layers)} layers")
-        owner = layout.layers[layer].owner
-        if owner != layer:
-            raise KVStateError(f"{reads}, which stores no K/V of its own; its owner is layer {owner}")
-
-
 @contextmanager
 def frozen_kv(
     allocator: HybridAllocator, store: KVStore, worker: KVWorker, layer_map: Sequence[int]
@@ -110,7 +99,13 @@ def frozen_kv(
     it was before, and the lent view is closed. Raises FrozenKVError if the worker already holds a frozen view, and
     KVStateError if the layer map names a layer that stores nothing.
     """
-    require_owners(store.layout, layer_map)
+    layers = store.layout.layers
+    for draft_layer, layer in enumerate(layer_map):
+        reads = f"drafter layer {draft_layer} reads target layer {layer}"
+        if not 0 <= layer < len(layers):
+            raise KVStateError(f"{reads}, but the target has {len(layers)} layers")
+        if (owner := layers[layer].owner) != layer:
+            raise KVStateError(f"{reads}, which stores no K/V of its own; its owner is layer {owner}")
     allocator.freeze(worker)
     previous = worker.view
     view = KVView(allocator, store, layer_map, writable=False)

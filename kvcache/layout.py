@@ -283,8 +283,7 @@ def layout_from_config(config: Any) -> KVLayout:
             specs.append(LayerSpec(layer, layer, layer_type, (), kept))
             continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
-        fields = attention_fields(*_kv_geometry(config, owner))
-        retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else KEEP_ALL
+        fields, retention = _kept_by_attention(name, config, owner, layer_type)
         specs.append(LayerSpec(layer, owner, layer_type, fields, retention))
     return KVLayout(tuple(specs))
 
@@ -301,22 +300,17 @@ def _owner_of_shared(name: str, layer: int, layer_types: Sequence[str], first_sh
     return same_type[-1]
 
 
-def _layer_config(config: Any, layer: int) -> Any:
-    """The config of one layer. Configs with `per_layer_config` forbid reading the global attributes."""
+def _kept_by_attention(name: str, config: Any, layer: int, layer_type: str) -> tuple[tuple[CacheField, ...], Retention]:
+    """Fields and retention of an attention layer. Configs with `per_layer_config` forbid reading the global
+    attributes."""
     per_layer = getattr(config, "per_layer_config", None)
-    return per_layer[layer] if per_layer else config
-
-
-def _retention(name: str, config: Any, layer: int) -> Retention:
-    window = getattr(_layer_config(config, layer), "sliding_window", None) or getattr(config, "sliding_window", None)
+    own = per_layer[layer] if per_layer else config
+    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    head_dim = getattr(own, "head_dim", None)
+    fields = attention_fields(heads, config.hidden_size // config.num_attention_heads if head_dim is None else head_dim)
+    if layer_type != SLIDING_ATTENTION:
+        return fields, KEEP_ALL
+    window = getattr(own, "sliding_window", None) or getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
-    return Retention(window)
-
-
-def _kv_geometry(config: Any, layer: int) -> tuple[int, int]:
-    """(kv heads, head size) of one layer."""
-    layer_config = _layer_config(config, layer)
-    heads = getattr(layer_config, "num_key_value_heads", None) or layer_config.num_attention_heads
-    head_dim = getattr(layer_config, "head_dim", None)
-    return int(heads), int(config.hidden_size // config.num_attention_heads if head_dim is None else head_dim)
+    return fields, Retention(window)

@@ -127,7 +127,7 @@ class PrefixCache:
         """Release all pages. Needed when the weights that computed these K/V have changed."""
         self.allocator.require_unfrozen("clear")
         given_up = [self._cut(node, 0) for node in list(self._by_age)]
-        self.allocator.uncache_pages(np.concatenate([NO_PAGES, *given_up[::-1]]))
+        self._uncache(np.concatenate([NO_PAGES, *given_up[::-1]]))
 
     def reset(self) -> None:
         """Forget everything, after the pools were reset."""
@@ -271,7 +271,7 @@ class PrefixCache:
             gains |= dead & ~mapped & own
             loses |= mapped & ~own
         exchanged = gains & ~loses
-        self.allocator.uncache_pages(kept[exchanged])
+        self._uncache(kept[exchanged])
         self.allocator.cache_pages(PRIMARY, pages[exchanged])
         for group in self.allocator.cached_windows:
             own = np.arange(len(pages)) >= num_evicted[group]
@@ -311,6 +311,12 @@ class PrefixCache:
             node.num_peers = self._count_peers(node.pages)
         return pages
 
+    def _uncache(self, pages: IntArray) -> None:
+        """Release the claims on `pages` and their peers, and the states that end with them."""
+        self.allocator.uncache_pages(pages)
+        if self.states is not None:
+            self.states.drop(pages)
+
     def _evict_primary(self, min_free: int) -> None:
         """Free primary pages until `min_free` are free. Pages of the oldest leaves go first, and those that rows hold
         last."""
@@ -321,11 +327,11 @@ class PrefixCache:
                 break
             given_up.append(self._trim(node, short))
             short -= len(given_up[-1])
-        self.allocator.uncache_pages(np.concatenate(given_up[::-1]))  # alloc then takes the last ones first
+        self._uncache(np.concatenate(given_up[::-1]))  # alloc then takes the last ones first
         for node in self._leaves():  # then the other leaves, before pages that rows hold
             if pool.free_pages >= min_free:
                 break
-            self.allocator.uncache_pages(self._cut(node, 0))
+            self._uncache(self._cut(node, 0))
 
     def _evict_peers(self, group: GroupId, min_free: int) -> None:
         """Free peers in a group until `min_free` are free. Peers that no match at the end of a node needs go first."""

@@ -1,6 +1,6 @@
 """`SPECDEC_SANITIZE=1`: slots without an owner hold NaN, and every slot number is checked before a forward uses it.
 
-    before every launch    `check`: slots in the table exist, are held, have peers, and are in no more rows than claims
+    before every launch    `check`: slots in the table exist, are held, have peers, and are in as many rows as claims
     while planning         `record_fault`: a plan differs from the table (`attention/checked_backend.py` compares)
     when a page is freed   its K/V become NaN in every store, so that a stale read shows
 
@@ -9,8 +9,7 @@ tensor operations only, and the first fault is written to a record on the device
 every replay, and the host reads the record between rounds (`raise_fault`). It knows no plan and no request.
 """
 
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
 
@@ -20,9 +19,9 @@ import torch
 from specdec.errors import LocationError, name_row
 from specdec.gpu.captures import Capture, Program, Replay
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
-from specdec.kvcache.layout import PRIMARY, GroupId
+from specdec.kvcache.layout import GroupId
 from specdec.kvcache.store import KVStore
-from specdec.kvcache.table import RequestTable, row_cells
+from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
@@ -42,18 +41,13 @@ class Fault(Enum):
 FAULTS = tuple(Fault)
 
 
-def sanitize_requested() -> bool:
-    """Is the environment variable set? Engines ask once, when they are made."""
-    return os.environ.get(SETTING, "") not in ("", "0")
-
-
 class Sanitizer:
-    """Watches one table, its allocator and the stores that its slots index."""
+    """Watches one table, its allocator and the `stores` that its slots index."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, stores: Sequence[KVStore]) -> None:
         self.table = table
         self.allocator = table.allocator
-        self.stores: list[KVStore] = []
+        self.stores = stores
         pages = self.allocator.primary.capacity + 1
         self.owners = MirroredArray((pages,), self.allocator.device)  # per primary page, at the last `check`
         # the first fault: see `record_fault`
@@ -62,9 +56,8 @@ class Sanitizer:
         for group, pool in self.allocator.pools.items():
             pool.on_free = partial(self._poison, group)
 
-    def watch(self, store: KVStore) -> None:
-        """Watch one more store. Nothing has been written to it yet, so fill all of it but page 0 with NaN."""
-        self.stores.append(store)
+    def poison_store(self, store: KVStore) -> None:
+        """Fill a new store with NaN, all but page 0: nothing has been written to it yet."""
         for group, _ in self.allocator.pools.items():
             for tensor in floating(store.tensors(group)):
                 tensor[self.allocator.page_size :] = torch.nan
@@ -118,59 +111,15 @@ class Sanitizer:
         raise name_row(LocationError(f"row {row}, position {position}: {text} {BLAME}"), row)
 
     def check(self) -> None:
-        """Check, on the host only, that each row of the table owns the slots that it names.
-
-        Rounds in flight only reorder slots within a row, so the check holds during them. Raises LocationError.
-        """
-        allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
-        active = table.active_rows
-        owned, committed = table.capacity[active], table.committed_len.host[active]
-        rows, positions = row_cells(active, np.zeros_like(active), owned)
-        slots = table.slots.host[rows, positions]
-        for group, pool in allocator.pools.items():
-            kept = positions >= table.evicted_len[group, rows]
-            peers = allocator.peer_slots(group, slots[kept])
-            where = (group, rows[kept], positions[kept], peers)
-            exists = (peers >= page_size) & (peers < allocator.num_slots(group))
-            no_peer = f"is no peer of full slots {_few(slots[kept][~exists])}"
-            self._require(exists, *where, "is outside of the pool" if group == PRIMARY else no_peer)
-            self._require(pool.is_held(peers // page_size), *where, "has been freed")
-        in_place = slots % page_size == positions % page_size
-        self._require(in_place, PRIMARY, rows, positions, slots, "is out of its place in the page")
-        if (past := committed > owned).any():
-            row, length, capacity = (int(x[past][0]) for x in (active, committed, owned))
-            message = f"row {row}: {length} tokens are committed, but it owns {capacity} slots {BLAME}"
-            raise name_row(LocationError(message), row)
-        for group in allocator.windowed:
-            mapping = allocator.maps.host[group]
-            times = np.bincount(mapping, minlength=2)
-            times[0] = 0
-            if (times > 1).any():
-                peer, name = int(times.argmax()), allocator.pools[group].name
-                both = _few(np.flatnonzero(mapping == peer))
-                raise LocationError(f"full slots {both} have the same peer, {name} slot {peer} {BLAME}")
-        heads = slots[positions % page_size == 0] // page_size
-        self._check_owners(np.bincount(heads, minlength=allocator.primary.capacity + 1))
-
-    def _check_owners(self, count: IntArray) -> None:
-        """Check that no primary page is in more rows than it has owners; then update `owners`."""
-        full, pages = self.allocator.primary, np.arange(len(count))
-        holders = full.row_refs(pages)
-        owners = holders + full.is_cached(pages)  # no row may write to a page with more than one
-        if (count > holders).any():
-            page = int((count > holders).argmax())
-            slot = self._slot(PRIMARY, page * self.allocator.page_size)
-            raise LocationError(f"{slot} is in {count[page]} rows and has {holders[page]} owners {BLAME}")
+        """Check on the host that the table and its pools agree. Raises LocationError."""
+        try:
+            self.table.check_host()
+        except AssertionError as wrong:
+            raise LocationError(f"{wrong} {BLAME}") from wrong
+        full, pages = self.allocator.primary, np.arange(self.allocator.primary.capacity + 1)
+        owners = full.row_refs(pages) + full.is_cached(pages)  # no row may write to a page with more than one
         changed = np.flatnonzero(owners != self.owners.host)
         self.owners[changed] = owners[changed]
-
-    def _require(
-        self, right: np.ndarray, group: GroupId, rows: IntArray, positions: IntArray, slots: IntArray, text: str
-    ) -> None:
-        if not right.all():
-            first = int(np.argmin(right))
-            row, slot = int(rows[first]), self._slot(group, int(slots[first]))
-            raise name_row(LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}"), row)
 
     def _slot(self, group: GroupId, slot: int) -> str:
         """Describe a slot and its owners for an error message."""
@@ -178,11 +127,8 @@ class Sanitizer:
         name = f"{pool.name} slot {slot}"
         if slot < self.allocator.page_size:
             return f"{name} (padding)"
-        rows = []
-        for row in self.table.active_rows.tolist():
-            slots = self.table.slots.host[row, : int(self.table.capacity[row])]
-            if slot in self.allocator.peer_slots(group, slots):
-                rows.append(str(row))
+        owned = ((row, self.table.slots.host[row, : self.table.capacity[row]]) for row in self.table.active_rows)
+        rows = [str(row) for row, slots in owned if slot in self.allocator.peer_slots(group, slots)]
         if rows:
             return f"{name} (of row {' and '.join(rows)})"
         page = slot // self.allocator.page_size
@@ -190,8 +136,7 @@ class Sanitizer:
         return f"{name} ({'free' if free else 'of no row'})"
 
     def _poison(self, group: GroupId, pages: IntArray) -> None:
-        page_size = self.allocator.page_size
-        slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1))
+        slots = torch.from_numpy(self.allocator.slots_of(pages))
         for tensor in floating(tensor for store in self.stores for tensor in store.tensors(group)):
             tensor.index_fill_(0, slots.to(tensor.device), torch.nan)  # a rank's store lies on its own device
 
@@ -199,7 +144,3 @@ class Sanitizer:
 def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that can hold NaN; for a rounded pool these are the scales."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]
-
-
-def _few(slots: IntArray) -> str:
-    return ", ".join(map(str, slots[:4].tolist())) + (", ..." if len(slots) > 4 else "")

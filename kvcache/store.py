@@ -113,8 +113,8 @@ class RecurrentLayers:
 class KVStore:
     """Pools for every owner layer of a layout and every slot of an allocator, on one device.
 
-    rank: the rank whose heads this store holds; 0 if the model is on one device. ranks, other_ranks: the model's
-    devices, and the stores of the ranks after the first, which use the same slots; only rank 0's store knows them.
+    ranks: the devices that share the model; `layout` is one rank's share. rank: the rank whose heads this store holds.
+    other_ranks: the stores of the ranks after the first, which use the same slots; only rank 0's store has them.
     num_states: states per recurrent layer: one per row of the request table and one per copy.
     """
 
@@ -123,30 +123,34 @@ class KVStore:
         layout: KVLayout,
         allocator: HybridAllocator,
         dtype: torch.dtype,
-        device: torch.device,
+        ranks: Ranks,
         *,
-        rank: int,
+        rank: int = 0,
         num_states: int = 0,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.ranks = ranks
         self.rank = rank
-        self.ranks = Ranks([device])
-        self.other_ranks: tuple[KVStore, ...] = ()
+        more = () if rank else range(1, len(ranks))
+        self.other_ranks: tuple[KVStore, ...] = tuple(
+            KVStore(layout, allocator, dtype, ranks, rank=i, num_states=num_states) for i in more
+        )
+        device = ranks.devices[rank]
         self.layers: dict[int, LayerKV] = {}
+        shapes: dict[tuple[StateShape, int], list[LayerKV]] = {}  # recurrent layers by state shape and key heads
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
-            for spec in layout.layers:
-                if spec.owner == spec.layer:
-                    group = allocator.groups.group_of(spec.retention)
-                    slots = allocator.num_slots(group)
-                    pools = tuple(empty_pool(field, slots, dtype, device) for field in spec.fields)
-                    state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, dtype, device)
-                    self.layers[spec.layer] = LayerKV(pools, group, state)
+            for spec in layout.owners:
+                group = allocator.groups.group_of(spec.retention)
+                slots = allocator.num_slots(group)
+                pools = tuple(empty_pool(field, slots, dtype, device) for field in spec.fields)
+                state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, dtype, device)
+                self.layers[spec.layer] = kept = LayerKV(pools, group, state)
+                if spec.state is not None:
+                    key_heads = spec.fields[1].heads if spec.state.heads else 1
+                    shapes.setdefault((spec.state, key_heads), []).append(kept)
             groups = {layer.group for layer in self.layers.values() if layer.fields}
-            self.recurrent = tuple(
-                RecurrentLayers.of_layers(shape, key_heads, [self.layers[layer] for layer in found])
-                for (shape, key_heads), found in _recurrent_shapes(layout).items()
-            )
+            self.recurrent = tuple(RecurrentLayers.of_layers(*shape, layers) for shape, layers in shapes.items())
             self.addresses = {group: PoolAddresses.from_pools(self.tensors(group)) for group in groups}
 
     @property
@@ -162,16 +166,6 @@ class KVStore:
         self.layers.clear()
         self.addresses.clear()
         self.recurrent = ()
-
-
-def _recurrent_shapes(layout: KVLayout) -> dict[tuple[StateShape, int], list[int]]:
-    """Recurrent layers, grouped by state shape and number of key heads."""
-    found: dict[tuple[StateShape, int], list[int]] = {}
-    for spec in layout.layers:
-        if spec.state is not None:
-            key_heads = spec.fields[1].heads if spec.state.heads else 1
-            found.setdefault((spec.state, key_heads), []).append(spec.layer)
-    return found
 
 
 def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> FieldPool:

@@ -29,7 +29,7 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, ByGroup, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
@@ -143,10 +143,9 @@ class RequestTable:
         rows = np.atleast_1d(rows)
         self._require_active(rows)
         rows = rows[::-1]
-        owned = row_cells(rows, np.zeros_like(rows), self.capacity[rows])
-        evicted = owned[1] < self.evicted_len[:, owned[0]]  # [groups, M]
-        self.allocator.free(PrimaryLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
-        self.slots[owned] = 0
+        owners, starts, pages = self._pages_between(rows, np.zeros_like(rows), self.capacity[rows])
+        self.allocator.free(pages, rows=owners, evicted=starts < self.evicted_len[:, owners])
+        self.slots[row_cells(rows, np.zeros_like(rows), self.capacity[rows])] = 0
         self.shared_len[rows] = 0
         self.committed_len[rows] = 0
         self.capacity[rows] = self.evicted_len[:, rows] = 0
@@ -167,7 +166,7 @@ class RequestTable:
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
         length, evicted = len(pages) * self.allocator.page_size, self.num_evicted(len(pages))
-        self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
+        self.slots[row, :length] = self.allocator.share(pages, evicted)
         self.capacity[row], self.evicted_len[:, row] = length, evicted * self.allocator.page_size
         self.committed_len[row] = max(length - self.reread, 0)
         self.shared_len[row] = length
@@ -185,21 +184,22 @@ class RequestTable:
         page_size = self.allocator.page_size
         return self.slots.host[row, : num_pages * page_size : page_size] // page_size
 
+    def _pages_between(self, rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Pages from position `start` to `end` [R] of each row: row, first position and page, [M] each."""
+        page_size = self.allocator.page_size
+        owners, numbers = row_cells(rows, start // page_size, end // page_size)
+        return owners, numbers * page_size, self.slots.host[owners, numbers * page_size] // page_size
+
     def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
         """Pages [B] that `ensure_slots(rows, length)` would allocate for each."""
         needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
 
-    def ensure_slots_ahead(self, rows: IntArray, length: IntArray) -> None:
-        """`ensure_slots`, which gives these rows PREALLOC_SLOTS slots more if any lacks one and there is ample room."""
-        if self.pages_needed(rows, length).any():
-            ahead = np.minimum(length + PREALLOC_SLOTS, max(self.slots.host.shape[1], int(length.max())))
-            ample = self.has_ample_room and self.pages_needed(rows, ahead).sum() <= self.allocator.available_pages
-            self.ensure_slots(rows, ahead if ample else length)
+    def ensure_slots(self, rows: IntArray | int, length: IntArray | int, *, ahead: bool = False) -> None:
+        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes nothing.
 
-    def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
-        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes
-        nothing."""
+        ahead: with ample room, PREALLOC_SLOTS more for each row if any of them lacks a slot.
+        """
         rows, length = np.atleast_1d(rows), np.atleast_1d(length)
         self._require_active(rows)
         width = self.slots.host.shape[1]
@@ -210,9 +210,11 @@ class RequestTable:
         needed = self.pages_needed(rows, length)
         if not needed.any():
             return
+        if ahead and self.has_ample_room:
+            more = self.pages_needed(rows, np.minimum(length + PREALLOC_SLOTS, width))
+            needed = more if more.sum() <= self.allocator.available_pages else needed
         end = self.capacity[rows] + needed * self.allocator.page_size
-        fresh = self.allocator.alloc(int(needed.sum()))
-        self.slots[row_cells(rows, self.capacity[rows], end)] = fresh.numpy()
+        self.slots[row_cells(rows, self.capacity[rows], end)] = self.allocator.alloc(int(needed.sum()))
         self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
@@ -291,56 +293,51 @@ class RequestTable:
             end = np.maximum(unseen, start)
             if (end - start).max(initial=0) < least:
                 continue
-            slots = self.slots.host[row_cells(rows, start, end)]  # a page that rows share is named once by each row
-            self.allocator.evict(group, PrimaryLoc(torch.from_numpy(slots)))
+            *_, pages = self._pages_between(rows, start, end)  # a page that rows share is named once by each row
+            self.allocator.evict(group, pages)
             self.evicted_len[group, rows] = end
-            freed += len(slots) // page_size
+            freed += len(pages)
         return freed
 
     def check(self) -> None:
-        """Assert the allocator's invariants, invariant 6 (windows mapped), and that rows account for all its claims."""
-        self.allocator.check()
+        """Assert the allocator's invariants, invariant 6 (windows mapped), that rows account for all its claims, and
+        that the device's arrays are equal."""
+        self.check_host()
         for mirrored in (self.slots, self.committed_len, self.allocator.maps):
             mirrored.check()
-        page_size, primary = self.allocator.page_size, self.allocator.primary
-        holds = np.zeros((len(self.allocator.pools), primary.capacity + 1), dtype=np.int64)  # rows, by group and page
-        numbers = np.stack([self.capacity, self.committed_len.host], axis=1).tolist()
-        for row, (slots, (capacity, length)) in enumerate(zip(self.slots.host, numbers, strict=True)):
-            evicted = self.evicted_len[:, row]
+
+    def check_host(self) -> None:
+        """`check` without the device's arrays. Rounds in flight only reorder slots within a row, so it holds during
+        them."""
+        self.allocator.check()
+        page_size, lengths = self.allocator.page_size, self.committed_len.host
+        for row, slots in enumerate(self.slots.host):
+            capacity, length, evicted = int(self.capacity[row]), int(lengths[row]), self.evicted_len[:, row]
             assert (slots[capacity:] == 0).all(), f"{row=}: slots past its capacity"
-            if not self._active[row]:
-                assert capacity == length == evicted.max() == 0, f"{row=} is closed but owns something"
-                continue
+            assert self._active[row] or capacity == length == 0, f"{row=} is closed but owns something"
             assert evicted.max() <= length <= capacity, f"{row=}: {evicted=} {length=} {capacity=}"
-            by_page = slots[:capacity].reshape(-1, page_size)  # [pages, page_size]
-            in_order = by_page == by_page[:, :1] + np.arange(page_size)
-            assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
-            pages = by_page[:, 0] // page_size
-            assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
-            starts = np.maximum(
-                self.num_evicted(self.shared_len.host[row] // page_size) * page_size, length - self.retain
-            )
+            adopted = self.num_evicted(self.shared_len.host[row] // page_size) * page_size
+            starts = np.maximum(adopted, length - self.retain)
             assert (evicted <= starts).all(), f"{row=}: evicted {evicted}, but the windows start at {starts}"
-            for group, first in enumerate(evicted.tolist()):
-                mapped = self.allocator.peer_slots(GroupId(group), slots[first:capacity]) != 0
-                assert mapped.all(), f"{row=}: a token in the window of group {group} is unmapped"
-                holds[group, pages[first // page_size :]] += 1
-        in_rows = holds[PRIMARY]
-        pages = np.flatnonzero(in_rows)
-        holders = primary.row_refs(pages)
-        assert (holders > 0).all(), "a row owns a free page"
-        assert (in_rows[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
-        assert (in_rows[pages] == holders).all(), "a page has more claims than rows that own it"
-        assert len(pages) == primary.held_pages, "a held page belongs to no row"
-        for group in self.allocator.windowed:
-            pool = self.allocator.pools[group]
-            peers = self.allocator.maps.host[group, ::page_size] // page_size
-            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_cached(peers)
-            message = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
-            assert not unclaimed.any(), message
-            wrong = (peers != 0) & (pool.row_refs(peers) != holds[group])
-            message = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
-            assert not wrong.any(), message
+        rows, first, pages = self._pages_between(np.arange(len(lengths)), np.zeros_like(lengths), self.capacity)
+        positions = first[:, None] + np.arange(page_size)
+        slots = self.slots.host[rows[:, None], positions]  # [pages, page_size]
+        wrong = slots != self.allocator.slots_of(pages).reshape(slots.shape)
+        where = f"rows {rows[wrong.any(1)]}, positions {positions[wrong]}, slots {slots[wrong]}"
+        assert not wrong.any(), f"{where}: not whole pages in order"
+        wrong = pages > self.allocator.primary.capacity
+        assert not wrong.any(), f"rows {rows[wrong]}, positions {first[wrong]}: pages {pages[wrong]} do not exist"
+        assert len(set(zip(rows.tolist(), pages.tolist(), strict=True))) == len(pages), "a row owns a page twice"
+        for group, pool in self.allocator.pools.items():
+            seen = first >= self.evicted_len[group, rows]
+            wrong = seen & ~self.allocator.is_mapped(group, pages)
+            where = f"rows {rows[wrong]}, positions {first[wrong]}"
+            assert not wrong.any(), f"{where}: a token in the window of group {group} is unmapped"
+            owners = np.bincount(pages[seen], minlength=self.allocator.primary.capacity + 1)  # rows, by primary page
+            claims = self.allocator.row_refs(group, np.arange(len(owners)))
+            wrong = np.flatnonzero(owners != claims)
+            message = f"{pool.name}: {owners[wrong]} rows own pages {wrong}, with {claims[wrong]} claims"
+            assert not len(wrong), message
 
     def _require_active(self, rows: IntArray) -> None:
         closed = ~self._active[rows.clip(-1, self.padding_row)]  # the padding row is the last one and is never open

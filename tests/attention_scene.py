@@ -2,11 +2,15 @@
 row of them by the definition. For tests of `tree_attention`, `deterministic_attention` and `paged_attention`."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from specdec.attention.kernels.own_keys import OwnKeys, PathKeys
+from specdec.attention.kernels.page_table import PageTable
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 from dense_oracle import attend
 
@@ -92,8 +96,8 @@ def lay_out(
     sinks: torch.Tensor | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `tree_attention`, and of `own_keys` instead of `own`: pages shuffled, NaN in every slot that
-    was not written."""
+    """Arguments of `tree_attention`, `own_keys` and their named tuples: pages shuffled, NaN in every slot that was not
+    written."""
     rng = random.Random(seed)
     first = requests[0]
     num_rows, frozen = len(first.block), first.frozen
@@ -145,6 +149,25 @@ def lay_out(
         "softcap": softcap,
         "sinks": sinks,
     }
+
+
+def rounded(rows: torch.Tensor) -> Fp8Pool:
+    """These rows [slots, heads, D] in a pool of 8 bits."""
+    pool = Fp8Pool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
+
+
+def taken(fields: type[Any], args: dict[str, Any], **names: str) -> Any:
+    """The named tuple of these arguments, which are removed; those under another name by `names`."""
+    return fields(*(args.pop(names.get(name, name)) for name in fields._fields))
+
+
+def path_of(args: dict[str, Any], find_own_keys: Callable[..., OwnKeys]) -> PathKeys:
+    """Keys of `tree_attention` from the arguments of `lay_out`, which are removed."""
+    table = taken(PageTable, args)
+    args |= {"table": table, "own": find_own_keys(table, args.pop("write"), args.pop("parents"))}
+    return taken(PathKeys, args)
 
 
 def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:

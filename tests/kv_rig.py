@@ -136,10 +136,6 @@ class KVRig(KVCache):
             self.move(move)
         self.table.commit_on_host(rows, length, path)
 
-    def located(self, slots: PrimaryLoc) -> ByGroup[GroupLoc]:
-        """These slots in every group."""
-        return ByGroup(tuple(self.allocator.translate(group, slots) for group, _ in self.allocator.pools.items()))
-
     def write(
         self, layer: int, slots: ByGroup[GroupLoc], k: torch.Tensor, v: torch.Tensor, view: KVView | None = None
     ) -> None:

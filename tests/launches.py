@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from kv_rig import make_allocator
 
-from specdec.attention.kernels.own_keys import own_keys
-from specdec.attention.kernels.page_table import PageTables, build_page_tables
-from specdec.attention.kernels.paged_attention import paged_attention
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
+from specdec.attention.kernels.page_table import PageTable, PageTables, build_page_tables
+from specdec.attention.kernels.paged_attention import BlockKeys, paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.plan import KVPlan, Pack, PackTables, RunSlots
@@ -150,9 +150,8 @@ def recurrent(
     tree = DraftTree(
         *(integers(batch, num_nodes) for _ in range(3)), numbers(batch, num_nodes, num_nodes, dtype=torch.bool)
     )
-    tables = PageTables(
-        ByGroup((integers(batch, 9), integers(batch, 9))), integers(2, batch), write.map(lambda x: x.view(batch, -1))
-    )
+    pages, slots = ByGroup((integers(batch, 9), integers(batch, 9))), write.map(lambda x: x.view(batch, -1))
+    tables = PageTables(pages, integers(2, batch), slots, integers(batch), page_size)
     lines = RunSlots(integers(batch, 200), integers(batch), integers(batch))
     runs = Pack(
         *(integers(batch) for _ in range(3)),
@@ -168,13 +167,8 @@ def recurrent(
         "write": write,
     }
     for plan in (
-        KVPlan(**shared, positions=integers(batch, num_nodes), prefix=tables, page_size=page_size, tree=tree),
-        KVPlan(
-            **shared,
-            positions=integers(1, rows),
-            prefix=PackTables(runs, ByGroup((lines, lines)), write),
-            page_size=1,
-        ),
+        KVPlan(**shared, positions=integers(batch, num_nodes), prefix=tables, tree=tree),
+        KVPlan(**shared, positions=integers(1, rows), prefix=PackTables(runs, ByGroup((lines, lines)), write)),
     ):
         added = numbers(channels, dtype=dtype) if bias else None
         for deterministic in (True, False):
@@ -199,9 +193,10 @@ def pools_of(heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, fp8
 
 
 def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
-    groups = 2 if swa else 1
-    arrays = integers(9, 4096), integers(groups, 9999), integers(groups), integers(3), integers(3)
-    build_page_tables(*arrays, num_nodes=5, page_size=page_size, widths=[256, 40][:groups])
+    windows = (39 * page_size,) if swa else ()
+    allocator = make_allocator(640, windows, page_size=page_size, device=numbers(1).device)
+    table = RequestTable(allocator, max_requests=8, max_len=4091, lookahead=5)
+    build_page_tables(table, Rows(integers(3), 256 * page_size), integers(3), 5)
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
     store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
@@ -264,14 +259,10 @@ def attention(
     sink = numbers(kv_heads * group, dtype=dtype) if sinks else None
     held = integers(batch) if chunk else None
     write = integers(batch, num_rows) if block else None
-    own = own_keys(
-        pages, path_start, length, write, integers(batch, num_rows) if tree else None,
-        page_size=page_size, max_depth=4 if tree else None,
-    )  # fmt: skip
-    tree_attention(
-        query, pool_k, pool_v, own, pages, path_start, length, positions,
-        page_size=page_size, scaling=0.1, block_len=held, window=window, first_key=first_key, softcap=cap, sinks=sink,
-    )  # fmt: skip
+    table = PageTable(pages, path_start, length, page_size)
+    own = own_keys(table, write, integers(batch, num_rows) if tree else None, 4 if tree else None)
+    path = PathKeys(table, own, positions, held, window, first_key)
+    tree_attention(query, pool_k, pool_v, path, scaling=0.1, softcap=cap, sinks=sink)
 
 
 def draft_level(
@@ -293,13 +284,15 @@ def draft_level(
     kv_heads = 2
     own = [numbers_and_scales(pool) for pool in pools_of(kv_heads, head_dim, dtype, batch * num_nodes, fp8=fp8)]
     block_k, block_v = (rows.unflatten(0, (batch, num_nodes)).transpose(1, 2) for rows, _ in own)
+    ancestors = integers(batch, level, -(-num_nodes // 64))
     paged_attention(
-        numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2), block_k, block_v,
-        integers(batch, num_nodes), integers(batch, level, -(-num_nodes // 64)),
+        numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2),
         *pools_of(kv_heads, head_dim, dtype, fp8=fp8),
-        integers(batch, 640), integers(batch) if window else None, integers(batch), integers(batch, level),
-        page_size=page_size, scaling=0.1, window=window, first_key=first_key, softcap=cap,
-        sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None, block_scales=(own[0][1], own[1][1]),
+        PageTable(integers(batch, 640), integers(batch) if window else None, integers(batch), page_size),
+        BlockKeys(block_k, block_v, integers(batch, num_nodes), ancestors, (own[0][1], own[1][1])),
+        integers(batch, level),
+        scaling=0.1, window=window, first_key=first_key, softcap=cap,
+        sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.gpu.ranks import Ranks
 from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
 from specdec.kvcache.layout import CacheField
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
@@ -51,7 +52,7 @@ def test_a_row_depends_on_no_other_row_or_head() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
     allocator = HybridAllocator(cache_groups([KVLayout.from_windows([None], 2, 8)]), [9], page_size=1, device=CPU)
-    store = KVStore(KVLayout.from_windows([None], 2, 8).in_fp8(), allocator, dtype, CPU, rank=0)
+    store = KVStore(KVLayout.from_windows([None], 2, 8).in_fp8(), allocator, dtype, Ranks([CPU]))
     torch.manual_seed(1)
     k, v = torch.randn(2, 3, 2, 8).to(dtype)
     reference_store_kv(k, v, GroupLoc(torch.tensor([4, 5, 6])), *store.layers[0].fields)
@@ -197,7 +198,7 @@ def test_a_layer_may_keep_a_field_of_its_own() -> None:
     layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.from_windows([None] * 2, 1, 4).layers[1:]))
     groups = cache_groups([layout])
     allocator = HybridAllocator(groups, [12, 6], page_size=2, device=CPU)
-    store = KVStore(layout, allocator, torch.float32, CPU, rank=0)
+    store = KVStore(layout, allocator, torch.float32, Ranks([CPU]))
     kept = store.layers[0]
     assert [tuple(pool.shape[1:]) for pool in kept.fields] == [(2, 8), (2, 8), (2, 4)]
     assert layout.slot_bytes(Retention(4), torch.float32) == 2 * (8 + 8 + 4) * 4

@@ -76,8 +76,8 @@ def chain(table: KVRig, rows: np.ndarray, nodes: int = LOOKAHEAD):
 
 def prefix_slots(plan: KVPlan, group: GroupId) -> torch.Tensor:
     """Slots of the only request's prefix in one group, by position; in SWA from the first page of the window on."""
-    slots, start = plan.prefix.slots(group, plan.page_size)
-    return slots[0, : int(plan.committed_len[0] - start[0])]
+    table = plan.prefix.table(group)
+    return table.slots()[0, : int(plan.committed_len[0] - table.begin[0])]
 
 
 # the protocol
@@ -158,8 +158,8 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
     return {
         "alloc": lambda: a.alloc(1),
         "alloc of nothing": lambda: a.alloc(0),
-        "free": lambda: a.free(slots),
-        "allocator evict": lambda: a.evict(SWA, slots),
+        "free": lambda: a.free(page),
+        "allocator evict": lambda: a.evict(SWA, page),
         "share": lambda: a.share(page, ints(0, 0)),
         "cache pages": lambda: a.cache_pages(PRIMARY, page),
         "cache peers": lambda: a.cache_pages(SWA, page),
@@ -171,8 +171,8 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
         "evict": lambda: table.evict_unseen(rows),
         "close": lambda: table.close_rows(row),
-        "write": lambda: table.write(1, table.located(slots), k, k),
-        "sliding write": lambda: table.write(0, table.located(slots), k, k),
+        "write": lambda: table.write(1, table.allocator.located(slots), k, k),
+        "sliding write": lambda: table.write(0, table.allocator.located(slots), k, k),
     }
 
 
@@ -202,9 +202,9 @@ def test_a_lent_view_refuses_to_write(layer: int):
     k = torch.full((1, 1, 1), 99.0)
     message = f"write to layer {layer} through a frozen view"
     with table.lend(worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
-        table.write(layer, table.located(slots), k, k, view)
+        table.write(layer, table.allocator.located(slots), k, k, view)
     with pytest.raises(FrozenKVError):  # nor afterwards
-        table.write(layer, table.located(slots), k, k, view)
+        table.write(layer, table.allocator.located(slots), k, k, view)
     assert kv_contents(table) == before
 
 
@@ -216,9 +216,9 @@ def test_the_targets_own_view_reads_but_does_not_write_while_frozen():
     with table.lend(Worker(), [0, 1]):
         assert own.layer(1).k[slots].item() == 10.0
         with pytest.raises(FrozenKVError, match="KV write to layer 3 while the KV cache is frozen"):
-            table.write(3, table.located(slots), k, k, own)
+            table.write(3, table.allocator.located(slots), k, k, own)
         assert own.layer(1).k[slots].item() == 10.0
-    table.write(1, table.located(slots), k, k, own)
+    table.write(1, table.allocator.located(slots), k, k, own)
     assert own.layer(1).k[slots].item() == 99.0
 
 

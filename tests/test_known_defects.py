@@ -153,8 +153,8 @@ def read_own_keys_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRI
     """A tree's own nodes are read with primary slots where sliding layers wrote those of their group."""
     right = VisibleKeys.from_plan
 
-    def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
-        keys = right(plan, slots, start, group, window)
+    def wrong(plan: KVPlan, group: GroupId, window: int | None) -> VisibleKeys:
+        keys = right(plan, group, window)
         if group == to and plan.tree is not None and not plan.tree.is_chain:
             own = plan.positions.shape[1]
             untranslated = plan.write[source].view(plan.positions.shape)
@@ -197,8 +197,8 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
     def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Any:
         if plan.write is None and group == SWA:
             assert isinstance(plan.prefix, PageTables)
-            pages, start = plan.prefix.pages(group)
-            columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
+            table = plan.prefix.table(group)
+            columns = table.begin[:, None] // table.page_size + torch.arange(table.pages.shape[1])
             full = plan.prefix.tables[PRIMARY]
             stale_pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
             tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, stale_pages))
@@ -216,29 +216,25 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch, source: GroupId = PR
     """A tree's part of the SWA table keeps full slots: its nodes are written and read there, into others' keys."""
     right = TorchBackend.locate
 
-    def wrong(
-        backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
-    ) -> PageTables:
-        located = right(backend, table, rows, committed_len, num_queries)
+    def wrong(table: Any, rows: Any, committed_len: torch.Tensor, num_nodes: int) -> PageTables:
+        located = right(table, rows, committed_len, num_nodes)
         untranslated = replaced(located.write, to, located.write[source])
-        return located._replace(write=untranslated) if num_queries == 4 else located
+        return located._replace(write=untranslated) if num_nodes == 4 else located
 
-    patch.setattr(TorchBackend, "locate", wrong)
+    patch.setattr(TorchBackend, "locate", staticmethod(wrong))
 
 
 def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
     """Tables and locations are remembered by shape: a captured round holds those of the round before its capture."""
     right, made = TorchBackend.locate, {}
 
-    def wrong(
-        backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
-    ) -> PageTables:
-        key = len(rows.index), rows.max_committed_len, num_queries
+    def wrong(table: Any, rows: Any, committed_len: torch.Tensor, num_nodes: int) -> PageTables:
+        key = len(rows.index), rows.max_committed_len, num_nodes
         if key not in made or not torch.utils._python_dispatch._get_current_dispatch_mode():
-            made[key] = right(backend, table, rows, committed_len, num_queries)
-        return made[key]
+            made[key] = right(table, rows, committed_len, num_nodes)
+        return made[key]._replace(committed_len=committed_len)
 
-    patch.setattr(TorchBackend, "locate", wrong)
+    patch.setattr(TorchBackend, "locate", staticmethod(wrong))
 
 
 def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ class KVMachine(RuleBasedStateMachine):
             for group, window in enumerate((len(expected), *self.windows)):
                 start = int(plan.prefix.start[group][i])
                 assert start <= max(0, len(expected) - window - 1)  # what a frozen drafter sees
-                slots = plan.prefix.slots(GroupId(group), plan.page_size)[0][i, : len(expected) - start]
+                slots = plan.prefix.table(GroupId(group)).slots()[i, : len(expected) - start]
                 assert self.at(GroupId(group), slots) == expected[start:]
 
     def at(self, group: GroupId, slots: torch.Tensor) -> list[float]:

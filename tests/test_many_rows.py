@@ -111,16 +111,16 @@ def test_rows_name_a_page_once_each() -> None:
     table.ensure_slots(0, 2)
     table.commit_chunk_on_host(ints(0), ints(2))
     table.adopt_pages(1, table.pages(0, 1))
-    free, slots, before = table.allocator.free, torch.tensor([2, 3, 2, 3]), contents(table)
-    for rows in (ints(0, 0, 0, 0), ints(1, 1, 1, 1)):
+    free, pages, before = table.allocator.free, ints(1, 1), contents(table)
+    for rows in (ints(0, 0), ints(1, 1)):
         with pytest.raises(DoubleFreeError, match="named twice"):
-            free(slots, rows=rows)
+            free(pages, rows=rows)
     with pytest.raises(DoubleFreeError, match="named twice"):
         table.close_rows(ints(0, 0))
     with pytest.raises(DoubleFreeError, match="not held"):
-        free(torch.tensor([2, 3, 2, 3, 2, 3]), rows=ints(0, 0, 1, 1, 2, 2))
+        free(ints(1, 1, 1), rows=ints(0, 1, 2))
     assert contents(table) == before
-    free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([[False] * 4, [True, True, False, False]]))
+    free(pages, rows=ints(0, 1), evicted=np.array([[False, False], [True, False]]))
     assert table.allocator.primary.held_pages == 0
     assert table.allocator.pools[SWA].row_refs(ints(1)).tolist() == [1]
 
@@ -180,7 +180,7 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
     rows, found = ints(table.open_row(), table.open_row()), []
     for _ in range(40):
         before = table.capacity.tolist(), table.evicted_len.tolist()
-        table.ensure_slots_ahead(rows, table.committed_len.host[rows] + LOOKAHEAD)
+        table.ensure_slots(rows, table.committed_len.host[rows] + LOOKAHEAD, ahead=True)
         table.commit_chunk_on_host(rows, ints(1, 1))
         table.evict_unseen(rows, ahead=True)
         found.append((table.capacity.tolist(), table.evicted_len.tolist()) != before)

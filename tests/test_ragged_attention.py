@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from attention_scene import rounded
 
 from specdec import SamplingParams
 from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run, exact_run
-from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.plan import Pack, RunSlots
-from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS
 from specdec.runtime.rounds.prompt_sizes import token_buckets
 
@@ -151,7 +152,7 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
     case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
-    k, v = Fp8Pool.from_rows(case.k), Fp8Pool.from_rows(case.v)
+    k, v = rounded(case.k), rounded(case.v)
     options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
     got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
     want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)
@@ -200,11 +201,11 @@ def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
     assert torch.equal(tail, together[:, 4:9])
     for place, run, position in ((3, 0, 40), (8, 0, 45), (12, 1, 3), (14, 2, 62)):
         committed, pages = torch.tensor([position], device=DEVICE), case.lines.slots[run, None, : position + 1]
-        own = own_keys(pages, None, committed, case.lines.slots[run, None, position, None].contiguous(), page_size=1)
+        table = PageTable(pages, None, committed, 1)
+        own = own_keys(table, case.lines.slots[run, None, position, None].contiguous())
         query, where = case.q[:, :, place, None], torch.tensor([[position]], device=DEVICE)
-        decoded = tree_attention(
-            *(query, case.k, case.v, own, pages, None, committed, where), page_size=1, **options, **CUT
-        )
+        path = PathKeys(table, own, where, None, window, first_key)
+        decoded = tree_attention(query, case.k, case.v, path, scaling=0.3, **CUT)
         assert torch.equal(decoded[0, 0], together[0, place]), f"{position=}"
 
 

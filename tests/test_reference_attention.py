@@ -33,12 +33,13 @@ def layer_of(layer: int, window: int | None) -> LayerSpec:
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
     """What a layer sees that slides, or does not."""
     group = PRIMARY if window is None else SWA
-    return VisibleKeys.from_plan(plan, *prefix_slots(plan, group), group, window)
+    return VisibleKeys.from_plan(plan, group, window)
 
 
 def prefix_slots(plan: KVPlan, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots [B, L] of the prefixes in one group, and the position [B] of the first column."""
-    return plan.prefix.slots(group, plan.page_size)
+    table = plan.prefix.table(group)
+    return table.slots(), table.begin
 
 
 class Scene:
@@ -63,7 +64,7 @@ class Scene:
         # a row opened first and evicted shifts the numbers of the two groups against each other
         shift = self.table.open_row()
         self.table.ensure_slots(shift, 5 * page_size)
-        allocator.evict(SWA, PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
+        allocator.evict(SWA, self.table.pages(shift, 3))
         self.rows = ints(*(self.table.open_row() for _ in lengths))
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
@@ -74,7 +75,7 @@ class Scene:
             self.table.ensure_slots(row, length + NODES)
             slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
-                self.table.write(layer, self.table.located(slots), self.k[layer][i], self.v[layer][i])
+                self.table.write(layer, self.table.allocator.located(slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints(row), ints(length))
         if evict:
             self.table.evict_unseen(self.rows)

@@ -39,7 +39,9 @@ def make(
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
     """Write `values` as the K/V (k = value, v = -value) of the slots at positions start..., in every layer."""
-    slots = table.located(PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy())))
+    slots = table.allocator.located(
+        PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
+    )
     k = torch.tensor(values).view(-1, 1, 1)
     for layer in (SLIDING_LAYER, FULL_LAYER):
         table.write(layer, slots, k + 0.5 * layer, -k - 0.5 * layer)
@@ -71,11 +73,11 @@ def test_slots_ahead_are_taken_where_they_fit_besides_what_is_asked_for():
     """The window has 202 free slots of 220, which is ample room, but not for the 192 asked for and 48 more ahead."""
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
-    table.ensure_slots_ahead(rows, np.full(3, 70))
+    table.ensure_slots(rows, np.full(3, 70), ahead=True)
     assert table.capacity[rows].tolist() == [70, 70, 70]
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
-    table.ensure_slots_ahead(rows, np.full(3, 40))
+    table.ensure_slots(rows, np.full(3, 40), ahead=True)
     assert table.capacity[rows].tolist() == [56, 56, 56]
 
 
@@ -189,7 +191,7 @@ def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
     another = rig.add_store(KVLayout.from_windows([None, None], 2, 3), torch.float64)  # all of it in the primary group
     shift, row = rig.open_row(), rig.open_row()
     rig.ensure_slots(shift, 2)
-    rig.allocator.evict(SWA, PrimaryLoc(torch.tensor([1, 2])))
+    rig.allocator.evict(SWA, ints(1, 2))
     rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the groups disagree
     assert rig.allocator.translate(SWA, PrimaryLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
     stored = [(kept, 3 if kept.group == PRIMARY else 1) for s in (rig.store, another) for kept in s.layers.values()]
@@ -231,12 +233,8 @@ def put_slots(row: int, cells: object, value: object) -> Callable[[KVRig], None]
     return lambda table: table.slots.__setitem__((row, cells), value)
 
 
-def slots_of(table: KVRig, start: int, end: int) -> PrimaryLoc:
-    return PrimaryLoc(torch.from_numpy(table.slots.host[0, start:end].copy()))
-
-
 CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
-    "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "a page is owned by two rows"),
+    "one page in two rows": (put_slots(1, slice(4), range(28, 32)), "full: .* own pages .*, with .* claims"),
     "slots behind capacity": (put_slots(0, 28, 9), "slots past its capacity"),
     "longer than capacity": (
         lambda table: table.committed_len.__setitem__(0, 29),
@@ -244,7 +242,7 @@ CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
     ),
     "page 0 in a row": (put_slots(0, slice(4), 0), "not whole pages"),
     "closed but owning": (lambda table: table._active.__setitem__(1, False), "slots past its capacity|closed but owns"),
-    "leaked page": (lambda table: table.allocator.alloc(1), "a held page belongs to no row"),
+    "leaked page": (lambda table: table.allocator.alloc(1), r"full: \[0\] rows own pages \[10\]"),
     "leaked peer": (lambda table: table.allocator.pools[SWA].alloc(1), "window 6: a page is held but not mapped"),
     "page free without its peer": (
         lambda table: table.allocator.primary.free(ints(7)),
@@ -255,14 +253,17 @@ CORRUPTED: dict[str, tuple[Callable[[KVRig], object], str]] = {
         "window 6: a page has two owners",
     ),
     "half a peer": (lambda table: table.allocator.maps.__setitem__((SWA, 25), 0), "the peer of a page is not one page"),
-    "freed page": (lambda table: table.allocator.free(slots_of(table, 24, 28)), "unmapped|a row owns a free page"),
+    "freed page": (lambda table: table.allocator.free(table.pages(0, 7)[6:]), "unmapped|full: .* claims"),
     "evicted too far": (
         lambda table: table.evicted_len.__setitem__((SWA, 0), 14),
         r"evicted \[ 0 14\], but the windows start at \[ 0 13\]",
     ),
-    "evicted yet mapped": (lambda table: table.evicted_len.__setitem__((SWA, 0), 12), "an evicted token is mapped"),
+    "evicted yet mapped": (
+        lambda table: table.evicted_len.__setitem__((SWA, 0), 12),
+        r"window 6: \[0\] rows own pages \[3\], with \[1\] claims",
+    ),
     "in the window but unmapped": (
-        lambda table: table.allocator.evict(SWA, slots_of(table, 16, 20)),
+        lambda table: table.allocator.evict(SWA, table.pages(0, 5)[4:]),
         "a token in the window of group 1 is unmapped",
     ),
     "padding row with slots": (put_slots(3, 0, 4), "row=3: slots past its capacity"),

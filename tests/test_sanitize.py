@@ -27,7 +27,7 @@ def rig(request, monkeypatch) -> KVRig:
     layout = KVLayout(tuple(layer_spec(i, window, head_dim=2) for i, window in enumerate((None, 4, 12))))
     rig = KVRig(layout, pages=80, page_size=request.param, max_requests=3, max_len=48, lookahead=NODES)
     rig.backend, _ = sanitized(rig, rig.backend, None)
-    rig.sanitizer.watch(rig.store)
+    rig.sanitizer.poison_store(rig.store)
     wide = rig.allocator.pools[WIDE]
     wide._stack = wide._stack[::-1].copy()  # its last pages come first, so that no number is one of another group
     return rig
@@ -181,8 +181,9 @@ def test_slots_of_another_group_are_not_written(kind: str, source: GroupId, grou
 @pytest.mark.parametrize(("source", "group"), PAIRS)
 def test_pages_of_another_group_are_not_read(kind: str, source: GroupId, group: GroupId, rig) -> None:
     plan, page_size = planned(rig, kind, evicted_before(rig)), rig.allocator.page_size
-    pages, start = plan.prefix.pages(group)
-    positions = (start[:, None] + torch.arange(pages.shape[1]) * page_size).clamp(max=rig.slots.host.shape[1] - 1)
+    table = plan.prefix.table(group)
+    positions = table.begin[:, None] + torch.arange(table.pages.shape[1]) * page_size
+    positions = positions.clamp(max=rig.slots.host.shape[1] - 1)
     of_source = rig.allocator.translate(source, PrimaryLoc(rig.slots.tensor[plan.rows].gather(1, positions)))
     tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, of_source // page_size))
     name = rig.allocator.pools[group].name
@@ -253,7 +254,7 @@ def test_a_read_of_poison_is_named(rig) -> None:
 def break_table(rig: KVRig, row: int, how: str) -> None:
     match how:
         case "table names a free page":
-            rig.allocator.free(PrimaryLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
+            rig.allocator.free(rig.table.pages(row, 1))
         case "table names a slot that is not there":
             rig.slots[row, 2] = 10_000
         case "two rows have one page":
@@ -275,12 +276,12 @@ def break_table(rig: KVRig, row: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("table names a free page", r"row 0, position 0: full slot \d+ .* has been freed"),
-        ("table names a slot that is not there", r"row 0, position 2: full slot 10000 .* is outside of the pool"),
-        ("two rows have one page", r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
-        ("a peer is lost", r"row 0, position 5: window 4 slot 0 \(padding\) is no peer of full slots \d+"),
-        ("a peer of another group", r".*window 12 slot \d+"),
-        ("two slots have one peer", r"full slots \d+, \d+ have the same peer, window 4 slot \d+"),
+        ("table names a free page", r"full: \[1\] rows own pages \[\d+\], with \[0\] claims"),
+        ("table names a slot that is not there", r"rows \[0\], positions \[[02].*\].* (not whole pages|do not exist)"),
+        ("two rows have one page", r"full: \[2.*\] rows own pages .*, with \[1.*\] claims"),
+        ("a peer is lost", r"window 4: "),
+        ("a peer of another group", r"window 12: "),
+        ("two slots have one peer", r"window 4: "),
     ],
 )
 def test_a_wrong_table_is_named_before_the_launch(how, message, rig) -> None:

@@ -168,12 +168,12 @@ def test_a_request_is_one_span_with_its_id_and_status(monkeypatch):
         await send({"type": "http.response.start", "status": 201, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    traced = middleware.Tracing(app)
+    traced = middleware.RequestLog(app)
     traced._tracer = tracer = MagicMock()
     assert TestClient(traced).get("/v1/models").status_code == 201
     begin = tracer.start_as_current_span
     assert begin.call_args.args == ("GET /v1/models",)
     begin.return_value.__enter__.return_value.set_attribute.assert_any_call("http.response.status_code", 201)
     monkeypatch.setattr(middleware, "trace", None)  # as where the package is not installed
-    assert TestClient(middleware.Tracing(app)).get("/v1/models").status_code == 201
+    assert TestClient(middleware.RequestLog(app)).get("/v1/models").status_code == 201
     begin.assert_called_once()

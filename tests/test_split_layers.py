@@ -16,7 +16,8 @@ from tape import record
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend
-from specdec.attention.kernels.own_keys import own_keys
+from specdec.attention.kernels.own_keys import PathKeys, own_keys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import choose_key_split, tree_attention
 from specdec.attention.plan import Pack, RunSlots
@@ -271,11 +272,11 @@ def test_a_rank_cuts_the_keys_of_chains_as_one_device() -> None:
     q, k, v = text(1)
     pages = torch.arange(LENGTH - 1, device=DEVICE)[None]
     length = torch.tensor([LENGTH - 1], device=DEVICE)
-    own = own_keys(pages, None, length, length[None], None, page_size=1)
+    table = PageTable(pages, None, length, 1)
+    path = PathKeys(table, own_keys(table, length[None]), length[None])
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shares: int) -> torch.Tensor:
-        places = own, pages, None, length, length[None]
-        return tree_attention(q, k, v, *places, page_size=1, scaling=0.1, shares=shares)
+        return tree_attention(q, k, v, path, scaling=0.1, shares=shares)
 
     whole = attend(q, k, v, 1)
     assert torch.equal(by_rank(attend, q, k, v, 2), whole)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_scene import Request, Text, bushy, dense, depths, lay_out, request
+from attention_scene import Request, Text, bushy, dense, depths, lay_out, path_of, request, rounded
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.tree_attention import (
     KeySplit,
     RowTiles,
@@ -23,7 +24,6 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
-from specdec.kvcache.fp8_pool import Fp8Pool
 
 from marks import deep, deep_cases, is_deep, slow
 
@@ -39,19 +39,13 @@ pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
     """Attention by the kernels."""
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    write, parents = moved.pop("write"), moved.pop("parents")
-    table = (moved["pages"], moved["start"], moved["committed_len"])
-    own = own_keys(*table, write, parents, page_size=args["page_size"])
-    return tree_attention(own=own, **moved, **{**SMALL, **options}).cpu()
+    return tree_attention(path=path_of(moved, own_keys), **moved, **{**SMALL, **options}).cpu()
 
 
 def run_plain(args: dict[str, Any]) -> torch.Tensor:
     """In plain torch, on the CPU."""
     args = dict(args)
-    write, parents = args.pop("write"), args.pop("parents")
-    table = (args["pages"], args["start"], args["committed_len"])
-    own = reference_own_keys(*table, write, parents, page_size=args["page_size"])
-    return deterministic_attention(own=own, **args)
+    return deterministic_attention(path=path_of(args, reference_own_keys), **args)
 
 
 def folded(args: dict[str, Any]) -> torch.Tensor:
@@ -131,7 +125,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
     args = lay_out(requests, window=window, page_size=4)
-    fp8 = {name: Fp8Pool.from_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    fp8 = {name: rounded(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
     expected = run(args | {name: pool.read() for name, pool in fp8.items()})
     torch.testing.assert_close(run(args | fp8), expected, atol=1e-5, rtol=1e-5)
 
@@ -200,7 +194,8 @@ def test_own_keys_of_a_small_tree() -> None:
     parents = torch.tensor([[-1, 0, 0, 2, 3]], device=DEVICE)
     length = torch.tensor([66], device=DEVICE)
     for make in (own_keys, reference_own_keys):
-        own = make(pages, None, length, write, parents, page_size=1, max_depth=3)
+        table = PageTable(pages, None, length, 1)
+        own = make(table, write, parents, 3)
         assert own.path_len == 4
         assert own.slots.shape == (1, 5, ALIGN + 4)
         assert own.slots[0, :, :6].tolist() == [
@@ -212,7 +207,7 @@ def test_own_keys_of_a_small_tree() -> None:
         ]
         assert own.run_end is not None
         assert own.run_end.tolist() == [[1, 1, 4, 4, 4]]
-        chain = make(pages, None, length, write, page_size=1)
+        chain = make(table, write)
         assert chain.run_end is None
         assert chain.slots[0, 0, :8].tolist() == [164, 165, 7, 8, 9, 10, 11, 0]
 
@@ -227,9 +222,10 @@ def test_own_keys_against_the_reference(page_size: int) -> None:
     parents = torch.tensor([bushy(33, seed) for seed in range(4)], device=DEVICE)
     for tree in (None, parents):
         for nodes in (None, write) if tree is None else (write,):
-            options = {"page_size": page_size, "max_depth": 32 if tree is None else None}
-            made = own_keys(pages, start, lengths, nodes, tree, **options)
-            expected = reference_own_keys(pages, start, lengths, nodes, tree, **options)
+            table = PageTable(pages, start, lengths, page_size)
+            made, expected = (
+                find(table, nodes, tree, 32 if tree is None else None) for find in (own_keys, reference_own_keys)
+            )
             torch.testing.assert_close(made.slots, expected.slots)
             assert (made.run_end is None) == (expected.run_end is None)
             if made.run_end is not None:

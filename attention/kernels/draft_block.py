@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol, Unpack
 import torch
 
 from specdec.attention.dense import bias_of, dense_attention, newest, visible
-from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
-from specdec.attention.kernels.paged_attention import WORD, paged_attention
+from specdec.attention.kernels.page_table import PageTable, build_page_tables
+from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
 from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.layout import PRIMARY, GroupLoc, PrimaryLoc
@@ -105,9 +105,8 @@ class DraftBlock(Protocol):
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
 
-    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. Used for
-        checks."""
+    def prefix_table(self, layer: int) -> PageTable:
+        """The committed keys that a layer may read. Used for checks."""
 
 
 class CopiedDraftBlock:
@@ -124,7 +123,7 @@ class CopiedDraftBlock:
         # read a key of the same request instead: a NaN of another request cannot leak through a zero weight
         unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
         translate = draft.table.allocator.translate
-        self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `prefix_slots`
+        self._tables: dict[int, PageTable] = {}
         self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
         self.copies: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
         self._cells: dict[Sight, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
@@ -138,7 +137,7 @@ class CopiedDraftBlock:
             self.prefix[sight] = (key_pos, committed)
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
             own = translate(layer_kv.group, PrimaryLoc(own))
-            self._slots[layer] = own[:, :-num_nodes], start
+            self._tables[layer] = PageTable(own[:, :-num_nodes], start, length, 1)
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
@@ -168,8 +167,8 @@ class CopiedDraftBlock:
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
         return dense_attention(query, k, v, bias, **options)
 
-    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._slots[layer]
+    def prefix_table(self, layer: int) -> PageTable:
+        return self._tables[layer]
 
     def _newest(self) -> slice:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
@@ -195,8 +194,7 @@ class PagedDraftBlock:
         self.draft, self.level, self.store = draft, -1, store
         table, num_nodes = draft.table, draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
-        self.page_size = table.allocator.page_size
-        self.tables = locate_prefixes(build_page_tables, table, draft.rows, draft.committed_len, 0)
+        self.tables = build_page_tables(table, draft.rows, draft.committed_len, 0)
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -231,19 +229,15 @@ class PagedDraftBlock:
         window, first_key = draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        pages, start = self.tables.group_table(committed.group)
+        ancestors = self.bits[:, :, : -(-filled // WORD)]
         return paged_attention(
-            query,
-            *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
-            *(committed.k, committed.v, pages),
-            start,
-            *(draft.committed_len, draft.window_positions(self.level)),
-            page_size=self.page_size,
+            *(query, committed.k, committed.v, self.prefix_table(layer)),
+            BlockKeys(block_k, block_v, self.key_pos[:, :filled], ancestors, (scales_k, scales_v)),
+            draft.window_positions(self.level),
             window=window,
             first_key=first_key,
-            block_scales=(scales_k, scales_v),
             **options,
         )
 
-    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tables.slots(self.store.layers[layer].group, self.page_size)
+    def prefix_table(self, layer: int) -> PageTable:
+        return self.tables.table(self.store.layers[layer].group)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.attention.kernels.page_table import PageTable
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layout import NULL_SLOT
 
@@ -39,16 +40,28 @@ class OwnKeys(NamedTuple):
         return self.slots.shape[2] - ALIGN
 
 
+class PathKeys(NamedTuple):
+    """The keys that N queries of each of B requests see, each along its own path.
+
+    table: the committed prefixes.            own: own keys of this step in the group of the table.
+    positions: [B, N] of the queries; the root's is the least.
+    block_len: [B], number of real rows (None: N); the result of the other rows is 0, and no row sees them.
+    window: a key is visible if it lies fewer than this many positions back.
+    first_key: keys before this position do not exist, except a query's own.
+    """
+
+    table: PageTable
+    own: OwnKeys
+    positions: torch.Tensor
+    block_len: torch.Tensor | None = None
+    window: int | None = None
+    first_key: int = 0
+
+
 def reference_own_keys(
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    write: torch.Tensor | None,
-    parents: torch.Tensor | None = None,
-    *,
-    page_size: int,
-    max_depth: int | None = None,
+    table: PageTable, write: torch.Tensor | None, parents: torch.Tensor | None = None, max_depth: int | None = None
 ) -> OwnKeys:
+    pages, start, committed_len, page_size = table
     batch, num_pages = pages.shape
     device, length = pages.device, committed_len[:, None]
     num_nodes = 0 if write is None else write.shape[1]
@@ -145,21 +158,14 @@ def _own_keys_kernel(
 
 
 def own_keys(
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    write: torch.Tensor | None,
-    parents: torch.Tensor | None = None,
-    *,
-    page_size: int,
-    max_depth: int | None = None,
+    table: PageTable, write: torch.Tensor | None, parents: torch.Tensor | None = None, max_depth: int | None = None
 ) -> OwnKeys:
-    """Make the own keys of N nodes per request, in the group of `pages` and `write`.
+    """Make the own keys of N nodes per request, in the group of `table` and `write`.
 
-    pages [B, P], start [B] (None: position 0), committed_len [B]: the page table of the committed prefix.
     write [B, N]: the slot of each node; None: the queries have no keys.
     parents [B, N]: -1 at the root, parents[n] < n elsewhere; None: the block is a chain.   max_depth: of all nodes.
     """
+    pages, start, committed_len, page_size = table
     batch, num_pages = pages.shape
     assert committed_len.shape == (batch,) and committed_len.is_contiguous(), f"{committed_len.shape=} {pages.shape=}"
     assert start is None or (start.shape == (batch,) and start.is_contiguous()), "start is [B]"

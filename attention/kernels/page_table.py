@@ -14,7 +14,6 @@ req_to_slot) counts as S = 0, and its writes go to the null slot. Widths and len
 compiles a new kernel. Both backends read prefixes through these tables.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,78 +36,79 @@ ALIGNED = 16
 address."""
 
 
+class PageTable(NamedTuple):
+    """Committed prefixes of B requests in one group: page ids [B, P], the position [B] of each first page (None: 0 for
+    all), and the number of keys [B]. A table may be wider than its prefixes, and begins before every window."""
+
+    pages: torch.Tensor
+    start: torch.Tensor | None
+    committed_len: torch.Tensor
+    page_size: int
+
+    @property
+    def begin(self) -> torch.Tensor:
+        """Position of each first page, [B]."""
+        return torch.zeros_like(self.committed_len) if self.start is None else self.start
+
+    def of_requests(self, requests: slice) -> "PageTable":
+        start = None if self.start is None else self.start[requests]
+        return PageTable(self.pages[requests], start, self.committed_len[requests], self.page_size)
+
+    def slots(self) -> torch.Tensor:
+        """The slot [B, P * page_size] of every key."""
+        if self.page_size == 1:
+            return self.pages
+        offsets = torch.arange(self.page_size, device=self.pages.device)
+        return (self.pages[:, :, None] * self.page_size + offsets).flatten(1)
+
+
 class PageTables(NamedTuple):
-    """Tables of the committed prefixes that a forward reads, from one launch: page ids [B, width] of each group, the
-    position `start` [groups, B] of each first column, and the slots [B, N] to write."""
+    """The committed prefixes that a forward reads, in every group, and the slots to write. From one launch.
+
+    tables: page ids [B, width] of each group. start: position of each first column, [groups, B]. committed_len: keys of
+    each prefix, [B]. write: slots [B, N] of the tokens after each prefix.
+    """
 
     tables: ByGroup[torch.Tensor]
     start: torch.Tensor
     write: ByGroup[GroupLoc]
+    committed_len: torch.Tensor
+    page_size: int
 
-    def group_table(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
-        return self.tables[group], None if group == PRIMARY else self.start[group]
-
-    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tables[group], self.start[group]
-
-    def slots(self, group: GroupId, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slot [B, P * page_size] of every key in one group, and the position [B] of the first column."""
-        pages, start = self.pages(group)
-        if page_size == 1:
-            return pages, start
-        return (pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1), start
+    def table(self, group: GroupId) -> PageTable:
+        start = None if group == PRIMARY else self.start[group]
+        return PageTable(self.tables[group], start, self.committed_len, self.page_size)
 
 
-def group_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
-    """Width in pages of each group's table if the longest prefix has `full_width` pages; a windowed group needs no more
+def group_widths(retain: IntArray, max_len: int, page_size: int) -> list[int]:
+    """Width in pages of each group's table if the longest prefix has `max_len` keys; a windowed group needs no more
     than its window. The kernel computes these widths from that of the primary group."""
     retained = [1 + -(-keys // page_size) for keys in retain.tolist()]
-    max_pages = min(full_width, retained[PRIMARY])
+    max_pages = min(-(-max_len // page_size), retained[PRIMARY])
     return [min(max_pages, pages) for pages in retained]
 
 
-def locate_prefixes(
-    build: Callable[..., PageTables], table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int
-) -> PageTables:
-    """`PlanBackend.locate` by `build_page_tables` or its reference."""
-    page_size = table.allocator.page_size
-    return build(
-        *(table.slots.tensor, table.allocator.maps.tensor, table.retain_on_device, rows.index, committed_len),
-        num_nodes=num_queries,
-        page_size=page_size,
-        widths=group_widths(table.retain, -(-rows.max_committed_len // page_size), page_size),
-    )
-
-
 def reference_build_page_tables(
-    req_to_slot: torch.Tensor,
-    maps: torch.Tensor,
-    retain: torch.Tensor,
-    rows: torch.Tensor,
-    committed_len: torch.Tensor,
-    *,
-    num_nodes: int,
-    page_size: int,
-    widths: Sequence[int],
+    table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_nodes: int
 ) -> PageTables:
+    req_to_slot, maps, page_size = table.slots.tensor, table.allocator.maps.tensor, table.allocator.page_size
     num_rows, row_width = req_to_slot.shape
     device = req_to_slot.device
-    length = torch.where(rows == num_rows - 1, 0, committed_len)
-    start = (length - retain[:, None]).clamp(min=0) // page_size * page_size  # [groups, B]
+    length = torch.where(rows.index == num_rows - 1, 0, committed_len)
+    start = (length - table.retain_on_device[:, None]).clamp(min=0) // page_size * page_size  # [groups, B]
 
     def slots_at(positions: torch.Tensor, group: int) -> torch.Tensor:
         """Slots [B, L] of positions [B, L] in a group; positions after the row are clamped to its last."""
-        slots = req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)]
+        slots = req_to_slot[rows.index[:, None], positions.clamp(max=row_width - 1)]
         return slots if group == PRIMARY else maps[group][slots]
 
     nodes = length[:, None] + torch.arange(num_nodes, device=device)
     tables, write = [], []
-    for group, width in enumerate(widths):
+    for group, width in enumerate(group_widths(table.retain, rows.max_committed_len, page_size)):
         columns = start[group][:, None] + torch.arange(width, device=device) * page_size
         tables.append(slots_at(columns, group) // page_size)
         write.append(GroupLoc(torch.where(nodes < row_width, slots_at(nodes, group), NULL_SLOT)))
-    return PageTables(ByGroup(tuple(tables)), start, ByGroup(tuple(write)))
+    return PageTables(ByGroup(tuple(tables)), start, ByGroup(tuple(write)), committed_len, page_size)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_nodes", "full_width", "node_blocks", "s_start", "s_write"])
@@ -169,28 +169,14 @@ def _page_tables_kernel(
             tl.store(p_page, slot // PAGE_SIZE, mask=o_page < num_pages, eviction_policy=KEEP)
 
 
-def build_page_tables(
-    req_to_slot: torch.Tensor,
-    maps: torch.Tensor,
-    retain: torch.Tensor,
-    rows: torch.Tensor,
-    committed_len: torch.Tensor,
-    *,
-    num_nodes: int,
-    page_size: int,
-    widths: Sequence[int],
-) -> PageTables:
-    """Make page tables of the committed prefixes, and write slots of the N draft nodes after them, in every group.
-
-    req_to_slot [R, W] int64: primary slots by position; the last row is padding. maps [groups, slots] int64: the peer
-    of each primary slot. retain [groups] int64: W or more in the primary group. rows, committed_len: [B] int64. widths:
-    `group_widths` for the longest possible prefix.
-    """
-    batch = len(rows)
-    num_rows, row_width = req_to_slot.shape
-    assert committed_len.shape == rows.shape == (batch,), f"{rows.shape=} {committed_len.shape=}"
-    assert req_to_slot.is_contiguous() and rows.is_contiguous() and committed_len.is_contiguous(), "not contiguous"
-    assert maps.is_contiguous() and len(retain) == len(widths) <= len(maps), f"{maps.shape=} {retain.shape=} {widths=}"
+def build_page_tables(table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_nodes: int) -> PageTables:
+    """Make page tables of the prefixes [0, committed_len [B]) of rows, and write slots of the N draft nodes after them,
+    in every group."""
+    req_to_slot, maps, page_size = table.slots.tensor, table.allocator.maps.tensor, table.allocator.page_size
+    batch, (num_rows, row_width) = len(committed_len), req_to_slot.shape
+    widths = group_widths(table.retain, rows.max_committed_len, page_size)
+    assert committed_len.shape == rows.index.shape == (batch,), f"{rows.index.shape=} {committed_len.shape=}"
+    assert all(x.is_contiguous() for x in (req_to_slot, maps, rows.index, committed_len)), "not contiguous"
     starts = [0]
     for width in widths:
         starts.append(starts[-1] + _rounded(batch * width))
@@ -200,7 +186,7 @@ def build_page_tables(
     programs = min(triton.cdiv(widths[PRIMARY], BLOCK), max(MIN_PROGRAMS, FEW_PROGRAMS // max(batch, 1)))
     node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # at least one: it writes `start`
     _page_tables_kernel[(batch, node_blocks + programs, len(widths))](
-        *(req_to_slot, maps, retain, rows, committed_len, pages, start, write),
+        *(req_to_slot, maps, table.retain_on_device, rows.index, committed_len, pages, start, write),
         *(num_rows - 1, row_width, maps.shape[1], num_nodes, widths[PRIMARY], node_blocks),
         *(start.stride(0), write.stride(0)),
         PAGE_SIZE=page_size,
@@ -211,7 +197,7 @@ def build_page_tables(
     sizes = zip(starts, widths, strict=False)
     tables = tuple(pages[first : first + batch * width].view(batch, width) for first, width in sizes)
     slots = tuple(GroupLoc(line[: batch * num_nodes].view(batch, num_nodes)) for line in write)
-    return PageTables(ByGroup(tables), start[:, :batch], ByGroup(slots))
+    return PageTables(ByGroup(tables), start[:, :batch], ByGroup(slots), committed_len, page_size)
 
 
 def _rounded(count: int) -> int:

@@ -24,6 +24,7 @@ import torch
 
 from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_shim import device_limits
 from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
@@ -43,36 +44,44 @@ class PagedTiles(NamedTuple):
     waves: float = 2.0  # target number of programs per multiprocessor
 
 
+class BlockKeys(NamedTuple):
+    """Keys and values of a draft's M nodes so far, of which the newest N attend.
+
+    k [B, Hkv, M, D], v [B, Hkv, M, DV]: any strides; pairs of numbers if the pools are fp8.
+    positions: [B, M] of the keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the keys that each query sees.
+    scales: if the pools are fp8, [B * M', Hkv] of all rows of the tensors that k and v view.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    ancestors: torch.Tensor
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+
+
 def reference_paged_attention(
     query: torch.Tensor,
-    block_k: torch.Tensor,
-    block_v: torch.Tensor,
-    block_positions: torch.Tensor,
-    ancestors: torch.Tensor,
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
+    table: PageTable,
+    block: BlockKeys,
     positions: torch.Tensor,
     *,
-    page_size: int,
     window: int | None = None,
     first_key: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """Compute the attention by its definition, in float32, or in float64 for a float64 query. A key that no row sees
     may be NaN."""
-    columns = torch.arange(pages.shape[1] * page_size, device=query.device)
-    slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
+    slots = table.slots().long()
     k, v = (
-        torch.cat([pool[slots].transpose(1, 2), block], 2) for pool, block in ((pool_k, block_k), (pool_v, block_v))
+        torch.cat([pool[slots].transpose(1, 2), own], 2) for pool, own in ((pool_k, block.k), (pool_v, block.v))
     )  # [B, Hkv, L + M, D]
-    keys = torch.arange(block_k.shape[2], device=query.device)
-    known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
-    column_pos = columns.expand(len(query), -1) if start is None else start[:, None] + columns
-    committed = (column_pos < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
-    key_pos = torch.cat([column_pos, block_positions], 1)
+    keys = torch.arange(block.k.shape[2], device=query.device)
+    known = (block.ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
+    column_pos = table.begin[:, None] + torch.arange(slots.shape[1], device=query.device)
+    committed = (column_pos < table.committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
+    key_pos = torch.cat([column_pos, block.positions], 1)
     seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     unseen = ~seen.any(1)[:, None, :, None]
@@ -83,38 +92,28 @@ def reference_paged_attention(
 
 def paged_attention(
     query: torch.Tensor,
-    block_k: torch.Tensor,
-    block_v: torch.Tensor,
-    block_positions: torch.Tensor,
-    ancestors: torch.Tensor,
     pool_k: FieldPool,
     pool_v: FieldPool,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
+    table: PageTable,
+    block: BlockKeys,
     positions: torch.Tensor,
     *,
-    page_size: int,
     scaling: float,
     window: int | None = None,
     first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    block_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     tiles: PagedTiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, DV] in the query's dtype.
 
-    query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides.
-    block_positions: [B, M] of the block's keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the block's keys.
-    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position `start` [B] on,
-    a multiple of the page size; None: from 0.
-    Values, in the pool and the block, may have another size DV per head.
-    committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
-    block_scales: if pools are fp8, scales [B * M', Hkv] of all rows of the tensors that block_k and block_v view.
+    query: [B, Hq, N, D], any strides.             positions: [B, N] of the queries.
+    pool_k [slots, Hkv, D], pool_v [slots, Hkv, DV]: any strides.   table: the prefixes in the group of these pools.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: f above.
     """
+    pages, start, committed_len, page_size = table
+    block_k, block_v, block_positions, ancestors, block_scales = block
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
     check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
-from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.attention.kernels.own_keys import ALIGN, PathKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.triton_shim import device_limits, pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
@@ -64,17 +64,9 @@ def tree_attention(
     query: torch.Tensor,
     pool_k: FieldPool,
     pool_v: FieldPool,
-    own: OwnKeys,
-    pages: torch.Tensor,
-    start: torch.Tensor | None,
-    committed_len: torch.Tensor,
-    positions: torch.Tensor,
+    path: PathKeys,
     *,
-    page_size: int,
     scaling: float,
-    block_len: torch.Tensor | None = None,
-    window: int | None = None,
-    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shares: int = 1,
@@ -84,16 +76,12 @@ def tree_attention(
     """Attend -> [B, N, Hq, DV] in the query's dtype.
 
     query: [B, Hq, N, D], any strides.      pool_k [slots, Hkv, D], pool_v [slots, Hkv, DV]: any strides; they hold the
-    forward's own K/V.
-    own: own keys of this step in the group of these pools.   pages: [B, P] page ids; wide enough for every prefix.
-    start: [B], page-aligned position of the table's first key, before every window; None: 0.
-    committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries; the root's is the least.
-    block_len: [B], number of real rows (None: N); the result of the other rows is 0, and no row sees them.
-    window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
-    first_key: see above.
+    forward's own K/V.                      path: visible keys, in the group of these pools.
+    softcap: c above.  sinks: [Hq] logits.
     shares: number of ranks that divide the heads; keys are cut as for the heads of all ranks together.
     cut, tiles: `choose_key_split` and `choose_rows` choose them; only tests and tuning give them by hand.
     """
+    (pages, start, committed_len, page_size), own, positions, block_len, window, first_key = path
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, value_dim = pool_k.shape[1], pages.shape[1], pool_v.shape[2]
     check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)

@@ -116,7 +116,8 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
         request, own = of_run[numbers][exists], None
     else:
         assert plan.tree is not None
-        slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
+        table = plan.prefix.table(group)
+        slots, begin = _host(table.slots()), _host(table.begin)
         requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
         request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]
         ancestors = _host(plan.tree.ancestors)  # in order of depth, since parents come before children

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
+from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.plan import KVPlan, Pack, PackTables
 from specdec.attention.recurrence.block_kernels import CHUNK
 from specdec.attention.recurrence.convolution_kernels import (
@@ -90,7 +90,8 @@ class PrefixSlots:
             lines = plan.prefix.lines[group]
             assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
             return cls(lines.slots, lines.begin, 1)
-        return cls(*plan.prefix.pages(group), plan.page_size)
+        table = plan.prefix.table(group)
+        return cls(table.pages, table.begin, table.page_size)
 
 
 class Spans(NamedTuple):
@@ -312,10 +313,9 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     """See `KVOperations.fold`."""
     if not store.recurrent:
         return
-    device, page_size = table.allocator.device, table.allocator.page_size
-    rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
-    prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
-    slots = PrefixSlots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
+    rows, start = upload(np.array([[row], [length]], dtype=np.int64), table.allocator.device)
+    prefix = build_page_tables(table, Rows(rows, length), start, 0).table(store.recurrent[0].layers[0].group)
+    slots = PrefixSlots(prefix.pages, prefix.begin, prefix.page_size)
     store.ranks.begin()
     for rank, sent in enumerate(store.ranks.send((rows, start, slots))):
         with store.ranks.on(rank):

@@ -51,29 +51,23 @@ class Candidates(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """Nodes to expand next: tokens [B, K], and the place [B, K] of each one's parent in the previous beam."""
+    """Nodes to expand next, [B, K] each: tokens; the place of each one's parent in the previous beam; scores and
+    candidate numbers, from which children's scores are computed."""
 
     tokens: torch.Tensor
     origin: torch.Tensor
-
-
-class Scored(NamedTuple):
-    """A beam, with scores [B, K] and candidate numbers [B, K] of its nodes, from which children's scores are
-    computed."""
-
-    beam: Beam
     scores: torch.Tensor
     candidates: torch.Tensor
 
 
 def reference_expand(
-    above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-) -> Scored:
+    above: Beam | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+) -> Beam:
     """See `expand`; takes any K."""
     batch, topk = tokens.shape[0], tokens.shape[-1]
     if above is None:
         zero = tokens.new_zeros((batch, 1))
-        above = Scored(Beam(zero, zero), zero.float(), zero - 1)
+        above = Beam(zero, zero, zero.float(), zero - 1)
     for level in range(tokens.shape[1]):
         width = above.scores.shape[1]
         added = log_probs[:, level].float().nan_to_num(nan=LOWEST).clamp(max=0)  # [B, M, K]
@@ -84,8 +78,7 @@ def reference_expand(
         out.parents[:, places] = above.candidates[:, :, None].expand(-1, -1, topk).flatten(1)
         best = scores.sort(dim=1, descending=True, stable=True)
         chosen = best.indices[:, :topk]
-        beam = Beam(flat.gather(1, chosen), chosen // topk)
-        above = Scored(beam, best.values[:, :topk], chosen + first_candidate)
+        above = Beam(flat.gather(1, chosen), chosen // topk, best.values[:, :topk], chosen + first_candidate)
         first_candidate += width * topk
     return above
 
@@ -157,8 +150,8 @@ def _expand_kernel(
 
 
 def expand(
-    above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-) -> Scored:
+    above: Beam | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+) -> Beam:
     """Expand a beam of M nodes, or the root (None), by L levels.
 
     tokens, log_probs: [B, L, M, K] of each node's children, K distinct tokens; or [B, L, 1, K], shared by all nodes
@@ -186,7 +179,7 @@ def expand(
         SLOTS=slots,
         num_warps=max(1, min(slots * slots // 256, 8)),
     )
-    return Scored(Beam(chosen[0], chosen[1]), best, chosen[2])
+    return Beam(chosen[0], chosen[1], best, chosen[2])
 
 
 MAX_CANDIDATES = 4096
@@ -196,8 +189,8 @@ class TreeBackend(Protocol):
     """Expands beams and selects trees, in plain torch or by one launch each."""
 
     def expand(
-        self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
-    ) -> Scored:
+        self, above: Beam | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int
+    ) -> Beam:
         """Expand one or more levels and write their candidates to `out`. Returns the beam after the last level."""
 
     def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
@@ -209,7 +202,7 @@ class TreeBuilder:
 
     def __init__(self, root: torch.Tensor, backend: TreeBackend, num_levels: int) -> None:
         self.root, self.backend, self.num_levels = root, backend, num_levels
-        self._beam: Scored | None = None  # the root
+        self._beam: Beam | None = None  # the root
         self.candidates: Candidates | None = None  # made when K is known
         self._count = 0
 
@@ -231,7 +224,7 @@ class TreeBuilder:
         width = 1 if self._beam is None else topk
         self._beam = self.backend.expand(self._beam, tokens, log_probs, self.candidates, self._count)
         self._count += width * topk + (tokens.shape[1] - 1) * topk**2
-        return self._beam.beam
+        return self._beam
 
     def select(self, num_nodes: int) -> DraftTree:
         """The best tree of `num_nodes` nodes, root included. Requires that all levels have been added."""

@@ -15,7 +15,6 @@ from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.kernels.page_table import (
     PageTables,
     build_page_tables,
-    group_widths,
     reference_build_page_tables,
 )
 from specdec.attention.trees.tree import DraftTree, tree_fields
@@ -28,7 +27,7 @@ from specdec.attention.trees.tree_builder import (
 )
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.layout import ByGroup, GroupId, PrimaryLoc, cache_groups
+from specdec.kvcache.layout import KEEP_ALL, ByGroup, GroupId, PrimaryLoc, Retention, cache_groups
 from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
@@ -41,19 +40,19 @@ Named = Iterator[tuple[str, Make]]
 NODE_COUNTS = (1, 2, 7, 16, 33, 64, 200, 512)
 
 
-def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """req_to_slot [B + 1, W] and maps [2, slots] with pages in random order; the last row is for padding."""
+def random_table(context: int, page_size: int, seed: int, retain: int = RETAIN) -> RequestTable:
+    """A table of BATCH rows with pages in random order, in two groups."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     pages = -(-(context + NODES) // page_size)
+    groups = ByGroup((KEEP_ALL, Retention(retain + 1)))
+    allocator = HybridAllocator(groups, [BATCH * pages] * 2, page_size=page_size, device=DEVICE)
+    table = RequestTable(allocator, max_requests=BATCH, max_len=context, lookahead=NODES, extra_keys=0)
     offsets = torch.arange(page_size, device=DEVICE)
     order = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE).view(BATCH, pages)
-    slots = torch.zeros((BATCH + 1, pages * page_size), dtype=torch.int64, device=DEVICE)
-    slots[:BATCH] = (order[:, :, None] * page_size + offsets).view(BATCH, -1)
+    table.slots.tensor[:BATCH] = (order[:, :, None] * page_size + offsets).view(BATCH, -1)
     peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE)
-    mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=DEVICE)
-    mapping[1:] = peers[:, None] * page_size + offsets
-    mapping = mapping.view(1, -1)
-    return slots, torch.cat([torch.zeros_like(mapping), mapping])
+    allocator.maps.tensor[1, page_size:] = (peers[:, None] * page_size + offsets).flatten()
+    return table
 
 
 def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
@@ -61,29 +60,26 @@ def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
     rows = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE)
     cases = [([0, 1, 99, 63, 127], 1, 1), ([16, 15, 0, 17, 4999], 64, 33), ([5000, 4097, 7, 1025, 1026], 16, RETAIN)]
     for page_size in page_sizes:
-        slots, maps = random_slots(5000, page_size, seed=page_size)
         for lengths, nodes, retain in cases[: 1 if small else None]:
+            table = random_table(5000, page_size, page_size, retain)
             length = torch.tensor(lengths, device=DEVICE)
             real = length.masked_fill(rows == BATCH, 0)  # the row of padding
 
             def held(tables: PageTables, real: torch.Tensor = real, size: int = page_size) -> PageTables:
                 def pages_of(group: GroupId) -> torch.Tensor:
-                    pages, start = tables.pages(group)
-                    first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * size
+                    pages = tables.tables[group]
+                    first = tables.start[group][:, None] + torch.arange(pages.shape[1], device=DEVICE) * size
                     return torch.where(first < real[:, None], pages, 0)
 
                 return tables._replace(tables=ByGroup(tuple(pages_of(group) for group, _ in tables.tables.items())))
 
-            keys = torch.tensor([slots.shape[1], retain])
             for width in (-(-5000 // page_size), 0, 16):
-                widths = group_widths(keys.numpy(), width, page_size)
-                arguments = partial(partial, num_nodes=nodes, page_size=page_size, widths=widths)
-                inputs = slots, maps, keys.to(DEVICE), rows, length
+                inputs = table, Rows(rows, width * page_size), length, nodes
                 run, reference = (
-                    lambda build=build, a=inputs, bind=arguments, held=held: held(bind(build)(*a))
+                    lambda build=build, a=inputs, held=held: held(build(*a))
                     for build in (build_page_tables, reference_build_page_tables)
                 )
-                name = f"page table, pages of {page_size}, {nodes} nodes, widths {widths}"
+                name = f"page table, pages of {page_size}, {nodes} nodes, width {width}"
                 yield name, lambda _, run=run, reference=reference: Call(run, reference)
 
 
@@ -257,17 +253,14 @@ def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[R
     rows, copies = torch.arange(BATCH, device=DEVICE), 1 if ON_CPU else 8
     for page_size in page_sizes:
         for context in contexts:
-            sets = [random_slots(context, page_size, seed) for seed in range(copies)] * 8
-            keys = torch.tensor([sets[0][0].shape[1], RETAIN])
-            wide = -(-context // page_size)
-            others = keys.to(DEVICE), rows, torch.full((BATCH,), context, device=DEVICE)
+            sets = [random_table(context, page_size, seed) for seed in range(copies)] * 8
+            length = torch.full((BATCH,), context, device=DEVICE)
             kept: list[Any] = []  # outputs rotate too
 
-            def build(slots: Any, widths: Any, others: Any = others, size: int = page_size, kept: Any = kept) -> None:
-                kept.append(build_page_tables(*slots, *others, num_nodes=NODES, page_size=size, widths=widths))
+            def build(table: RequestTable, max_len: int, length: Any = length, kept: Any = kept) -> None:
+                kept.append(build_page_tables(table, Rows(rows, max_len), length, NODES))
 
-            every = [group_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
-            whole, rest = (microseconds(partial(build, widths=widths), sets) for widths in every)
+            whole, rest = (microseconds(partial(build, max_len=most), sets) for most in (context, page_size))
             found = "" if whole < LIMIT_US else f"slower than {LIMIT_US:.0f} us"
             name = f"page tables, pages of {page_size}, context {context}"
             yield Row(name, found, f"{whole:.2f} us, {rest:.2f} us with a prefix of one page", not found)

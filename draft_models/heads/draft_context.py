@@ -141,7 +141,8 @@ class DraftTreeBuilder:
         if self.batch.topk == 1:
             self.chain.append(self.sample(logits, positions))
             return self.chain[-1], None
-        return self.tree.add_level(*self.best(logits, positions, self.batch.topk))
+        beam = self.tree.add_level(*self.best(logits, positions, self.batch.topk))
+        return beam.tokens, beam.origin
 
     def select(self) -> DraftTree:
         """The chain, or the best tree of the requested size."""

@@ -116,22 +116,17 @@ def memory_by_group(needs: CacheNeeds) -> list[dict[str, Any]]:
     for group, size, slots in zip(needs.groups, needs.slot_bytes, needs.slots, strict=True):
         layers = [spec.fields for spec in owners if spec.retention == group]
         whole = (slots // needs.page_size + 1) * needs.page_size
-        entries.append(_entry(group.name, layers, size, slots * size // needs.batch, whole * size))
+        sizes = {"token_bytes": size, "request_bytes": slots * size // needs.batch, "batch_bytes": whole * size}
+        entries.append({"name": group.name, "kept": _kept(layers), **sizes})
     if states := [_state_fields(spec.state) for spec in owners if spec.state is not None]:
-        entries.append(_entry("states", states, 0, needs.state_bytes, needs.all_state_bytes))
+        sizes = {"token_bytes": 0, "request_bytes": needs.state_bytes, "batch_bytes": needs.all_state_bytes}
+        entries.append({"name": "states", "kept": _kept(states), **sizes})
     return entries
 
 
-def _entry(
-    name: str, layers: Sequence[tuple[CacheField, ...]], token_bytes: int, request_bytes: int, batch_bytes: int
-) -> dict[str, Any]:
-    """An entry of `memory_by_group`. layers: the fields of each."""
-    kept = [
-        {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
-        for fields, count in Counter(filter(None, layers)).items()
-    ]
-    sizes = {"token_bytes": token_bytes, "request_bytes": request_bytes, "batch_bytes": batch_bytes}
-    return {"name": name, "kept": kept, **sizes}
+def _kept(layers: Sequence[tuple[CacheField, ...]]) -> list[dict[str, Any]]:
+    counts = Counter(filter(None, layers)).items()
+    return [{"layers": n, "fields": {each.name: (each.heads, each.dim) for each in fields}} for fields, n in counts]
 
 
 def _state_fields(state: StateShape) -> tuple[CacheField, ...]:

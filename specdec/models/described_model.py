@@ -28,7 +28,7 @@ from specdec.attention.bridge import AttentionCall
 from specdec.errors import ConfigError, UnsupportedModelError, first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention, layout_from_config
+from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention, attention_fields, layout_from_config
 from specdec.kvcache.recurrent_state import StateShape
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import replace_recurrent_modules
@@ -52,57 +52,47 @@ DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 @dataclass(slots=True)
 class GeometryContext:
-    """A forward context that records each layer's attention call and returns zeros."""
+    """A forward context that records what each layer's calls keep, and returns zeros."""
 
-    calls: dict[int, tuple[tuple[CacheField, ...], int | None]] = field(default_factory=dict)  # K and V, window
-    convolutions: dict[int, torch.Size] = field(default_factory=dict)  # channels and taps
-    recurrences: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of k, of v
+    fields: dict[int, tuple[CacheField, ...]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)  # of attention layers
+    states: dict[int, StateShape] = field(default_factory=dict)  # of recurrent layers
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        query, key, value = call.query, call.key, call.value
-        fields = CacheField("k", key.shape[1], key.shape[3]), CacheField("v", value.shape[1], value.shape[3])
-        self.calls.setdefault(call.layer, (fields, call.sliding_window))
-        return query.new_zeros((len(query), query.shape[2], query.shape[1], value.shape[3]))
+        query, (_, heads, _, k_dim), v_dim = call.query, call.key.shape, call.value.shape[3]
+        self.fields.setdefault(call.layer, attention_fields(heads, k_dim, v_dim))
+        self.windows.setdefault(call.layer, call.sliding_window)
+        return query.new_zeros((len(query), query.shape[2], query.shape[1], v_dim))
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        self.convolutions[layer] = weight.shape
+        channels, taps = weight.shape
+        self.fields[layer] = (CacheField("inputs", 1, channels),)
+        self.states[layer] = StateShape(0, 0, 0, taps - 1, channels)
         return inputs
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        self.recurrences[layer] = rows.k.shape, rows.v.shape
+        """Called after `convolve`. Fields are in the order of `recurrence/forward.py`."""
+        (_, key_heads, k_dim), (_, heads, v_dim) = rows.k.shape, rows.v.shape
+        records = (("k", key_heads, k_dim), ("u", heads, v_dim), ("g", heads, 1))
+        self.fields[layer] += tuple(CacheField(*record, dtype=torch.float32) for record in records)
+        self.states[layer] = self.states[layer]._replace(heads=heads, k_dim=k_dim, v_dim=v_dim)
         return rows.v.float()
 
+    def measured(self, layout: KVLayout) -> KVLayout:
+        """`layout` with the heads, sizes, windows and states of the recorded calls. A layer gets its owner's; a layer
+        without a call is unchanged."""
 
-def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
-    """`layout` with the heads, sizes and windows of the recorded calls. A layer gets its owner's; a layer without a
-    call is unchanged."""
+        def of_layer(spec: LayerSpec) -> LayerSpec:
+            if spec.owner not in self.fields:
+                return spec
+            window, retention = self.windows.get(spec.owner), spec.retention
+            if spec.window is not None and window is not None:
+                retention = Retention(window)
+            return replace(spec, fields=self.fields[spec.owner], retention=retention, state=self.states.get(spec.layer))
 
-    def measured(spec: LayerSpec) -> LayerSpec:
-        if spec.layer in context.convolutions:
-            return _recurrent(spec, context)
-        if spec.owner not in context.calls:
-            return spec
-        fields, window = context.calls[spec.owner]
-        retention = spec.retention
-        if spec.window is not None and window is not None:
-            retention = Retention(window)
-        return replace(spec, fields=fields, retention=retention)
-
-    return layout.map(measured)
-
-
-def _recurrent(spec: LayerSpec, context: GeometryContext) -> LayerSpec:
-    """The cache of a recurrent layer: its records, in the order of `recurrence/forward.py`, and its state."""
-    channels, taps = context.convolutions[spec.layer]
-    inputs = CacheField("inputs", 1, channels)
-    if spec.layer not in context.recurrences:
-        return replace(spec, fields=(inputs,), state=StateShape(0, 0, 0, taps - 1, channels))
-    (_, key_heads, k_dim), (_, heads, v_dim) = context.recurrences[spec.layer]
-    records = (("k", key_heads, k_dim), ("u", heads, v_dim), ("g", heads, 1))
-    fields = inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
-    return replace(spec, fields=fields, state=StateShape(heads, k_dim, v_dim, taps - 1, channels))
+        return layout.map(of_layer)
 
 
 class ContextLength(NamedTuple):
@@ -218,19 +208,15 @@ class ModelOnMeta(DescribedModel):
         self.dtype, self.device = model.dtype, self.home
         self.ops: Operations | None = None
         self.unmeasured: str | None = None
-        try:
-            self.layout = measured_layout(self.layout, self._calls())
-        except Exception as error:  # on `meta`, a forward that reads a number may raise any error
-            self.unmeasured = first_line(error)
-
-    @torch.inference_mode()
-    def _calls(self) -> GeometryContext:
-        """Record the attention calls of a forward over one short text."""
         calls = GeometryContext()
         tokens = torch.zeros((1, TEXT_LEN), dtype=torch.int64, device=META)
         places = torch.arange(TEXT_LEN, device=META)[None]
-        self.decoder(input_ids=tokens, position_ids=places, use_cache=False, specdec_ctx=calls)
-        return calls
+        try:
+            with torch.inference_mode():
+                self.decoder(input_ids=tokens, position_ids=places, use_cache=False, specdec_ctx=calls)
+            self.layout = calls.measured(self.layout)
+        except Exception as error:  # on `meta`, a forward that reads a number may raise any error
+            self.unmeasured = first_line(error)
 
 
 def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:

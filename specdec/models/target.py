@@ -32,7 +32,7 @@ from specdec.models.batch_invariance import (
     rowwise,
     run_experts_by_row,
 )
-from specdec.models.described_model import DescribedModel, GeometryContext, measured_layout
+from specdec.models.described_model import DescribedModel, GeometryContext
 from specdec.models.paused_forward import PausedForward, collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
@@ -105,8 +105,7 @@ class TargetModel(DescribedModel):
 
     def as_deterministic(self) -> "TargetModel":
         """Returns this model in deterministic form (itself, if it is already)."""
-        new = None if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
-        return new or self
+        return self if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
 
     def on_ranks(self, ranks: Ranks) -> "TargetModel":
         """Returns this model with its layers divided among ranks; the user's model stays whole where it is. Raises
@@ -193,12 +192,9 @@ class TargetModel(DescribedModel):
         R runs. After layer `narrows_at` only the last token of each run continues, and the final states are theirs, [1,
         R, H]. kv_only: no token continues after that layer; the final states are zeros [B, 1, H].
         """
-        self.weights.generation()
-        context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
+        context, narrowing = self._context(plan, view, aux_layers, last_plan, kv_only=kv_only)
         if self.in_tiles:
-            assert last_plan is None and not kv_only, "tiles are not narrowed"
             return forward_in_tiles(self.run, tokens, context, aux_layers)
-        narrowing = self._narrowing(last_plan, plan, view, aux_layers) if kv_only or last_plan is not None else None
         hidden = self.run(tokens, plan.positions, context, narrowing)
         return hidden, collected(context, aux_layers, tokens.shape)
 
@@ -219,9 +215,7 @@ class TargetModel(DescribedModel):
     ) -> PausedForward[tuple[torch.Tensor, torch.Tensor | None]]:
         """Begin the forward of `forward`, paused before the first layer. Requires `can_pause`."""
         assert self.can_pause and self.start_forward is not None
-        self.weights.generation()
-        context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
-        narrowing = self._narrowing(last_plan, plan, view, aux_layers) if kv_only or last_plan is not None else None
+        context, narrowing = self._context(plan, view, aux_layers, last_plan, kv_only=kv_only)
         paused = self.start_forward(*self._decoder_inputs(tokens, plan.positions), context, narrowing)
 
         def finish() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -242,15 +236,20 @@ class TargetModel(DescribedModel):
         logits = self.head(hidden)
         return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
-    def _narrowing(
-        self, last_plan: KVPlan | None, plan: KVPlan, view: KVView, aux_layers: Sequence[int]
-    ) -> Narrowing | EarlyExit:
+    def _context(
+        self, plan: KVPlan, view: KVView, aux_layers: Sequence[int], last_plan: KVPlan | None, *, kv_only: bool
+    ) -> tuple[ForwardContext, Narrowing | EarlyExit | None]:
+        """The context of a forward with the weights as they are now, and where it continues with fewer tokens."""
+        self.weights.generation()
+        context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
+        if last_plan is None and not kv_only:
+            return context, None
         layer = self.narrows_at(aux_layers)
         assert layer is not None, f"no layer can be skipped: {aux_layers=}"
         if last_plan is None:
-            return EarlyExit(layer)
+            return context, EarlyExit(layer)
         assert plan.pack is not None, "only the last token of a run goes on alone"
-        return Narrowing(layer, plan.pack.last, ForwardContext.from_plan(last_plan, view, self.windows))
+        return context, Narrowing(layer, plan.pack.last, ForwardContext.from_plan(last_plan, view, self.windows))
 
     def run(
         self,
@@ -353,7 +352,7 @@ class TargetModel(DescribedModel):
             with torch.autocast(self.home.type, enabled=False), refusing(self.name, unpaged):
                 geometry = GeometryContext()
                 self.run(texts[:1], torch.arange(texts.shape[1], device=self.home)[None], geometry)
-                self.layout = measured_layout(self.layout, geometry)
+                self.layout = geometry.measured(self.layout)
                 return prove(
                     self.name,
                     self.layout,

@@ -246,7 +246,7 @@ class Scheduler:
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
-        self.table.ensure_slots_ahead(rows, wanted)
+        self.table.ensure_slots(rows, wanted, ahead=True)
         forced = max((len(request.forced) for request in restricted(batch.constrained)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1

@@ -38,13 +38,8 @@ class Admission:
     def take_places(self, count: int, client: str = "") -> None:
         """Take `count` places. Raises QueueFullError if fewer are free, or if the client would exceed its limit."""
         with self._lock:
-            self._require_room(count, client)
+            self.require(count, client)
             self._count_places(client, count)
-
-    def require(self, count: int, client: str = "") -> None:
-        """Raise the error that `take_places` would raise now; takes no places."""
-        with self._lock:
-            self._require_room(count, client)
 
     def give_back(self, count: int, client: str = "") -> None:
         """Return the places of ended requests."""
@@ -65,7 +60,7 @@ class Admission:
             if not self._places_of[client]:
                 del self._places_of[client]
 
-    def _require_room(self, count: int, client: str) -> None:
+    def require(self, count: int, client: str = "") -> None:
         """Raise ConfigError if there can never be as many places, QueueFullError if there are fewer now."""
         many = f"{count} samples at once are more than the"
         if self._per_client and count > self._per_client:

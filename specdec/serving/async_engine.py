@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from os import PathLike
 from typing import Any, NoReturn, TypeVar
 
@@ -38,6 +39,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 READERS = 4
 """Number of threads that read prompts, and of threads that compile grammars."""
 INTAKE_SECONDS = 30.0
+CLOSING_SECONDS = 0.02
+"""Seconds between two looks whether all requests have ended."""
 
 
 class AsyncEngine:
@@ -138,30 +141,24 @@ class AsyncEngine:
 
         def hand_in() -> None:
             # on another thread: prompts are long, and the engine's lock may be held for a round
-            try:
-                for prompt in many:
-                    if isinstance(prompt, str):
-                        self._bound.require(prompt)
-                handles = self.engine.submit_many(many, each, priority=priority)
-                streams.add_samples([StreamedSample(handle, streams, client) for handle in handles])
-                self._thread.watch(streams.samples)
-            except BaseException:
+            for prompt in many:
+                if isinstance(prompt, str):
+                    self._bound.require(prompt)
+            handles = self.engine.submit_many(many, each, priority=priority)
+            streams.samples = [StreamedSample(handle, streams, client) for handle in handles]
+            self._thread.watch(streams.samples)
+
+        def give_back(done: Future[None]) -> None:
+            if done.cancelled() or done.exception() is not None:
                 self._admission.give_back(count, client)
-                raise
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
-        try:
-            handed_in = pool.submit(hand_in)
-        except StoppingError:
-            self._admission.give_back(count, client)
-            raise
+        handed_in = pool.submit(hand_in)
+        handed_in.future.add_done_callback(give_back)
         try:
             await pool.wait_for(handed_in, self._intake_seconds)
         except BaseException:
-            if handed_in.begun:
-                handed_in.future.add_done_callback(lambda _: streams.abort())
-            else:
-                self._admission.give_back(count, client)
+            handed_in.future.add_done_callback(lambda _: streams.abort())
             raise
         return streams
 
@@ -261,7 +258,9 @@ class AsyncEngine:
         self._closing = True
         if os.getpid() != self._pid:
             return
-        await asyncio.to_thread(self._thread.drain, timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.samples and (end is None or time.monotonic() < end):
+            await asyncio.sleep(CLOSING_SECONDS)
         await asyncio.to_thread(self._finalizer)
         if self._owns_engine:
             self.engine.close()

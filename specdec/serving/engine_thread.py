@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -88,7 +87,6 @@ class EngineThread:
         self._calls: deque[Callable[[], object]] = deque()
         self._guard = threading.RLock()  # reentrant: a finalizer may call in here
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._drained: list[SimpleQueue[None]] = []  # callers that wait until no request is open
         self._more = False  # the engine may have something to do
         self._stopping = False
         self.stopped: str | None = None  # why it accepts no more; None: it does
@@ -138,16 +136,6 @@ class EngineThread:
         for sample in samples:
             if not sample.handle.finished:
                 self.call(sample.handle.abort)
-
-    def drain(self, timeout: float | None) -> None:
-        """Wait until all requests have ended, for at most `timeout` seconds."""
-        ended: SimpleQueue[None] = SimpleQueue()
-        with self._guard:
-            if not self._open:
-                return
-            self._drained.append(ended)
-        with suppress(Empty):
-            ended.get(timeout=timeout)
 
     def stop(self) -> None:
         """Abort open requests, then end the thread and wait for it, at most one step."""
@@ -202,7 +190,12 @@ class EngineThread:
         """Report the samples that gained tokens or ended to observers and owners."""
         now = time.perf_counter()
         news, ended = [], []
-        for sample in self._samples_with_news():
+        told: dict[int, None] = {}  # each once, in the order of their first news
+        while self._news:
+            told[self._news.popleft()] = None
+        with self._guard:
+            samples = [self._open[id] for id in told if id in self._open]
+        for sample in samples:
             finished = sample.handle.finished or sample.failure() is not None  # read this before the tokens
             tokens = sample.handle.num_output - sample.num_reported
             if tokens:
@@ -217,31 +210,15 @@ class EngineThread:
                     self.failed_rounds = 0
                 elif isinstance(sample.error, RoundFailedError):
                     self.failed_rounds += 1
+                for observer in self.observers:
+                    observer.ended(sample, now)
             if tokens or finished:
                 news.append(sample)
-        self._release_ended(ended, now)
-        if news:
-            self._tell(news)
-
-    def _samples_with_news(self) -> list[StreamedSample]:
-        """The samples with news since the last call, each once, in the order of their first news."""
-        told: dict[int, None] = {}
-        while self._news:
-            told[self._news.popleft()] = None
-        with self._guard:
-            return [self._open[id] for id in told if id in self._open]
-
-    def _release_ended(self, ended: Sequence[StreamedSample], now: float) -> None:
-        for sample in ended:
-            for observer in self.observers:
-                observer.ended(sample, now)
         with self._guard:
             for sample in ended:
-                self._open.pop(sample.handle.id, None)
-            if not self._open:
-                for waiting in self._drained:
-                    waiting.put(None)
-                self._drained.clear()
+                del self._open[sample.handle.id]
+        if news:
+            self._tell(news)
 
     def _end(self, reason: str) -> None:
         with self._guard:

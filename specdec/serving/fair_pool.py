@@ -57,11 +57,12 @@ class FairPool:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], T]) -> "Job[T]":
-        """Queue a job. Raises StoppingError if the pool is closed."""
+        """Queue a job. It fails with StoppingError if the pool is closed."""
         job = Job(function, CLIENT.get())
         with self._lock:
             if self._closed:
-                raise StoppingError("this engine is closed; make a new one")
+                job.future.set_exception(StoppingError("this engine is closed; make a new one"))
+                return job
             self._queues.setdefault(job.client, deque()).append(job)
             next_job = self._next_job()
         if next_job is not None:

@@ -14,7 +14,6 @@ import time
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.metrics import MetricsCollector, Snapshot
 from specdec.serving.state import ServeState
 
@@ -132,28 +131,15 @@ def describe(state: ServeState) -> str:
     )
 
 
-class Reporter:
-    """Logs one line every `seconds` (0: never) if tokens were read or generated. Belongs to an event loop."""
-
-    def __init__(self, engine: AsyncEngine, metrics: MetricsCollector, seconds: float) -> None:
-        self._engine, self._metrics, self._seconds = engine, metrics, seconds
-        self._last: Snapshot | None = None
-        self._then = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
-
-    def look(self) -> None:
-        """Called about once a second; does not wait."""
-        due = self._seconds and time.monotonic() - self._then >= self._seconds
-        if due and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._write_line())
-
-    async def _write_line(self) -> None:
-        snapshot = await self._metrics.snapshot()
-        now = time.monotonic()
-        line = traffic_line(self._last, snapshot, now - self._then)
-        self._last, self._then = snapshot, now
-        if line:
+async def report_traffic(metrics: MetricsCollector, seconds: float) -> None:
+    """Log one line every `seconds` (0: never) if tokens were read or generated, until this is cancelled."""
+    last, then = None, time.monotonic()
+    while seconds:
+        await asyncio.sleep(seconds)
+        snapshot, now = await metrics.snapshot(), time.monotonic()
+        if line := traffic_line(last, snapshot, now - then):
             logger.info(line)
+        last, then = snapshot, now
 
 
 def traffic_line(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:

@@ -29,7 +29,7 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import settle
 from specdec.serving.http.probes import EngineWatch
-from specdec.serving.logs import Reporter, describe
+from specdec.serving.logs import describe, report_traffic
 from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
@@ -146,7 +146,7 @@ async def _serve(
     """Serve until the server is told to stop, which starts the deadline."""
     engine, settings = app.state.serve.engine, app.state.serve.settings
     watch = EngineWatch(engine, settings.liveness_seconds)
-    reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
+    reporting = asyncio.create_task(report_traffic(app.state.metrics, settings.stats_seconds))
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not (server.started or serving.done()):
         await asyncio.sleep(TICK_SECONDS / 10)
@@ -157,12 +157,12 @@ async def _serve(
     while not (server.should_exit or serving.done()):
         if ticks % 10 == 0:
             watch.look()
-            reporter.look()
         if watch.died is not None:
             server.handle_exit(signal.SIGTERM, None)
         ticks += 1
         await asyncio.sleep(TICK_SECONDS)
     deadline.start()
+    reporting.cancel()
     ending = asyncio.create_task(engine.close(0.0 if watch.died else settings.stop_seconds))
     app.state.body_reader.stop(min(1.0, settings.stop_seconds))
     try:

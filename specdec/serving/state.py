@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, Request
 
@@ -27,8 +27,7 @@ MAX_BYTES = 64 << 20
 """Most bytes of responses kept for all keys together."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
+class StoredResponse(NamedTuple):
     """A stored response.
 
     response: the answer that was sent. inputs: the request's input items. messages: the whole chat with the answer.
@@ -37,15 +36,6 @@ class StoredResponse:
     response: dict[str, Any]
     inputs: list[dict[str, Any]]
     messages: list[dict[str, Any]]
-
-    def to_bytes(self) -> bytes:
-        parts = [self.response, self.inputs, self.messages]
-        # lone surrogates, which models may write, are preserved
-        return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-    @classmethod
-    def from_bytes(cls, kept: bytes) -> "StoredResponse":
-        return cls(*json.loads(kept.decode("utf-8", "surrogatepass")))
 
 
 class ResponseStore:
@@ -61,11 +51,12 @@ class ResponseStore:
             if found is None:
                 return None
             self._kept.move_to_end((key, response_id))
-        return StoredResponse.from_bytes(found)
+        return StoredResponse(*json.loads(found))
 
     def put(self, key: str, stored: StoredResponse) -> None:
         """Store a response, unless it alone exceeds the limit of a key."""
-        kept = stored.to_bytes()
+        # lone surrogates, which models may write, are preserved; `json.loads` reads them too
+        kept = json.dumps(stored, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
         if len(kept) > min(MAX_KEY_BYTES, MAX_BYTES):
             return
         with self._lock:

@@ -4,10 +4,9 @@ Nothing is queued per token: a delta has all tokens since the last read, and a s
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
-from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 
@@ -20,34 +19,28 @@ class Streams:
 
     def __init__(self, thread: EngineThread) -> None:
         self.loop = asyncio.get_running_loop()
-        self.samples: list[StreamedSample] = []
+        self.samples: list[StreamedSample] = []  # set once submitted
         self._thread = thread
         self._news = asyncio.Event()
         self._posted = False  # the loop will be notified
-        self._ready: deque[tuple[int, StreamDelta]] = deque()
-        self._left: set[int] = set()  # samples whose last delta is unread
 
-    def add_samples(self, samples: Sequence[StreamedSample]) -> None:
-        """Set its samples."""
-        self.samples = list(samples)
-        self._left = set(range(len(samples)))
-
-    def stats(self, index: int) -> RequestStats:
-        """Figures of a sample so far."""
-        return self.samples[index].handle.stats
-
-    def __aiter__(self) -> "Streams":
-        return self
-
-    async def __anext__(self) -> tuple[int, StreamDelta]:
-        while not self._ready:
-            if not self._left:
-                raise StopAsyncIteration
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StreamDelta]]:
+        left = dict(enumerate(self.samples))  # samples whose last delta is unread
+        while left:
             self._news.clear()
-            self._read_deltas()
-            if not self._ready and self._left:
+            deltas = []
+            for index, sample in list(left.items()):
+                delta = sample.handle.read()
+                if sample.failure() is not None:
+                    self._raise_failure()
+                if delta is not None:
+                    deltas.append((index, delta))
+                    if delta.output is not None:
+                        del left[index]
+            for each in deltas:
+                yield each
+            if not deltas:
                 await self._news.wait()
-        return self._ready.popleft()
 
     async def outputs(self) -> list[GenerationOutput]:
         """Wait until all samples have ended and return their outputs."""
@@ -69,24 +62,6 @@ class Streams:
     async def __aexit__(self, *raised: object) -> None:
         self.abort()
 
-    def post(self) -> bool:
-        """Note news, on the engine's thread. Returns whether the loop must still be notified."""
-        told, self._posted = self._posted, True
-        return not told
-
-    def _read_deltas(self) -> None:
-        """Read the new delta of every sample."""
-        for index in sorted(self._left):
-            sample = self.samples[index]
-            delta = sample.handle.read()
-            if sample.failure() is not None:
-                self._left.clear()
-                self._raise_failure()
-            if delta is not None:
-                self._ready.append((index, delta))
-                if delta.output is not None:
-                    self._left.discard(index)
-
     def _raise_failure(self) -> None:
         for sample in self.samples:
             if (failure := sample.failure()) is not None:
@@ -100,7 +75,8 @@ def tell_readers(samples: Sequence[StreamedSample]) -> None:
     for streams in {sample.owner for sample in samples}:
         if streams.loop.is_closed():  # perhaps before it ran the call that was posted last
             streams.abort()
-        elif streams.post():
+        elif not streams._posted:
+            streams._posted = True
             by_loop.setdefault(streams.loop, []).append(streams)
     for loop, readers in by_loop.items():
         try:

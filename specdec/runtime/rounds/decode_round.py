@@ -110,16 +110,11 @@ class DecodeRound:
         """Run the target over all nodes. Sets `self.states` and `self.logits`."""
         state, shape, opened, tree = self.state, self.shape, self.opened, self.tree
         state.clock.mark("verify")
-        self.plan = plan_verify(
-            state.backend,
-            state.cache.table,
-            self.rows,
-            tree,
-            committed_len=opened.committed_len,
-            # a drafter may propose fewer nodes than requested
-            prefix=self.prefix if tree.num_nodes == shape.width else None,
-            positions=opened.chain_pos if opened.fits(tree) else None,
-        )
+        table = state.cache.table
+        if tree.num_nodes != shape.width:  # a drafter may propose fewer nodes than requested
+            self.prefix = state.backend.locate(table, self.rows, opened.committed_len, tree.num_nodes)
+        positions = opened.chain_pos if opened.fits(tree) else None
+        self.plan = plan_verify(state.backend, table, self.rows, tree, prefix=self.prefix, positions=positions)
         self.verify_tree = without_blanks(tree) if shape.forced else tree  # every node gets a valid token
         self.states = state.target.forward(
             self.verify_tree.tokens, self.plan, state.view, state.aux_layers

@@ -11,6 +11,7 @@ import random
 import re
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
@@ -66,16 +67,19 @@ def printable(path: str) -> str:
 
 
 class RequestLog:
-    """Outermost middleware: takes or makes the id, returns it as X-Request-Id, and logs one line after each answer."""
+    """Outermost middleware: takes or makes the id, returns it as X-Request-Id, and logs one line after each answer. A
+    request's span is current while it is answered, and ends with the last byte."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._tracer: Any = None if trace is None else trace.get_tracer("specdec")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else f"{random.getrandbits(128):032x}"
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), CLIENT_GONE
@@ -87,10 +91,32 @@ class RequestLog:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        try:
-            await self.app(scope, receive, with_id)
-        finally:
-            self._write(scope, status, time.perf_counter() - began)
+        with self._span(scope, headers) as span:
+            try:
+                await self.app(scope, receive, with_id)
+            finally:
+                self._write(scope, status, time.perf_counter() - began)
+                if span is not None:
+                    self._end_span(span, scope["state"], status)
+
+    def _span(self, scope: Scope, headers: Headers) -> AbstractContextManager[Any]:
+        if self._tracer is None:
+            return nullcontext()
+        attributes = {"http.request.method": scope["method"], "url.path": scope["path"]}
+        attributes["specdec.request_id"] = scope["state"]["request_id"]
+        caller, name = propagate.extract(dict(headers)), f"{scope['method']} {scope['path']}"
+        span: AbstractContextManager[Any] = self._tracer.start_as_current_span(
+            name, context=caller, kind=trace.SpanKind.SERVER, attributes=attributes
+        )
+        return span
+
+    def _end_span(self, span: Any, state: dict[str, Any], status: int) -> None:
+        if status != CLIENT_GONE:
+            span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            span.set_status(trace.StatusCode.ERROR)
+        span.set_attribute("specdec.client", state.get("client") or "")
+        span.set_attribute("specdec.client_gone", bool(state.get("client_gone")))
 
     def _write(self, scope: Scope, status: int, seconds: float) -> None:
         # a client over its own limits is counted at the refusal
@@ -103,43 +129,6 @@ class RequestLog:
         fields |= {"request_id": state["request_id"], "client": state.get("client"), "client_gone": bool(gone)}
         values = method, path, status, gone, seconds, state["request_id"]
         logger.log(level, "%s %s %d%s in %.3f s, id %s", *values, extra={"fields": fields})
-
-
-class Tracing:
-    """Middleware that makes a span current while routes answer, and ends it with the last byte."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self._tracer: Any = trace.get_tracer("specdec") if trace is not None else None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._tracer is None:
-            await self.app(scope, receive, send)
-            return
-        attributes = {
-            "http.request.method": scope["method"],
-            "url.path": scope["path"],
-            "specdec.request_id": scope.get("state", {}).get("request_id", ""),
-        }
-        caller = propagate.extract(dict(Headers(scope=scope)))
-        name = f"{scope['method']} {scope['path']}"
-        with self._tracer.start_as_current_span(
-            name, context=caller, kind=trace.SpanKind.SERVER, attributes=attributes
-        ) as span:
-
-            async def noting(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set_attribute("http.response.status_code", message["status"])
-                    if message["status"] >= 500:
-                        span.set_status(trace.StatusCode.ERROR)
-                await send(message)
-
-            try:
-                await self.app(scope, receive, noting)
-            finally:
-                state = scope.get("state", {})
-                span.set_attribute("specdec.client", state.get("client") or "")
-                span.set_attribute("specdec.client_gone", bool(state.get("client_gone")))
 
 
 def send_traces_to(endpoint: str) -> None:
@@ -206,7 +195,6 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
             allow_headers=["*"],  # all requested ones: OpenAI's client sends a dozen
             expose_headers=["X-Request-Id"],
         )
-    app.add_middleware(Tracing)
     app.add_middleware(RequestLog)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)

@@ -1,8 +1,7 @@
 """POST /v1/chat/completions: answers messages through the model's chat template, whole or streamed."""
 
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,16 +11,14 @@ from specdec.config import SamplingParams
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
-from specdec.serving.http.events import off_loop
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, refused
-from specdec.serving.openai.reply import MakeReply, MessageFold, Reply, whole_delta, whole_message
+from specdec.serving.openai.reply import MessageFold, Reply, whole_delta, whole_message
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, StateDep
-from specdec.serving.streams import Streams
 from specdec.serving.tools.answer_parser import AnswerParser, reasoning_format
 from specdec.serving.tools.tool_choice import ToolChoice
 
@@ -46,48 +43,43 @@ class ChatTextAnswer(TextAnswer):
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)
         super().__init__(body, state, "chatcmpl", "chat.completion")
-        new_fold = partial(MessageFold, thoughts=body.include_reasoning is not False)
-        self._folds: dict[int, MessageFold] = defaultdict(new_fold)  # by choice
 
-    async def submit(self) -> tuple[Streams, MakeReply]:
+    @cached_property
+    def _folds(self) -> list[MessageFold]:
+        """One per choice, once it is certain that there may be so many."""
+        return [MessageFold(thoughts=self.body.include_reasoning is not False) for _ in self.replies]
+
+    async def submit(self) -> None:
+        body = self.body
         self.engine.require_places(max(1, self.n))
-        prompt = await chat_prompt(self.body, self.state, self.choice.template_kwargs)
+        prompt = await chat_prompt(body, self.state, self.choice.tools)
         params = await self.engine.off_loop(partial(self._params, len(prompt)))
-        if self.body.truncate_prompt_tokens is not None:
-            prompt = shortened(self.body, self.engine, prompt, params.max_new_tokens)
+        if body.truncate_prompt_tokens is not None:
+            prompt = shortened(body, self.engine, prompt, params.max_new_tokens)
             params = await self.engine.off_loop(partial(self._params, len(prompt)))
         self.prompts = [prompt]
-        new_parser = self._parsers(params, prompt)
+        prompt_end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        last = body.messages[-1].content if body.continue_final_message else ""
+        continued = last if isinstance(last, str) else prompt_end
 
         def make_reply() -> Reply:
-            body, choice = self.body, self.choice
-            parser = None if new_parser is None else new_parser()
-            scored = self.scored and bool(body.logprobs)
-            return Reply(self.tokenizer, params.stop_strings, body.show_drafts, parser, choice.max_calls, scored=scored)
+            parser, scored = self._parser(params), self.scored and bool(body.logprobs)
+            parser.prime(parser.begun_by(prompt_end, continued))
+            stops, max_calls = params.stop_strings, self.choice.max_calls
+            return Reply(self.tokenizer, stops, body.show_drafts, parser, max_calls, scored=scored)
 
-        return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
+        self.make_reply = make_reply
+        self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
 
-    def _parsers(self, params: SamplingParams, prompt: list[int]) -> Callable[[], AnswerParser] | None:
-        """A factory of parsers, one per answer; None: answers are content only."""
+    def _parser(self, params: SamplingParams) -> AnswerParser:
+        """The parser of one answer."""
         thoughts = reasoning_format(self.settings.reasoning_parser)
         kind, native = self.choice.parser, self.state.tool_parser
         if params.grammar is not None:  # a grammar leaves no room for thoughts
             thoughts = None
         elif kind is None and native is not None and native.thinks:
             kind = native
-        if kind is None and thoughts is None:
-            return None
-        make = partial(kind or AnswerParser, self.choice.parameters, thoughts)
-        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        last = self.body.messages[-1].content if self.body.continue_final_message else ""
-        begun = make().begun_by(end, last if isinstance(last, str) else end)
-
-        def new() -> AnswerParser:
-            parser = make()
-            parser.prime(begun)
-            return parser
-
-        return new
+        return (kind or AnswerParser)(self.choice.parameters, thoughts)
 
     def _params(self, prompt_len: int) -> SamplingParams:
         body = self.body
@@ -104,37 +96,33 @@ class ChatTextAnswer(TextAnswer):
         top = require_logprobs(body.top_logprobs or 0, "top_logprobs") if body.logprobs else None
         return sampling_params(body, self.state, max_new_tokens, top, self.choice.grammar)
 
-    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
-        return super()._whole(outputs, make_reply) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
+    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+        return super()._whole(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
-    def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
-        delta = whole_delta(output)
+    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
+        delta, reply = whole_delta(output), self.replies[index]
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         message |= whole_message(self._folds[index].deltas(reply.read(delta)))
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output)}
-        return choice | self._details(index, delta, reply)
+        return choice | self._details(index, delta)
 
-    def _opening(self, index: int) -> dict[str, Any]:
+    async def _opening(self, index: int) -> dict[str, Any]:
         return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
 
-    async def _grown(
-        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
-    ) -> AsyncIterator[dict[str, Any]]:
-        for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply)):
-            yield {"choices": [choice]}
-        if delta.output is not None:
-            yield {"choices": [_chunk(index, {}, reply.finish_reason(delta.output))]}
-
-    def _added(self, index: int, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
-        """The choices of a delta's chunks, in order. The first has the details next to the text."""
-        deltas, details = self._folds[index].deltas(reply.read(delta)), self._details(index, delta, reply)
+    def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
+        """The first has the details next to the text."""
+        deltas = self._folds[index].deltas(self.replies[index].read(delta))
+        details = self._details(index, delta)
         if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
             deltas.append({"content": ""})
         return [_chunk(index, fields) | (details if at == 0 else {}) for at, fields in enumerate(deltas)]
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
+    def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
+        return [] if delta.output is None else [_chunk(index, {}, self.replies[index].finish_reason(delta.output))]
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return chat_logprobs(self.tokenizer, logprobs)
 
 

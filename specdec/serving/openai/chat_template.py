@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec.serving.openai.protocol import ChatRequest, Message, refused
+from specdec.serving.openai.protocol import ChatRequest, Message, Tool, refused
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
@@ -19,9 +19,10 @@ NOT_OPTIONS = {
 """Keys that `chat_template_kwargs` may not have, with the reason."""
 
 
-async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any]) -> list[int]:
-    """The token ids of a chat. tools: the template's arguments about tools."""
+async def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool]) -> list[int]:
+    """The token ids of a chat. tools: those that the template is told."""
     options = body.chat_template_kwargs or {}
+    told = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
     for name, reason in NOT_OPTIONS.items():
         if name in options:
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {reason}; leave it out")
@@ -32,7 +33,7 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any
     return await state.engine.chat_prompt(
         messages,
         special_tokens_in_content=state.settings.special_tokens_in_content,
-        **_options(body, template) | options | tools,
+        **_options(body, template) | options | told,
     )
 
 

@@ -1,6 +1,6 @@
 """POST /v1/completions: continues texts or token ids, whole or streamed."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,16 +12,15 @@ from specdec.config import SamplingParams
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
-from specdec.serving.http.events import off_loop
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, join_logprobs
 from specdec.serving.openai.protocol import CompletionRequest, refused
-from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
+from specdec.serving.openai.reply import Reply, whole_delta
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, StateDep
-from specdec.serving.streams import Streams
 from specdec.serving.tools.answer_events import EventTokens, Text
+from specdec.text.detokenize import token_text
 
 router = APIRouter(route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16
@@ -43,16 +42,17 @@ class CompletionTextAnswer(TextAnswer):
         super().__init__(body, state, "cmpl", self.chunk_kind)
         self.echoes: list[str] = []  # one per prompt; empty without `echo`
 
-    async def submit(self) -> tuple[Streams, MakeReply]:
+    async def submit(self) -> None:
+        body = self.body
         params = await self.engine.off_loop(self._params)
-        self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
+        self.engine.require_places(max(1, len(body.prompt)) * params.n)
         await self._read_prompts(params)
-        if self.body.max_tokens is None:  # the default never exceeds the room left
+        if body.max_tokens is None:  # the default never exceeds the room left
             room = min(map(self.engine.most_new_tokens, map(len, self.prompts)))
             params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room, params.min_tokens)))
-        scored = self.body.logprobs is not None
-        make_reply = partial(Reply, self.tokenizer, params.stop_strings, self.body.show_drafts, scored=scored)
-        return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
+        scored = body.logprobs is not None
+        self.make_reply = partial(Reply, self.tokenizer, params.stop_strings, body.show_drafts, scored=scored)
+        self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
 
     def _params(self) -> SamplingParams:
         body = self.body
@@ -77,44 +77,37 @@ class CompletionTextAnswer(TextAnswer):
             else:
                 self.echoes.append(prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.decode(ids))
 
-    def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
-        delta, echo = whole_delta(output), self.echoes[index // self.n]
-        choice = _text(index, echo + _joined(reply.read(delta)), reply.finish_reason(output))
-        choice |= self._details(index, delta, reply)
+    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
+        [choice] = self._grown(index, whole_delta(output), first=True)
+        choice["text"] = self.echoes[index // self.n] + choice["text"]
         if self.body.echo and output.logprobs is not None:
             choice["logprobs"] = join_logprobs(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
-        return choice | self._prompt_ids(index) | self._prompt_scores(output)
+        return choice | self._prompt_scores(output)
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        if not self.body.echo or self.body.logprobs is not None:
+    async def _opening(self, index: int) -> dict[str, Any] | None:
+        if not self.body.echo:
             return None
-        return {"choices": [_text(index, self.echoes[index // self.n])]}
+        echo = _text(index, self.echoes[index // self.n])
+        if self.body.logprobs is not None:
+            scores = self.streams.samples[index].handle.prompt_logprobs or ()
+            echo["logprobs"] = await self.engine.off_loop(partial(self._echoed, index, scores))
+        return {"choices": [echo]}
 
-    async def _grown(
-        self, index: int, delta: StreamDelta, reply: Reply, streams: Streams, *, first: bool
-    ) -> AsyncIterator[dict[str, Any]]:
-        if first and self.body.echo and self.body.logprobs is not None:  # only now are the prompt's scores known
-            scores = streams.samples[index].handle.prompt_logprobs or ()
-            logprobs = await self.engine.off_loop(partial(self._echoed, index, scores))
-            yield {"choices": [_text(index, self.echoes[index // self.n]) | {"logprobs": logprobs}]}
-        choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
-        if choice is not None:
-            choice |= self._prompt_ids(index) if first else {}
-            yield {"choices": [choice]}
-
-    def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
-        """The choice of a chunk; None if it would be empty."""
+    def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
+        reply = self.replies[index]
         text = _joined(reply.read(delta))
         reason = None if delta.output is None else reply.finish_reason(delta.output)
-        details = self._details(index, delta, reply)
+        details = self._details(index, delta) | (self._prompt_ids(index) if first else {})
         if not (text or delta.logprobs or reason or self.body.return_token_ids):
-            return None
-        return _text(index, text, reason) | details
+            return []
+        return [_text(index, text, reason) | details]
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
-        begins = reply.begins[len(reply.begins) - len(logprobs) :]
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        begins = self.replies[index].begins
+        begins = begins[len(begins) - len(logprobs) :]
         offsets = [len(self.echoes[index // self.n]) + begin for begin in begins]
-        return completion_logprobs(self.tokenizer, logprobs, offsets)
+        tokens = [token_text(self.tokenizer, one.token_id) for one in logprobs]
+        return completion_logprobs(self.tokenizer, tokens, logprobs, offsets)
 
     def _echoed(self, index: int, scores: Scores) -> dict[str, Any]:
         """Log-probabilities of the echoed prompt of choice `index`."""

@@ -30,17 +30,10 @@ def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
-    """Log-probabilities in the shape for completions. offsets: for each token, the index of its first character in the
-    text."""
-    tokens = [token_text(tokenizer, one.token_id) for one in logprobs]
-    return _completion_shape(tokenizer, tokens, logprobs, offsets, None)
-
-
 def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Scores, count: int) -> dict[str, Any]:
     """The shape for completions, for a prompt `ids` that is echoed as `text`, with `count` alternatives per token."""
     tokens = [token_text(tokenizer, token) for token in ids]
-    return _completion_shape(tokenizer, tokens, scores, text_offsets(tokens, text), count)
+    return completion_logprobs(tokenizer, tokens, scores, text_offsets(tokens, text), count)
 
 
 def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -48,10 +41,11 @@ def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
     return {name: [*first[name], *second[name]] for name in first}
 
 
-def _completion_shape(
-    tokenizer: Any, tokens: Sequence[str], scores: Scores, offsets: list[int], count: int | None
+def completion_logprobs(
+    tokenizer: Any, tokens: Sequence[str], scores: Scores, offsets: list[int], count: int | None = None
 ) -> dict[str, Any]:
-    """Make the shape for completions. count: alternatives per token; None: all."""
+    """Log-probabilities in the shape for completions. tokens: the text of each. offsets: the index of its first
+    character in the whole text. count: alternatives per token; None: all."""
 
     def top(text: str, one: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by text. Tokens with the same text, such as parts of characters, share the highest."""

@@ -98,7 +98,6 @@ async def detokenize(body: DetokenizeRequest, state: StateDep) -> JsonResponse:
 async def _chat_tokens(body: TokenizeRequest, messages: Messages, state: ServeState) -> list[int]:
     if body.add_special_tokens:
         raise refused("add_special_tokens", "add_special_tokens=true: a chat's tokens are those of its template")
-    tools = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]} if body.tools else {}
     chat = ChatRequest(
         messages=messages,
         add_generation_prompt=body.add_generation_prompt,
@@ -106,6 +105,6 @@ async def _chat_tokens(body: TokenizeRequest, messages: Messages, state: ServeSt
         chat_template_kwargs=body.chat_template_kwargs,
     )
     try:
-        return await chat_prompt(chat, state, tools)
+        return await chat_prompt(chat, state, body.tools or ())
     except ConfigError as error:
         raise refused("messages", str(error), "invalid_value") from error

@@ -6,7 +6,7 @@ A message has one text, one thought and a list of calls, so only the deltas show
 texts of the answer are joined by a line end in the message; around a call they are kept as written.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec.errors import StoppingError
@@ -84,10 +84,6 @@ class Reply:
             if self._max_calls == -1:
                 return events[:at]
         return events
-
-
-MakeReply = Callable[[], Reply]
-"""Makes the reader of one reply."""
 
 
 def whole_delta(output: GenerationOutput) -> StreamDelta:

@@ -17,12 +17,10 @@ from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
-from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
-from specdec.serving.openai.text_answer import usage_of
+from specdec.serving.openai.reply import whole_delta
 from specdec.serving.responses.response_events import ResponseBuilder
 from specdec.serving.responses.response_input import answer_of, chat_request, messages_of
 from specdec.serving.state import ServeState, StateDep, StoredResponse
-from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
 AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
@@ -65,10 +63,8 @@ class NamedEvents(EventStream):
 
     def failure(self, error: Exception) -> bytes:
         said = as_api_error(error).body["error"]
-        return self.encode(
-            {"type": "error", "code": said["code"] or "server_error"}
-            | {name: said[name] for name in ("message", "param")}
-        )
+        code = said["code"] or "server_error"
+        return self.encode({"type": "error", "code": code, "message": said["message"], "param": said["param"]})
 
 
 class ResponseAnswer(ChatTextAnswer):
@@ -87,34 +83,35 @@ class ResponseAnswer(ChatTextAnswer):
         super().__init__(chat_request(asked, self._messages), state)
         self._builder = ResponseBuilder(self._response())
 
-    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
-        [output], reply = outputs, make_reply()
-        self._grow(whole_delta(output), reply)
-        self._end(reply, output, output.stats)
+    def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
+        self._grow(whole_delta(outputs[0]))
+        self._end(outputs[0])
         return self._builder.response
 
-    async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
-        reply, builder = make_reply(), self._builder
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        builder = self._builder
         for each in builder.begin():
             yield each
         try:
-            async for _, delta in streams:
-                for each in await off_loop(len(delta.token_ids), partial(self._grow, delta, reply)):
+            async for _, delta in self.streams:
+                for each in await off_loop(len(delta.token_ids), partial(self._grow, delta)):
                     yield each
                 if delta.output is not None:
-                    for each in self._end(reply, delta.output, streams.stats(0)):
+                    for each in self._end(delta.output):
                         yield each
         except Exception as error:  # the status is sent
             said = as_api_error(error).body["error"]["message"]
             for each in builder.end("failed", None, error={"code": "server_error", "message": said}):
                 yield each
 
-    def _end(self, reply: Reply, output: GenerationOutput, stats: RequestStats) -> list[dict[str, Any]]:
+    def _end(self, output: GenerationOutput) -> list[dict[str, Any]]:
         """End the response, and store it if the request asks for that."""
-        cut = reply.finish_reason(output) == "length"
+        cut = self.replies[0].finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         events = self._builder.end(
-            "incomplete" if cut else "completed", self._usage(stats, reply), **details | self._figures([stats])
+            "incomplete" if cut else "completed",
+            self._response_usage(output.stats),
+            **details | self._figures([output.stats]),
         )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
@@ -122,21 +119,21 @@ class ResponseAnswer(ChatTextAnswer):
             self.state.responses.put(self.state.owner, stored)
         return events
 
-    def _grow(self, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
+    def _grow(self, delta: StreamDelta) -> list[dict[str, Any]]:
         """The events for a delta."""
-        events = []
+        events, reply = [], self.replies[0]
         for said, tokens in reply.read(delta):
             scores = chat_logprobs(self.tokenizer, reply.scores(tokens))["content"] if self.body.logprobs else []
             events += self._builder.add(said, scores)
         return events
 
-    def _usage(self, stats: RequestStats, reply: Reply) -> dict[str, Any]:
-        usage = usage_of(self.prompts, [stats], self.state)
+    def _response_usage(self, stats: RequestStats) -> dict[str, Any]:
+        usage = self._usage(self.prompts, [stats])
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": reply.thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.replies[0].thought_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -73,7 +73,7 @@ class AnswerParser(CharacterReader):
     signs: tuple[str, ...] = ()
     """Strings that a chat template for the format contains (all of them); empty: the first of `special`."""
     thinks = False
-    """Does the format itself mark thoughts?"""
+    """Does the format itself mark thoughts? It then ignores other marks."""
 
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]] | None = None, thoughts: ReasoningFormat | None = None
@@ -83,7 +83,7 @@ class AnswerParser(CharacterReader):
         super().__init__()
         self.num_calls = 0
         self._tools = tools or {}
-        self._thoughts = thoughts
+        self._thoughts = thoughts = None if self.thinks else thoughts
         self._pieces: list[Piece] = []
         self._told = 0  # number of arguments' characters reported
         self._gap: str | None = ""  # white space that may be markup; None: after text, so it is not
@@ -94,8 +94,8 @@ class AnswerParser(CharacterReader):
         self._phase = ""  # phase of a call: "" (not yet certain), "arguments", "closing"
         self._open = False  # a call has begun and not ended
         self._cut = False  # was the answer cut off by its length?
-        marks = [thoughts.opens, thoughts.closes] if thoughts is not None else []
-        self._marks = _first_characters([*self.special[:1], *marks])
+        marks = (*self.special[:1], *((thoughts.opens, thoughts.closes) if thoughts is not None else ()))
+        self._marks = re.compile("|".join(re.escape(mark[0]) for mark in marks) or r"(?!)")  # first characters
         self._reading = self._parse()
         next(self._reading)
 
@@ -149,13 +149,11 @@ class AnswerParser(CharacterReader):
         raise NotACall
 
     def _parse(self) -> Reading[None]:
-        try:
+        with suppress(CutOff):
             if self._thoughts is not None and self._thoughts.always:
                 yield from self._thought(self._thoughts)
             while True:
                 yield from self._markup_or_content()
-        except CutOff:
-            return
 
     def _markup_or_content(self) -> Reading[None]:
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
@@ -177,7 +175,7 @@ class AnswerParser(CharacterReader):
             self._end_call(whole=whole)
             self._back_to(not in_call)  # another call may begin after a call
             if self._held:
-                self._content(self._held.pop())
+                self._plain(self._held.pop())
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
         """Read a thought up to its closing marker, or up to a call if the thought is never closed."""
@@ -301,22 +299,18 @@ class AnswerParser(CharacterReader):
             self._tell(CallEnd(self.num_calls - 1, whole), self._told)
 
     def _tell(self, event: Event, start: int, later: int = 0) -> None:
+        """Hand out an event that was read from `start` on, joined with the last one if it continues that."""
         self._told = self._at - len(self._held) - later
+        if self._pieces and (joined := _joined(self._pieces[-1].event, event)):
+            event, start = joined, self._pieces.pop().start
         self._pieces.append(Piece(event, start, self._told))
 
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 
     def _take(self) -> list[Piece]:
-        """Return the pieces, with adjacent ones joined."""
-        joined: list[Piece] = []
-        for piece in self._pieces:
-            if joined and (event := _joined(joined[-1].event, piece.event)):
-                joined[-1] = Piece(event, joined[-1].start, piece.end)
-            else:
-                joined.append(piece)
-        self._pieces = []
-        return joined
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
 
 def _joined(first: Event, second: Event) -> Event | None:
@@ -326,12 +320,6 @@ def _joined(first: Event, second: Event) -> Event | None:
     if isinstance(first, CallArguments) and isinstance(second, CallArguments):
         return replace(first, text=first.text + second.text)
     return None
-
-
-def _first_characters(marks: list[str]) -> "re.Pattern[str]":
-    """A pattern for the first character of any of these markers."""
-    first = {mark[0] for mark in marks if mark}
-    return re.compile(f"[{re.escape(''.join(sorted(first)))}]" if first else r"(?!)")
 
 
 class AnswerReader:
@@ -344,11 +332,8 @@ class AnswerReader:
         self._parser = parser
         self._texts = TokenTexts(tokenizer, parser.written, stops)
         self._last: Event | None = None
-
-    @property
-    def begins(self) -> list[int]:
+        self.begins = self._texts.begins
         """For each token read so far, the index of its first character in the text."""
-        return self._texts.begins
 
     def read(self, delta: StreamDelta) -> list[EventTokens]:
         """The events of one delta; the last delta, with its output, ends the answer. Tokens without text at the end,
@@ -357,12 +342,10 @@ class AnswerReader:
         pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
             pieces += self._parser.finish(cut=output.finish_reason == "length")
-        events = [self._with_tokens(piece) for piece in pieces]
+        events = [EventTokens(event, self._texts.tokens_in(start, end)) for event, start, end in pieces]
+        if pieces:
+            self._last = pieces[-1].event
         if output is not None and isinstance(self._last, Text | None) and (rest := self._texts.tokens_after()):
             kind = "content" if self._last is None else self._last.kind
             events.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
         return events
-
-    def _with_tokens(self, piece: Piece) -> EventTokens:
-        self._last = piece.event
-        return EventTokens(piece.event, self._texts.tokens_in(piece.start, piece.end))

@@ -85,13 +85,16 @@ class CharacterReader:
             pass
         return char
 
-    def _precedes(self, mark: str) -> Reading[bool]:
-        """Does this marker come next, after white space? Reads nothing."""
+    def _precedes(self, *marks: str) -> Reading[bool]:
+        """Does one of these markers come next, after white space? Reads nothing."""
         size = len(self._held)
         try:
             yield from self._solid()
             self._back()
-            return (yield from self._sees(mark))
+            for mark in marks:
+                if (yield from self._sees(mark)):
+                    return True
+            return False
         except CutOff:
             return False
         finally:
@@ -123,12 +126,12 @@ class CharacterReader:
                 self._back()
             sink(read[0])
 
-    def _text_until(self, end: str, fits: Callable[[str, int], bool] = lambda char, at: True) -> Reading[str]:
-        """Read the text before this string, and the string. fits: may the text have this character at index `at`?"""
+    def _text_until(self, end: str, most: int = 1 << 30) -> Reading[str]:
+        """Read the text before this string, of at most so many characters, and the string."""
         read: list[str] = []
 
         def sink(char: str) -> None:
-            require_syntax(fits(char, len(read)))
+            require_syntax(len(read) < most)
             read.append(char)
 
         yield from self._until(end, sink)

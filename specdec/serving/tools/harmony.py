@@ -18,7 +18,7 @@ from specdec.serving.tools.tool_json import JsonToolParser
 START, MESSAGE, CALL = "<|start|>", "<|message|>", "<|call|>"
 ENDS = ("<|end|>", "<|return|>", CALL)
 WITHIN_HEADERS = ("<|channel|>", "<|constrain|>")
-MAX_HEADER = 256
+MAX_HEADER = 257
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 FUNCTIONS = "functions."
@@ -31,41 +31,25 @@ class HarmonyParser(JsonToolParser):
     special = (START, MESSAGE, *ENDS, *WITHIN_HEADERS)
     signs = ("<|channel|>", FUNCTIONS)
     thinks = True
+    _text_kind: Kind = "content"  # kind of text without a header
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The header that the prompt begins."""
         return "" if continued else prompt_end[prompt_end.rfind(START) :] if START in prompt_end else ""
 
-    def _parse(self) -> Reading[None]:
-        self._text_kind: Kind = "content"  # kind of text without a header
-        try:
-            while True:
-                self._gap = None  # here white space is text
-                yield from self._mark_or_text()
-        except CutOff:
-            return
-
-    def _mark_or_text(self) -> Reading[None]:
-        """Read a marker and what belongs to it, or a character of text. Raises CutOff at the end of the text."""
-        self._phase = ""
-        try:
-            if (yield from self._next()) == "<":
-                self._back()
-                for mark in self.special:
-                    if (yield from self._sees(mark)):
-                        yield from self._marked_by(mark)
-                        return
-                yield from self._next()
-        except NotACall as error:
-            whole = self._phase != "arguments"
-            if isinstance(error, CutOff) and not whole:
-                self._arguments("".join(self._held))
-            self._end_call(whole=whole)
-            if isinstance(error, CutOff):
-                raise  # the held characters begin a header
-            self._back_to(not self._phase)
-        if self._held:
-            self._plain(self._held.pop())
+    def _call(self) -> Reading[None]:
+        """Read a marker and what belongs to it."""
+        for mark in self.special:
+            if (yield from self._sees(mark)):
+                try:
+                    yield from self._marked_by(mark)
+                except CutOff:
+                    if not self._phase:
+                        self._held.clear()  # they begin a header
+                    raise
+                return
+        yield from self._next()
+        raise NotACall
 
     def _marked_by(self, mark: str) -> Reading[None]:
         """Read the header, and the call, that begin with this marker. Raises NotACall if it is not a header; the
@@ -74,7 +58,7 @@ class HarmonyParser(JsonToolParser):
             self._held.clear()
             self._kind, self._text_kind = None, "content"
             return
-        header = mark + (yield from self._text_until(MESSAGE, lambda char, at: at <= MAX_HEADER))
+        header = mark + (yield from self._text_until(MESSAGE, MAX_HEADER))
         header = header[header.rfind(START) :] if START in header else header
         channel, recipient = CHANNEL.search(header), RECIPIENT.search(header)
         thought = channel is not None and channel[1] == "analysis"
@@ -91,11 +75,10 @@ class HarmonyParser(JsonToolParser):
                 else:
                     self._arguments("{}")
                 yield from self._close(*ENDS)
-                self._end_call(whole=True)
-                return
         self._held.clear()
 
     def _plain(self, text: str) -> None:
+        self._gap = None  # here white space is text
         self._tell_text(self._text_kind, text)
 
     def _called(self, recipient: str) -> str:

@@ -11,6 +11,8 @@ from specdec.serving.tools.tool_json import quoted, typed
 
 VALUE_ENDS, CALL_OPENS, CALL_ENDS, NEXT = "</parameter>", "<function=", "</function>", "<parameter="
 BLOCK_ENDS = "</tool_call>"
+BORDERS = (NEXT, CALL_ENDS, BLOCK_ENDS)
+"""What may follow a whole value: the next parameter, or the end of the call."""
 
 
 class TaggedCallParser(AnswerParser):
@@ -55,7 +57,7 @@ class TaggedCallParser(AnswerParser):
                 size = len(self._held)
                 if (yield from self._sees(VALUE_ENDS)):
                     ends[False] = size
-                    if (yield from self._at_border()):
+                    if (yield from self._precedes(*BORDERS)):
                         ends[True] = ends.get(True, size) if calls else size
                         if not calls:
                             break
@@ -66,7 +68,7 @@ class TaggedCallParser(AnswerParser):
                         self._back_to(size)
                         return self._take_value(size)
                     calls = max(0, calls - 1)
-                elif not calls and (yield from self._names_next(others)):
+                elif not calls and (yield from self._precedes(*(f"{NEXT}{name}>" for name in others))):
                     return self._take_value(size)
                 else:
                     yield from self._next()
@@ -83,20 +85,6 @@ class TaggedCallParser(AnswerParser):
         text = "".join(self._held[:size])
         self._held.clear()
         return text.removeprefix("\n").removesuffix("\n")
-
-    def _at_border(self) -> Reading[bool]:
-        """Does the next parameter, or the end of the call, come next?"""
-        for mark in (NEXT, CALL_ENDS, BLOCK_ENDS):
-            if (yield from self._precedes(mark)):
-                return True
-        return False
-
-    def _names_next(self, others: Collection[str]) -> Reading[bool]:
-        """Does one of these parameters come next? Reads nothing."""
-        for name in others:
-            if (yield from self._precedes(f"{NEXT}{name}>")):
-                return True
-        return False
 
 
 def _properties(schema: object) -> set[str]:

@@ -8,6 +8,7 @@ References are resolved only within their document. In doubt it returns too many
 recursive or hostile schema costs no more than its length.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -18,6 +19,7 @@ ANY_TYPE = frozenset({"string", "integer", "number", "boolean", "object", "array
 """All types. A schema that accepts "number" also accepts "integer"; {"integer"} alone excludes 1.5."""
 NO_TYPE: frozenset[str] = frozenset()
 Types = frozenset[str]
+INDEX = re.compile("[0-9]{1,9}")
 
 
 def accepted_types(schema: Any, root: Any) -> Types:
@@ -95,13 +97,9 @@ def resolved(reference: Any, root: Any) -> Any:
     found = root
     for part in unquote(reference[1:]).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping) and part in found:
-            found = found[part]
-        elif (
-            isinstance(found, list) and part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(found)
-        ):
-            found = found[int(part)]
-        else:
+        try:
+            found = found[int(part) if isinstance(found, list) and INDEX.fullmatch(part) else part]
+        except (LookupError, TypeError):
             return True
     return found
 

@@ -63,23 +63,13 @@ class ToolChoice:
                 known = ", ".join(tool.function.name for tool in self.tools)
                 raise refused("tool_choice", f"tool_choice names no tool of this request; it has {known}")
             self.parser = BARE_JSON
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
-        return {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
+        self.parameters = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        """The schema of each tool's arguments, by name."""
 
     @property
     def grammar(self) -> dict[str, Any] | None:
         """The grammar, if the answer must be a call."""
-        if not self._forced:
-            return None
-        return {"json_schema": call_schema(self._forced)}
-
-    @property
-    def parameters(self) -> dict[str, dict[str, Any]]:
-        """The schema of each tool's arguments, by name."""
-        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        return {"json_schema": call_schema(self._forced)} if self._forced else None
 
 
 def call_schema(tools: Sequence[Function]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require_syntax
-from specdec.serving.tools.schema_types import type_of
+from specdec.serving.tools.schema_types import NO_TYPE, type_of
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
@@ -24,14 +24,28 @@ MAX_JSON_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
+MAX_NAME = 128
 MAX_OTHER = 256
 """Most characters of such a key's value, so that text that is no call is not reread to its end again and again."""
 
 
 class JsonToolParser(AnswerParser):
-    """Reads JSON, for formats that have it. comma: text between two items, before white space that was read there."""
+    """Reads calls in JSON between two markers, the first of `special`."""
 
-    comma = ","
+    quote = ""
+    """Another quote around texts, within which nothing is escaped; empty: none."""
+    loose = False
+    """May keys and texts have no quotes? White space between values is then not passed on."""
+
+    def _call(self) -> Reading[None]:
+        opens, closes = self.special[:2]
+        yield from self._expect(opens)
+        yield from self._marked_calls()
+        yield from self._close(closes)
+
+    def _marked_calls(self) -> Reading[None]:
+        """Read what is between the markers."""
+        yield from self._json_calls()
 
     def _json_calls(self, *, bare: bool = False) -> Reading[None]:
         """Read a call {"name": ..., "arguments": {...}}, or a list of calls. bare: arguments are required."""
@@ -54,11 +68,11 @@ class JsonToolParser(AnswerParser):
         begun, char = False, (yield from self._solid())
         while char != "}":
             require_syntax(char == '"')
-            key = yield from self._json_text(most=128)
+            key = yield from self._json_text()
             require_syntax((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
                 require_syntax((yield from self._solid()) == '"')
-                name = yield from self._json_text(most=128)
+                name = yield from self._json_text()
                 require_syntax(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
                 begun = name is not None and (yield from self._solid()) == "{"
@@ -66,8 +80,10 @@ class JsonToolParser(AnswerParser):
                     self._back()
                 if begun:
                     self._begin_call(name or "")
-                arguments = yield from self._json_arguments(self._arguments if begun else None)
-                self._phase = "closing" if begun else ""
+                    yield from self._json_value(self._arguments)
+                    arguments, self._phase = "", "closing"
+                else:
+                    arguments = yield from self._json_arguments()
             else:
                 require_syntax(key in OTHER_KEYS)
                 yield from self._json_value(_at_most(MAX_OTHER))
@@ -86,12 +102,10 @@ class JsonToolParser(AnswerParser):
             self._phase = "closing"
         self._held.clear()
 
-    def _json_arguments(self, sink: Callable[[str], None] | None) -> Reading[str]:
-        """Read the arguments: an object, an object in a string, or null."""
+    def _json_arguments(self) -> Reading[str]:
+        """Read the arguments as a whole: an object, an object in a string, or null."""
         read: list[str] = []
-        yield from self._json_value(sink or read.append)
-        if sink is not None:
-            return ""
+        yield from self._json_value(read.append)
         text = "".join(read).strip()
         if text.startswith('"'):
             text = json.loads(text)
@@ -99,13 +113,13 @@ class JsonToolParser(AnswerParser):
         require_syntax(value is None or isinstance(value, dict))
         return "{}" if value is None else text
 
-    def _json_text(self, most: int = 1 << 30) -> Reading[str]:
-        """Read the text of a string after its first quote."""
+    def _json_text(self) -> Reading[str]:
+        """Read the short text of a string, a key or a name, after its first quote."""
         read = ['"']
 
         def sink(text: str) -> None:
             read.append(text)
-            require_syntax(len(read) <= most + 2)
+            require_syntax(len(read) <= MAX_NAME + 2)
 
         yield from self._json_string(sink)
         text: str = _loaded("".join(read))
@@ -113,13 +127,17 @@ class JsonToolParser(AnswerParser):
 
     def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
         """Read any value and pass it on."""
-        char = yield from self._json_solid(sink)
-        if char == '"':
-            sink(char)
-            yield from self._json_string(sink)
-        elif char in "{[" and depth < MAX_JSON_DEPTH:
+        yield from self._json_solid(sink)
+        self._back()
+        if (yield from self._quoted(sink)):
+            return
+        char = yield from self._next()
+        if char in "{[" and depth < MAX_JSON_DEPTH:
             sink(char)
             yield from self._json_items(char, sink, depth + 1)
+        elif self.loose:
+            require_syntax(char not in "{}[],:")
+            sink(typed(char + (yield from self._word(",}]\n")), NO_TYPE))
         elif char in NUMBER_CHARACTERS:
             while (yield from self._next()) in NUMBER_CHARACTERS:
                 char += self._held[-1]
@@ -143,7 +161,7 @@ class JsonToolParser(AnswerParser):
             char = yield from self._json_solid(sink)
             require_syntax(char in (",", closing))
             if char == ",":
-                after = [self.comma]
+                after = [", " if self.loose else ","]
                 char = yield from self._json_solid(after.append)
                 if char != closing:  # otherwise it was a trailing comma
                     self._back()
@@ -153,11 +171,37 @@ class JsonToolParser(AnswerParser):
 
     def _json_key(self, sink: Callable[[str], None]) -> Reading[None]:
         """Read a key and its colon."""
-        require_syntax((yield from self._next()) == '"')
-        sink('"')
-        yield from self._json_string(sink)
+        if not (yield from self._quoted(sink)):
+            require_syntax(self.loose)
+            key = yield from self._word(':{}[],"')
+            require_syntax(key and (yield from self._precedes(":")))
+            sink(quoted(key))
         require_syntax((yield from self._json_solid(sink)) == ":")
-        sink(":")
+        sink(": " if self.loose else ":")
+
+    def _word(self, ends: str) -> Reading[str]:
+        """Read text without quotes, up to one of these characters."""
+        word = ""
+        while (char := (yield from self._next())) not in ends:
+            word += char
+        self._back()
+        return word.rstrip()
+
+    def _quoted(self, sink: Callable[[str], None]) -> Reading[bool]:
+        """Read a text with its quotes, if one comes next."""
+        char = yield from self._next()
+        if char == '"':
+            sink(char)
+            yield from self._json_string(sink)
+        elif char == self.quote[:1]:
+            yield from self._expect(self.quote[1:])
+            sink('"')
+            yield from self._until(self.quote, lambda text: sink(quoted(text)[1:-1]))
+            sink('"')
+        else:
+            self._back()
+            return False
+        return True
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
         """Read the rest of a string with its last quote, escaping what JSON requires."""
@@ -175,6 +219,8 @@ class JsonToolParser(AnswerParser):
         sink(char)
 
     def _json_solid(self, sink: Callable[[str], None]) -> Reading[str]:
+        if self.loose:
+            return (yield from self._solid())
         while (char := (yield from self._next())) in JSON_SPACE:
             sink(char)
         return char

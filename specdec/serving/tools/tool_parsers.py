@@ -7,7 +7,7 @@ for delta in engine.stream(...): events = reader.read(delta)
 
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import require_one_of
@@ -15,8 +15,7 @@ from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.character_reader import Reading, require_syntax
 from specdec.serving.tools.harmony import HarmonyParser
 from specdec.serving.tools.qwen_coder import TaggedCallParser
-from specdec.serving.tools.schema_types import NO_TYPE
-from specdec.serving.tools.tool_json import MAX_JSON_DEPTH, JsonToolParser, quoted, typed
+from specdec.serving.tools.tool_json import JsonToolParser
 
 
 class HermesParser(JsonToolParser, TaggedCallParser):
@@ -25,14 +24,12 @@ class HermesParser(JsonToolParser, TaggedCallParser):
 
     special = ("<tool_call>", "</tool_call>")
 
-    def _call(self) -> Reading[None]:
-        yield from self._expect("<tool_call>")
+    def _marked_calls(self) -> Reading[None]:
         if (yield from self._solid()) == "<":
             yield from self._tagged_call()
         else:
             self._back()
             yield from self._json_calls()
-        yield from self._close("</tool_call>")
 
 
 class LlamaParser(JsonToolParser):
@@ -68,7 +65,7 @@ class MistralParser(JsonToolParser):
         name = yield from self._name()
         if (yield from self._solid()) == "[" and (yield from self._next()) == "C":
             yield from self._expect("ALL_ID]")
-            yield from self._until("[", lambda text: None)  # skip its id: a new one is made
+            yield from self._text_until("[")  # skip its id: a new one is made
             yield from self._next()
         if self._held[-1] == "A":
             yield from self._expect("RGS]")
@@ -86,68 +83,24 @@ class GemmaParser(JsonToolParser):
     """Gemma 4: <|tool_call>call:NAME{key:<|"|>text<|"|>,count:2}<tool_call|>. Only the quotes of keys and texts differ
     from JSON."""
 
-    opens, closes, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
-    special = (opens, closes, quote)
-    comma = ", "
+    quote = '<|"|>'
+    special = ("<|tool_call>", "<tool_call|>", quote)
+    loose = True
 
-    def _call(self) -> Reading[None]:
-        yield from self._expect(f"{self.opens}call:")
+    def _marked_calls(self) -> Reading[None]:
+        yield from self._expect("call:")
         name = yield from self._name()
         yield from self._expect("{")
         self._back()
         self._begin_call(name)
         yield from self._json_value(self._arguments)
-        yield from self._close(self.closes)
-
-    def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
-        char = yield from self._solid()
-        if char in self.quote[0] + '"':
-            self._back()
-            yield from self._text(sink)
-        elif char in "{[" and depth < MAX_JSON_DEPTH:
-            sink(char)
-            yield from self._json_items(char, sink, depth + 1)
-        else:
-            require_syntax(char not in "{}[],:")
-            while (yield from self._next()) not in ",}]\n":
-                char += self._held[-1]
-            self._back()
-            sink(typed(char.strip(), NO_TYPE))
-
-    def _json_key(self, sink: Callable[[str], None]) -> Reading[None]:
-        quoted_key = (yield from self._next()) in self.quote[0] + '"'
-        self._back()
-        if quoted_key:
-            yield from self._text(sink)
-            require_syntax((yield from self._solid()) == ":")
-            sink(": ")
-            return
-        key = ""
-        while (char := (yield from self._next())) not in ':{}[],"':
-            key += char
-        require_syntax(key.strip() and char == ":")
-        sink(quoted(key.strip()) + ": ")
-
-    def _json_solid(self, sink: Callable[[str], None]) -> Reading[str]:
-        return (yield from self._solid())
-
-    def _text(self, sink: Callable[[str], None]) -> Reading[None]:
-        if (yield from self._next()) == '"':
-            sink('"')
-            yield from self._json_string(sink)
-            return
-        self._back()
-        yield from self._expect(self.quote)
-        sink('"')
-        yield from self._until(self.quote, lambda text: sink(quoted(text)[1:-1]))
-        sink('"')
 
 
 class FunctionGemmaParser(GemmaParser):
     """FunctionGemma: <start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>."""
 
-    opens, closes, quote = "<start_function_call>", "<end_function_call>", "<escape>"
-    special = (opens, closes, quote)
+    quote = "<escape>"
+    special = ("<start_function_call>", "<end_function_call>", quote)
 
 
 class GraniteParser(JsonToolParser):
@@ -155,14 +108,8 @@ class GraniteParser(JsonToolParser):
 
     special = ("<|tool_call|>", "<|/tool_call|>")
 
-    def _call(self) -> Reading[None]:
-        opens, closes = self.special
-        yield from self._expect(opens)
-        yield from self._json_calls()
-        yield from self._close(closes)
 
-
-class CohereParser(GraniteParser):
+class CohereParser(JsonToolParser):
     """Cohere: <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>."""
 
     special = ("<|START_ACTION|>", "<|END_ACTION|>")
