@@ -43,9 +43,5 @@ class Case:
         return {"parts": self.parts, **self.options, **(small or {})}
 
 
-def read_cases() -> dict[str, Case]:
-    table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
-    return {name: Case(name=name, **fields) for name, fields in table.items()}
-
-
-CASES = read_cases()
+_TABLE = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
+CASES = {name: Case(name=name, **fields) for name, fields in _TABLE.items()}

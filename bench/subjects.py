@@ -17,7 +17,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
-from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_drafter, make_target
+from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_target
 from specdec.gpu.operations import FAST, REFERENCE
 from specdec.models.target import TargetModel
 
@@ -60,7 +60,7 @@ class Pair:
             model = make_target(self.shape, self.shrink, DEVICE, DTYPE, 5)
             return LanguageModelDrafter(TargetModel(model, self.target.ops), self.target)
         if kind == "own":
-            return make_drafter(self.shape, self.shrink, self.target, seed)
+            return drafter_of(self.shape.drafter(self.target.config, self.shrink), self.target, seed)
         return {"suffix": SuffixDrafter, "ngram": NgramDrafter, "none": lambda: None}[kind]()
 
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
-from specdec.evaluation.timed_comparison import TokenPrompts, run_interleaved, tokens_per_second
+from specdec.evaluation.timed_comparison import TokenPrompts, run_figures, run_interleaved
 from specdec.models.published import BUNDLED_NAMES, PublishedPair, last_part, pair_table
 from specdec.runtime.drafts.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.text.detokenize import DraftColours
@@ -78,8 +78,8 @@ def compare(engine: Engine, groups: Sequence[TokenPrompts], params: SamplingPara
     run_interleaved(ways, dict.fromkeys(ways, groups[0]))  # warm up
     runs = [run for group in groups for run in run_interleaved(ways, dict.fromkeys(ways, group))]
     identical = all(run["drafts"]["token_ids"] == run["plain"]["token_ids"] for run in runs)
-    speed = tokens_per_second(runs, "drafts")
-    speed_up = speed / tokens_per_second(runs, "plain")
+    timing = run_figures([{"index": at, "runs": run} for at, run in enumerate(runs)], comparable=True)["timing"]
+    speed, speed_up = timing["drafts"]["tokens_per_second"], timing["speed_up"]
     console.print(
         f"identical to plain decoding: {'yes' if identical else 'NO'}, {speed:.0f} tokens/s, speed-up {speed_up:.2f}x"
     )

@@ -57,8 +57,7 @@ SCOPE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaOptions:
-    serve: ServeOptions
+class ReplicaOptions(ServeOptions):
     replicas: int = option(2, "Engines, each in a process of its own.", min=1)
     router: Literal["load", "prefix"] = option(
         "load", "load: to the less busy of two random replicas; prefix: where most of its prompt was sent before."
@@ -213,7 +212,7 @@ def merged_metrics(figures: Iterable[tuple[str, str]]) -> bytes:
 
 def actor_options(options: ReplicaOptions) -> dict[str, float]:
     """Resources of a replica: a GPU for each rank that shares the target, unless `--gpus` says otherwise."""
-    ranks = options.serve.pair.tensor_parallel
+    ranks = options.tensor_parallel
     shared_by = ranks if ranks > 1 else 0
     gpus = shared_by if options.gpus is None else options.gpus
     if gpus < shared_by:
@@ -230,7 +229,7 @@ def application(options: ReplicaOptions, settings: ServeSettings) -> Any:
         name="specdec",
         num_replicas=options.replicas,
         # Ray's default of 5 would keep batches small; beyond this many it queues requests itself
-        max_ongoing_requests=options.serve.batch_size + options.serve.max_waiting,
+        max_ongoing_requests=options.batch_size + options.max_waiting,
         graceful_shutdown_timeout_s=settings.stop_seconds,
         ray_actor_options=actor_options(options),
         request_router_config=router_config(options),
@@ -242,7 +241,7 @@ def application(options: ReplicaOptions, settings: ServeSettings) -> Any:
         max_ongoing_requests=1 << 20,  # replicas bound it
         ray_actor_options={"num_cpus": 0},
     )
-    return front.bind(replicas.bind(options.serve, settings), settings.max_body_bytes)
+    return front.bind(replicas.bind(options, settings), settings.max_body_bytes)
 
 
 def router_config(options: ReplicaOptions) -> dict[str, Any]:
@@ -251,7 +250,7 @@ def router_config(options: ReplicaOptions) -> dict[str, Any]:
         return {}
     settings = {
         # a replica that has a whole batch more than another gets no more, whatever it has cached
-        "imbalanced_threshold": options.serve.batch_size,
+        "imbalanced_threshold": options.batch_size,
         "do_eviction": True,
         "eviction_threshold_chars": ROUTED_CHARS,
         "eviction_target_chars": ROUTED_CHARS * 9 // 10,
@@ -260,7 +259,7 @@ def router_config(options: ReplicaOptions) -> dict[str, Any]:
 
 
 def run_replicas(options: ReplicaOptions) -> None:
-    settings = serve_settings(options.serve)
+    settings = serve_settings(options)
     actor_options(options)  # refuses before anything starts
     if settings.ssl_certfile is not None:
         raise ConfigError("--ssl-certfile: Ray listens for the replicas, without TLS; put a proxy before it")
@@ -275,7 +274,7 @@ def run_replicas(options: ReplicaOptions) -> None:
         ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     else:
         ray.init(options.address)
-    host, port = options.serve.host, options.serve.port
+    host, port = options.host, options.port
     serve.start(http_options={"host": host, "port": port})
     serve.run(application(options, settings), name="specdec", route_prefix="/")
     print(f"ray serve: http://{host}:{port}, {options.replicas} replicas", flush=True)

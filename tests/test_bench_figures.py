@@ -133,7 +133,7 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     assert stats.draft_nodes >= stats.draft_tokens * (1.5 if draft.topk > 1 else 1)
     lengths = [1 + sum(out.stats.accepted_counts) / out.stats.drafted_rounds for out in outputs]
     assert found["acceptance_length_per_request"] == pytest.approx(sum(lengths) / 4)
-    assert {name: one["prompts"] for name, one in report["categories"].items()} == {"a": 2, "b": 2}
+    assert {name: one["problems"] for name, one in report["categories"].items()} == {"a": 2, "b": 2}
     times = report["times"]["specdec, tiny-gemma4-mtp"]
     assert times["output_tokens"] == stats.output_tokens == sum(len(out.token_ids) for out in outputs)
     assert 0 < times["tpot_ms"]["p50"] <= times["tpot_ms"]["p99"] and times["ttft_ms"]["mean"] > 0
@@ -211,7 +211,7 @@ SETTINGS = {"task": "gsm8k", "target": "t", "drafter": "d", "problems": 4, "temp
 
 @pytest.fixture
 def fixed_report():
-    return make_report(SETTINGS, ANSWERS, RECORDS, "a machine")
+    return make_report(SETTINGS, ANSWERS, RECORDS, "a machine", [None] * 4)
 
 
 def test_the_report_of_fixed_records(fixed_report):
@@ -287,7 +287,7 @@ PLAIN = [{**one, "runs": {"plain": one["runs"]["plain"]}} for one in RECORDS]
 )
 def test_markdown_says_what_was_found(answers, records, lines):
     """A task that is made for its speed gives none where an output differs."""
-    report = make_report(SETTINGS, answers, records, "a machine")
+    report = make_report(SETTINGS, answers, records, "a machine", [None] * 4)
     assert set(lines) <= set(markdown(report).splitlines())
     assert (report["comparison"] is None) == (records is PLAIN)
     assert report["timing"].get("speed_up") == (

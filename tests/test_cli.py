@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from specdec import Engine, __version__
 from specdec.cli.app import COMMANDS, app, load_command
-from specdec.cli.command import spread
 from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.published import BUNDLED_NAMES, PAIRS
@@ -80,6 +79,7 @@ ASKED_FOR_CUDA = [
         (("bench", "--weights", "fp8"), "--weights belongs to --shape or --phases"),
         (("bench", "--plot", "o.png"), "--plot belongs to --shape or --phases"),
         (("bench", "--suppose-acceptance", "2"), "--suppose-acceptance belongs to --shape or --phases"),
+        (("bench", "--batches", "8"), "--batches belongs to --shape or --phases"),  # it was ignored
         (("bench", "--data-folder", "."), "--data-folder is for gsm8k"),
         (("bench", "--data", "missing.jsonl"), "missing.jsonl"),
         (("bench", "--data", "gsm8"), "data='gsm8': no such file; a JSONL file is expected, or one of gsm8k, mt-bench"),
@@ -235,7 +235,7 @@ def test_a_command_is_listed_with_the_first_line_of_its_help(name):
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeSettings])
 def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(settings):
-    options = {each.name: each.default for each in spread(ServeOptions)}
+    options = {each.name: each.default for each in fields(ServeOptions)}
     shared = {each.name: each.default for each in fields(settings) if each.name in options}
     assert len(shared) > 3
     assert shared == {name: options[name] for name in shared}

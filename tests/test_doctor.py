@@ -20,7 +20,7 @@ from specdec.cli.app import app
 from specdec.doctor import diagnose
 from specdec.doctor.causes import changed_block, possible_masks
 from specdec.doctor.dense_drafts import dense_drafts, record
-from specdec.doctor.diagnosis import Comparison, Measured
+from specdec.doctor.diagnosis import Measured, Trial
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
@@ -240,7 +240,7 @@ def test_a_drafter_that_is_never_right_is_not_called_healthy(export, diagnosed):
 )
 def test_what_is_clearly_better(expected, greedy, clear):
     before = Measured((2.0,) * 4, (2.0,) * 4)
-    assert Comparison.from_trials(Measured(expected, greedy), before).is_clear() is clear
+    assert Trial.compare("taps", "2 -> 3", Measured(expected, greedy), before).named is clear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -338,6 +338,14 @@ def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp
     assert "window: its sliding_window is 47, the target's 48" in result.stdout
     assert json.loads(report.read_text())["findings"][0]["cause"] == "window"
     assert CliRunner().invoke(app, ["doctor", "--drafter", "none"]).exit_code == 2
+
+
+def test_a_limit_holds_for_the_bundled_prompts_too(monkeypatch):
+    """Without --prompts the option was ignored: 8 prompts were asked."""
+    asked = []
+    monkeypatch.setattr("specdec.cli.bodies.examine_pair.diagnose", lambda _, prompts, **__: asked.extend(prompts))
+    CliRunner().invoke(app, ["doctor", "--limit", "5"])
+    assert len(asked) == 5
 
 
 @pytest.mark.deep

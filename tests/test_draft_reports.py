@@ -238,7 +238,7 @@ def test_a_bench_says_by_depth_how_many_rounds_drafted_and_why_it_was_slower():
         record_round(stats, accepted + 1, accepted, depth)
     report = BenchReport(
         *("t", "d", 1, ADAPTIVE, 0.0, 1, {"plain": 10.0, "d": 5.0}, stats.acceptance_length),
-        *(stats.accepted_per_position, stats, "", "rounds are long", None, 0, True, "a machine", "versions"),
+        *(stats.accepted_per_position, stats, "", "rounds are long", None, 0, "a machine", "versions"),
     )
     text = markdown_table(report)
     assert "acceptance length 3.00 (by position 0.50 of 2, 1.00 of 1, 1.00 of 1, 1.00 of 1 rounds)" in text

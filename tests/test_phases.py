@@ -60,7 +60,6 @@ def subject(make_target, make_assistant):
             [(7 * i + 3 * j) % target.vocab_size for j in range(context)] for i in range(batch)
         ],
         assumed=(2.0,),
-        dtype=target.dtype,
     )
 
 
@@ -234,9 +233,7 @@ def test_ctrl_c_keeps_whole_cells(subject, monkeypatch):
 
 
 def test_spreads_are_quantiles_in_milliseconds():
-    assert Spread.of([0.001 * i for i in range(11)]) == Spread(
-        pytest.approx(5.0), pytest.approx(1.0), pytest.approx(9.0)
-    )
+    assert Spread.of([0.001 * i for i in range(11)]) == Spread(*map(pytest.approx, (5.0, 1.0, 9.0)))
     assert Spread.of([0.5]) == Spread(500.0, 500.0, 500.0)
 
 

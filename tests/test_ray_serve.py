@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,16 +26,13 @@ from script_module import module_of
 
 from specdec import Engine, SamplingParams
 from specdec.cli.commands import ServeOptions
-from specdec.cli.options import PairOptions
 from specdec.errors import ConfigError
-from specdec.serving.http_options import HttpOptions
 
 from served_engine import until
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAT = [{"role": "user", "content": "Tom has 3 apples and buys 5 more. How many apples does he have?"}]
 ASKED = {"messages": CHAT, "max_tokens": 12, "temperature": 0}
-SERVED = ServeOptions(pair=PairOptions(), http=HttpOptions())
 EXAMPLE = ROOT / "examples" / "ray_serve.py"
 HAS_RAY = find_spec("ray") is not None  # before a stand-in takes its name
 
@@ -69,7 +65,7 @@ def example() -> Iterator[ModuleType]:
 def pair(example: ModuleType, shallow_folder: Path) -> Iterator[list[Any]]:
     """Two replicas in this process."""
     target, drafter = (str(shallow_folder / name) for name in ("tiny-gemma4", "tiny-gemma4-mtp"))
-    options = replace(SERVED, pair=PairOptions(target=target, drafter=drafter), served_model_name=["tiny-gemma4"])
+    options = ServeOptions(target=target, drafter=drafter, served_model_name=["tiny-gemma4"])
     close = example.Replica.__del__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(example, "prepare_process", lambda options: None)  # the process is pytest's
@@ -248,22 +244,21 @@ def test_requests_are_routed_by_their_text(body, text, example):
     ("tensor_parallel", "gpus", "given"), [(1, None, 0), (1, 1, 1), (1, 0.5, 0.5), (2, None, 2), (2, 4, 4)]
 )
 def test_a_replica_is_given_the_gpus_that_share_its_target(tensor_parallel, gpus, given, example):
-    served = replace(SERVED, pair=PairOptions(tensor_parallel=tensor_parallel))
-    options = example.ReplicaOptions(serve=served, gpus=gpus)
+    options = example.ReplicaOptions(tensor_parallel=tensor_parallel, gpus=gpus)
     assert example.actor_options(options) == {"num_cpus": 1, "num_gpus": given}
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"pair": PairOptions(tensor_parallel=2)}, "--gpus 1 a replica are fewer than --tensor-parallel 2"),
-        ({"http": HttpOptions(ssl_certfile=Path("x"))}, "without TLS; put a proxy before it"),
-        ({"http": HttpOptions(root_path="llm")}, "it begins with a slash"),
+        ({"tensor_parallel": 2}, "--gpus 1 a replica are fewer than --tensor-parallel 2"),
+        ({"ssl_certfile": Path("x")}, "without TLS; put a proxy before it"),
+        ({"root_path": "llm"}, "it begins with a slash"),
     ],
 )
 def test_what_ray_cannot_do_is_refused_before_anything_starts(changed, said, example):
     with pytest.raises(ConfigError, match=said):
-        example.run_replicas(example.ReplicaOptions(serve=replace(SERVED, **changed), gpus=1))
+        example.run_replicas(example.ReplicaOptions(**changed, gpus=1))
 
 
 # ---- with Ray itself

@@ -15,9 +15,9 @@ from specdec.evaluation.phases.random_weights import (
     COLUMN_MULTIPLE,
     FORMS,
     count_weights,
+    drafter_of,
     find_form,
     leave_meta,
-    make_drafter,
     make_target,
     pack_layers,
     random_packed,
@@ -203,10 +203,11 @@ def test_tied_tables_stay_one_when_they_leave_meta():
 
 def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
+    plain, packed = (count_weights(SHAPES["gemma4-31b"], Shrink(), form=form) for form in (None, FORMS["int4-g32"]))
     with pytest.raises(CapacityError, match=r"gemma4-31b takes 62\.3 GB of weights in bfloat16 and 10\.7 GB are free"):
-        require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16)
+        require_room("gemma4-31b", plain, CPU, torch.bfloat16)
     with pytest.raises(CapacityError, match=r"20\.2 GB of weights in int4-g32, the rest bfloat16 and 10\.7 GB are"):
-        require_room(SHAPES["gemma4-31b"], Shrink(), CPU, torch.bfloat16, FORMS["int4-g32"])
+        require_room("gemma4-31b", packed, CPU, torch.bfloat16)
 
 
 # the floor, by hand
@@ -266,7 +267,7 @@ def test_a_recurrent_layer_reads_and_writes_its_state_and_no_keys():
 )
 def test_drafts_of_modules_read_the_head_each_and_a_module_each_forward(name, forwards):
     target = TargetModel(make_target(SHAPES[name], SMALL, CPU, torch.float32, 0))
-    drafter = make_drafter(SHAPES[name], SMALL, target, 1)
+    drafter = drafter_of(SHAPES[name].drafter(target.config, SMALL), target, 1)
     spec, head = target.layout.layers[drafter.family.like], target.model.get_output_embeddings().weight.nbytes
     kept = min(100, spec.window) * sum(field.bytes(torch.float32) for field in spec.fields)
     parts = [[part for name, part in module.parts().items() if name != "head"] for module in drafter.modules]
@@ -329,7 +330,7 @@ def test_packed_weights_are_read_as_words_and_scales():
 def test_every_shape_has_a_drafter_that_fits_it(name):
     shape = SHAPES[name]
     target = TargetModel(make_target(shape, SMALL, CPU, torch.float32, 0))
-    drafter = make_drafter(shape, SMALL, target, 1)
+    drafter = drafter_of(shape.drafter(target.config, SMALL), target, 1)
     assert drafter.fit is not None
     assert set(shape.drafts) in ({"chain", "tree"}, {"mtp1", "mtp", "tree"}, {"block", "tree"})
     if name in ("gemma4-e2b", "gemma4-e4b"):

@@ -1,14 +1,13 @@
 """Makes a command from a dataclass: each field is a shell option, and the command's body receives the dataclass.
 
-A field that is itself a dataclass adds one option per field. Nothing heavy is imported here. Errors and interruptions
-in a body become one sentence and an exit code.
+Nothing heavy is imported here. Errors and interruptions in a body become one sentence and an exit code.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
@@ -25,9 +24,9 @@ def command(options: type[Any], body: Callable[[Any], None], help: str = "", **s
 
     def run(**given: Any) -> None:
         with shell_errors():
-            body(gathered(options, given))
+            body(options(**given))
 
-    run.__signature__ = inspect.Signature([*spread(options)])  # type: ignore[attr-defined]  # typer reads it
+    run.__signature__ = inspect.Signature([*parameters(options)])  # type: ignore[attr-defined]  # typer reads it
 
     def make(name: str, line: str) -> TyperCommand:
         single = typer.Typer(add_completion=False)
@@ -55,32 +54,14 @@ def shell_errors() -> Iterator[None]:
         raise typer.Exit(130) from stop
 
 
-def spread(options: type[Any]) -> Iterator[inspect.Parameter]:
-    """A parameter for each option; nested dataclasses are expanded in place."""
+def parameters(options: type[Any]) -> Iterator[inspect.Parameter]:
+    """A parameter for each option, inherited ones first."""
     hints = get_type_hints(options, include_extras=True)
     for each in fields(options):
-        if is_dataclass(hints[each.name]):
-            yield from spread(hints[each.name])
-        else:
-            hint = hints[each.name]
-            if "option" in each.metadata:
-                flags, settings = each.metadata["option"]
-                hint = Annotated[hint, typer.Option(*flags, **settings)]
-            yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=_default(each), annotation=hint)
-
-
-def _default(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return inspect.Parameter.empty if option.default is MISSING else option.default
-
-
-def gathered(options: type[Any], given: Mapping[str, Any]) -> Any:
-    """The dataclass with the shell's values, including nested ones."""
-    hints = get_type_hints(options)
-    return options(
-        **{
-            each.name: gathered(hints[each.name], given) if is_dataclass(hints[each.name]) else given[each.name]
-            for each in fields(options)
-        }
-    )
+        hint = hints[each.name]
+        if "option" in each.metadata:
+            flags, settings = each.metadata["option"]
+            hint = Annotated[hint, typer.Option(*flags, **settings)]
+        made = each.default if each.default_factory is MISSING else each.default_factory()
+        default = inspect.Parameter.empty if made is MISSING else made
+        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)

@@ -5,7 +5,7 @@ Nothing heavy is imported here: a body is loaded when its command runs.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,24 +24,20 @@ from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.training.train_settings import TrainSettings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SamplingNumbers, PairOptions):
     prompt: Annotated[str, typer.Argument(help="The user's message, or with --raw the text to continue.")]
-    pair: PairOptions
-    sampling: SamplingNumbers
     raw: Raw = False
     show_drafts: bool = option(False, "Colour text from accepted drafts; in a pipe: brackets.", "--show-drafts")
     json_file: JsonFile = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions:
-    pair: PairOptions
-    sampling: SamplingNumbers
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingNumbers, PairOptions):
     system: str | None = option(None, "System message.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PhaseOptions:
     """Options for timing each phase of a round: the model, the batches and the contexts."""
 
@@ -78,16 +74,14 @@ class PhaseOptions:
 
     def require_unused(self) -> None:
         """Raises ConfigError if an option that needs --shape or --phases is given."""
-        used = {"drafts": self.drafts, "layers": self.layers, "plot": self.plot_file, "profile": self.profile or None}
-        used |= {"weights": self.weights, "suppose-acceptance": self.suppose_acceptance}
-        given = [f"--{name}" for name, value in used.items() if value is not None]
-        if given:
-            raise ConfigError(f"{', '.join(given)} belongs to --shape or --phases; give one of these, or leave it out")
+        changed = [each.name for each in fields(PhaseOptions) if getattr(self, each.name) != each.default]
+        if changed:
+            given = ", ".join(f"--{name.removesuffix('_file').replace('_', '-')}" for name in changed)
+            raise ConfigError(f"{given} belongs to --shape or --phases; give one of these, or leave it out")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    pair: PairOptions
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(PhaseOptions, PairOptions):
     data: str = option(
         str(HELD_OUT_PROBLEMS),
         "gsm8k, mt-bench, humaneval, spec-bench or speed-bench; or a JSONL file with 'question', 'prompt' or 'turns'; "
@@ -102,24 +96,14 @@ class BenchOptions:
     peer: bool = option(False, "Also run transformers, plain and assisted (batch 1).", "--peer")
     raw: Raw = False
     json_file: JsonFile = None
-    timing: PhaseOptions
 
 
-@dataclass(frozen=True, slots=True)
-class EvalNumbers(SamplingNumbers):
-    """Sampling defaults of `eval`: longer answers, the same in every run."""
-
-    max_new_tokens: int = option(512, "Maximum number of tokens to generate.")
-    seed: int | None = option(0, "Together with a problem's number, gives its seed.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalOptions:
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(SamplingNumbers, PairOptions):
     task: Annotated[
         Literal["gsm8k", "mt-bench", "humaneval", "spec-bench", "speed-bench"],
         typer.Argument(help="What to evaluate on."),
     ]
-    pair: PairOptions
     data: str = option(
         "auto",
         "JSONL file, a folder with it, or 'hub'; gsm8k: also 'bundled' and 'auto' (bundled for tiny-gemma4, else hub).",
@@ -130,7 +114,8 @@ class EvalOptions:
     )
     shots: int | None = option(None, "Worked examples of gsm8k; default: 0 with a chat template, else 8.")
     instruction: str = option("", "A line after every question.")
-    sampling: EvalNumbers
+    max_new_tokens: int = option(512, "Maximum number of tokens to generate.")
+    seed: int | None = option(0, "Together with a problem's number, gives its seed.")
     batch_size: int | None = option(None, "Prompts at a time; default: 8 for gsm8k, else 1.", min=1)
     transcripts: Path | None = option(None, "Folder for finished problems; the same command resumes from it.")
     json_file: JsonFile = None
@@ -140,9 +125,8 @@ class EvalOptions:
     png_file: Path | None = option(None, "Also plot the report.", "--png", metavar="FILE", callback=output_file)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorOptions:
-    pair: PairOptions
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(PairOptions):
     prompts: Path | None = option(
         None, "JSONL with 'question', 'prompt' or 'turns'; default: 8 word problems.", metavar="FILE"
     )
@@ -155,15 +139,13 @@ class DoctorOptions:
     json_file: JsonFile = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(HttpOptions, PairOptions):
     """Fields with the name of an `EngineConfig` field are passed to it."""
 
-    pair: PairOptions
     config: Path | None = option(
         None, "YAML or TOML file with any of these options.", is_eager=True, callback=read_config, metavar="FILE"
     )
-    http: HttpOptions
     api_key_file: Path | None = client_option(None, "File of more keys: a name and a key per line; # begins a comment.")
     timeout_intake: float = http_option(30.0, "Seconds to read a prompt or compile a grammar.")
     log_format: Literal["text", "json"] = operation_option("text", "Format of the log.")
@@ -189,12 +171,11 @@ class ServeOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListOptions:
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(PairOptions):
     """All fields except `json_file` need --memory."""
 
     memory: bool = option(False, "K/V by cache group and weights of the pair, from its config.json alone.", "--memory")
-    pair: PairOptions = field(default_factory=PairOptions)
     batch_size: int = option(8, "Requests at a time.", min=1)
     max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
     page_size: int = option(1, "K/V slots per page.", min=1)
@@ -202,12 +183,11 @@ class ListOptions:
 
     def require_used(self) -> None:
         """Raises ConfigError if an option needs --memory and it is missing."""
-        usual = replace(ListOptions(), memory=self.memory, json_file=self.json_file)
-        if not self.memory and self != usual:
+        if not self.memory and self != ListOptions(json_file=self.json_file):
             raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     model: Annotated[str | None, typer.Argument(help="Published target or its short name; default: all of them.")] = (
         None

@@ -1,6 +1,6 @@
 """Options shared by several commands, and how their values are read. Nothing heavy is imported.
 
-Options that always occur together form a dataclass, which is a field of each command's own dataclass.
+Options that always occur together form a dataclass, which each command's own dataclass inherits.
 """
 
 import json
@@ -32,15 +32,6 @@ def read_text_file(path: Path, what: str) -> str:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {reason}") from None
 
 
-def _loading(words: list[str]) -> list[str]:
-    """Checks that each word is NAME=VALUE; `PairOptions.loading` reads them."""
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if not (equals and name.isidentifier()):
-            raise typer.BadParameter(f"{word!r} is not NAME=VALUE, such as subfolder=text")
-    return words
-
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 JsonFile = Annotated[
@@ -51,7 +42,7 @@ JsonFile = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PairOptions:
     """Which target and drafter, how they are loaded, and how they speculate: the same for every command."""
 
@@ -90,10 +81,7 @@ class PairOptions:
         metavar="JSON",
     )
     load_option: list[str] = loading_option(
-        [],
-        "Another argument of transformers' from_pretrained for the target; may be repeated.",
-        callback=_loading,
-        metavar="NAME=VALUE",
+        [], "Another argument of transformers' from_pretrained for the target; may be repeated.", metavar="NAME=VALUE"
     )
     memory_share: float | None = loading_option(
         None,
@@ -106,8 +94,12 @@ class PairOptions:
 
     def loading(self) -> dict[str, Any]:
         """Arguments of transformers' `from_pretrained` for the target. Raises ConfigError."""
-        named = (word.partition("=") for word in self.load_option)
-        options = {name: _read(value) for name, _, value in named}
+        options: dict[str, Any] = {}
+        for word in self.load_option:
+            name, equals, value = word.partition("=")
+            if not (equals and name.isidentifier()):
+                raise ConfigError(f"--load-option {word!r} is not NAME=VALUE, such as subfolder=text")
+            options[name] = _read(value)
         if self.revision is not None:
             options["revision"] = self.revision
         if self.trust_remote_code:

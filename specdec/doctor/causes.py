@@ -1,18 +1,18 @@
 """The causes of low acceptance, one row each, with the way to recognise it.
 
-    seen       read from config, weights and names: certain, and needs no generation
-    changes    the pair with one setting changed; a change that raises acceptance clearly names the cause
+    SIGNS     read from config, weights and names: certain, and needs no generation
+    CAUSES    the pair with one setting changed; a change that raises acceptance clearly names the cause
 
 A drafter is built again with one setting changed; the original stays unchanged, and weights are shared if possible.
 Changed prompts have other answers, so a gain on them says less than a gain on the same text: it must be larger
-(MIN_GAIN_OF_PROMPTS). A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form
-to `DENSE_FORMS`.
+(MIN_GAIN_OF_PROMPTS). A new kind of drafter adds its rows to both tables and, for changes of its drafter, its dense
+form to `DENSE_FORMS`.
 """
 
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def taps_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change
                 f"write {AUX_IDS}: {list(ids)} at the top level of the head's config.json (states that enter these "
                 f"layers), or load it by eagle3_drafter(..., aux_layers={list(ids)})"
             )
-            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+            yield _changed(pair, f"target states {list(spec.aux_layers)} -> {list(ids)}", do, aux_layers=ids)
 
 
 def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -108,9 +108,7 @@ def norms(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     spec = drafter.spec
     for flag, place in (("norm_before_residual", ""), ("norm_output", "the eagle_config of ")):
         value = not getattr(spec, flag)
-        written = str(value).lower()
-        do = f"write {flag}: {written} into {place}the head's config.json"
-        yield _changed(pair, f"{flag} -> {written}", do, **{flag: value})
+        yield _rewritten(pair, flag, value, place, **{flag: value})
     if not spec.final_norm:
         do = "remove use_last_layernorm, and norm_output at the top level, from the head's config.json"
         yield _changed(pair, "a norm before lm_head", do, final_norm=True)
@@ -124,9 +122,7 @@ def rope_bases(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
     own = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
     for base in dict.fromkeys((*own, *USUAL_BASES)):
         if base != spec.rope["rope_theta"]:
-            what = f"rope_theta {spec.rope['rope_theta']:g} -> {base:g}"
-            do = f"write rope_theta: {base:g} into the head's config.json"
-            yield _changed(pair, what, do, rope={**spec.rope, "rope_theta": base})
+            yield _rewritten(pair, "rope_theta", base, rope={**spec.rope, "rope_theta": base})
 
 
 def embeddings(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -145,8 +141,7 @@ def windows_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Cha
     for step in (1, -1):
         changed = tuple(None if window is None else max(window + step, 1) for window in spec.windows)
         value = next(window for window in changed if window is not None)
-        do = f"write sliding_window: {value} into the head's config.json"
-        yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
+        yield _rewritten(pair, "sliding_window", value, windows=changed)
     do = "write use_sliding_window: false and no layer_types into the head's config.json"
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
 
@@ -161,22 +156,17 @@ def mtp_conventions(drafter: NativeMtpDrafter, pair: ExaminedPair) -> Iterator[C
 
 def mask_ids(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
     """The ids that may be MASK according to tokenizer and config."""
-    spec = drafter.spec
     for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
-        if token != spec.mask_token:
-            do = f"write mask_token_id: {token} into the drafter's config.json"
-            yield _changed(pair, f"MASK {spec.mask_token} -> {token}", do, mask_token=token)
+        if token != drafter.spec.mask_token:
+            yield _rewritten(pair, "mask_token_id", token, mask_token=token)
 
 
 def taps_of_blocks(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
-    """All states one layer later or earlier."""
-    spec, layers = drafter.spec, len(pair.target.layout.layers)
+    """All states one layer later or earlier. The file counts layers that states leave, the spec those they enter."""
     for step in (1, -1):
-        ids = tuple(layer + step for layer in spec.aux_layers)
-        if all(0 < layer < layers for layer in ids):
-            outputs = [layer - 1 for layer in ids]  # the file counts layers that states leave
-            do = f"write target_layer_ids: {outputs} into the drafter's config.json"
-            yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
+        ids = tuple(layer + step for layer in drafter.spec.aux_layers)
+        if all(0 < layer < len(pair.target.layout.layers) for layer in ids):
+            yield _rewritten(pair, "target_layer_ids", [layer - 1 for layer in ids], aux_layers=ids)
 
 
 def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[int]:
@@ -243,28 +233,26 @@ def _changed(pair: ExaminedPair, what: str, do: str, **settings: Any) -> Change:
     return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
 
 
-def _list(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids))
+def _rewritten(pair: ExaminedPair, key: str, value: Any, place: str = "", **settings: Any) -> Change:
+    """The pair with its drafter built again as if its config.json had another value. place: of the key in the file."""
+    written = json.dumps(value)
+    do = f"write {key}: {written} into {place}the drafter's config.json"
+    return _changed(pair, f"{key} -> {written}", do, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One reason for low acceptance, and how it is found.
+    """One reason for low acceptance, and the changes that show it.
 
-    name: its name in reports. kinds: drafters that it applies to; seen and changes are called with these only. least:
-    share of the accepted length that a change must gain. by_token: changes are compared token by token
-    (`conventions.py`).
+    name: its name in reports. kinds: drafters that it applies to; `changes` is called with these only. least: share of
+    the accepted length that a change must gain. by_token: changes are compared token by token (`conventions.py`).
     """
 
     name: str
     kinds: tuple[type, ...]
-    seen: Callable[[Any, CheckedPair], Symptom | None] | None = None
-    changes: Callable[[Any, ExaminedPair], Iterator[Change]] | None = None
+    changes: Callable[[Any, ExaminedPair], Iterator[Change]]
     least: float = MIN_GAIN
     by_token: bool = False
-
-    def applies_to(self, drafter: Drafter) -> bool:
-        return isinstance(drafter, self.kinds)
 
 
 def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
@@ -298,29 +286,25 @@ def no_template(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
 
 BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
+SIGNS = (*LOAD_SYMPTOMS, ("norm", (*HEADS, *ASSISTANTS), norm_of_ones), ("template", ANY, no_template))
 CAUSES = (
-    *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SYMPTOMS),
     Cause(name="taps", kinds=HEADS, changes=taps_of_heads),
     Cause(name="taps", kinds=BLOCKS, changes=taps_of_blocks),
     Cause(name="MASK id", kinds=BLOCKS, changes=mask_ids),
     Cause(name="norm", kinds=HEADS, changes=norms),
-    Cause(name="norm", kinds=(*HEADS, *ASSISTANTS), seen=norm_of_ones),
     Cause(name="rope base", kinds=HEADS, changes=rope_bases),
     Cause(name="embedding", kinds=HEADS, changes=embeddings),
     Cause(name="window", kinds=HEADS, changes=windows_of_heads),
     Cause(name="window", kinds=ASSISTANTS, changes=windows_of_assistants),
     Cause(name="frozen position", kinds=ASSISTANTS, changes=positions),
     Cause(name="MTP conventions", kinds=MODULES, changes=mtp_conventions, by_token=True),
-    Cause(name="template", kinds=ANY, seen=no_template),
     Cause(name="template", kinds=ANY, changes=templates, least=MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=thinking, least=MIN_GAIN_OF_PROMPTS),
 )
 
 
-def visible_symptoms(subject: CheckedPair, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Symptom]]:
-    """Every cause that shows a sign, found without generating."""
-    for cause in causes:
-        if cause.seen is not None and cause.applies_to(subject.drafter):
-            symptom = cause.seen(subject.drafter, subject)
-            if symptom is not None:
-                yield cause, symptom
+def visible_symptoms(subject: CheckedPair) -> Iterator[tuple[str, Symptom]]:
+    """Name and symptom of every cause that shows a sign, found without generating."""
+    for name, kinds, see in SIGNS:
+        if isinstance(subject.drafter, kinds) and (symptom := see(subject.drafter, subject)) is not None:
+            yield name, symptom

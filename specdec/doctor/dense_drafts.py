@@ -107,13 +107,8 @@ class Drafts(NamedTuple):
         return self.log_p.cumsum(1).exp().sum(1)
 
 
-Dense = Callable[[Drafter, RecordedText, torch.Tensor, int], list[torch.Tensor]]
+Dense = Callable[[Any, RecordedText, torch.Tensor, int], list[torch.Tensor]]
 """(drafter, text, roots [R], K) -> logits [R, V] of each depth; fewer than K depths if the drafter drafts no more."""
-
-
-def has_dense_form(drafter: Drafter) -> bool:
-    """Is there a dense form of drafters of this kind?"""
-    return type(drafter) in DENSE_FORMS
 
 
 @torch.inference_mode()
@@ -130,9 +125,10 @@ def dense_drafts(drafter: Drafter, text: RecordedText, num_steps: int) -> Drafts
     return Drafts(roots, logits[0][0].float(), torch.stack(right, 1), torch.stack(log_p, 1))
 
 
-def frozen_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+def frozen_drafts(
+    drafter: Gemma4MTPDrafter, text: RecordedText, roots: torch.Tensor, num_steps: int
+) -> list[torch.Tensor]:
     """`Dense` of Gemma 4 assistants: root r sees the target's K/V of [0, r), on sliding layers through its window."""
-    assert isinstance(drafter, Gemma4MTPDrafter)
     positions, keys = roots + drafter.query_offset, text.positions
     kv, masks = {}, {}
     kinds = drafter.assistant.config.get_text_config().layer_types
@@ -148,9 +144,8 @@ def frozen_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num
     return [drafter.logits(out)[0] for out in states]
 
 
-def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+def head_drafts(drafter: Eagle3Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
     """`Dense` of EAGLE-3 heads, by the head's own modules."""
-    assert isinstance(drafter, Eagle3Drafter)
     head, form, row = drafter.head, drafter.plain, roots - 1  # holds the features of r - 1 and the token r
     table: Any = form.table
     attention = ChainAttention(head.spec.windows, head.spec.scaling, text.positions[None])
@@ -168,9 +163,8 @@ def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_s
     return logits
 
 
-def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+def block_drafts(drafter: BlockDrafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
     """`Dense` of block drafters, by the head's own modules."""
-    assert isinstance(drafter, BlockDrafter)
     head, spec, form = drafter.head, drafter.spec, drafter.plain
     levels = min(num_steps, spec.num_drafts)
     aux = text.aux_states(spec.aux_layers)[None]
@@ -186,9 +180,10 @@ def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_
     return scores
 
 
-def module_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+def module_drafts(
+    drafter: NativeMtpDrafter, text: RecordedText, roots: torch.Tensor, num_steps: int
+) -> list[torch.Tensor]:
     """`Dense` of MTP modules."""
-    assert isinstance(drafter, NativeMtpDrafter)
     states, levels = text.aux_states(drafter.aux_layers)[None], min(num_steps, drafter.max_steps or num_steps)
     rows = chained_rows(drafter, text.tokens[None], states, text.positions[None], levels, roots - 1)
     last = len(drafter.modules) - 1
@@ -210,25 +205,24 @@ COARSE = 0.1
 
 
 class Watched:
-    """Wraps a drafter and keeps its workers' first logits in `seen`: those of each row's first round, [V] float32."""
+    """Wraps a drafter and keeps the first logits of its first draft after `root` in `seen`: [V] float32."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.seen: dict[int, torch.Tensor] = {}  # by the position of the root
+    def __init__(self, drafter: Drafter, root: int) -> None:
+        self._drafter, self._root = drafter, root
+        self.seen: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
     def bind(self, binding: Binding) -> DraftWorker:
         worker = self._drafter.bind(binding)
-        propose, seen = worker.propose, self.seen
+        propose = worker.propose
 
         def watched(batch: DraftBatch) -> DraftTree:
             def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
                 def noted(logits: torch.Tensor, *given: Any) -> Any:
-                    roots = (batch.history_len - 1).tolist()
-                    if len(roots) == 1:
-                        seen.setdefault(roots[0], logits[0, 0].float().clone())
+                    if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
+                        self.seen = logits[0, 0].float().clone()
                     return draw(logits, *given)
 
                 return noted
@@ -257,13 +251,10 @@ class ReferenceCheck(NamedTuple):
     @classmethod
     def from_drafts(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
         """proposed [V]: the worker's logits at the first root of `dense`."""
-        finite = dense.first_logits.isfinite()
-        if not torch.equal(finite, proposed.isfinite()):
-            both = finite & proposed.isfinite()
-            if exact or float(both.sum()) < 0.9 * float(finite.sum()):
-                return cls(float("inf"), EXACT if exact else COARSE, False)
-            finite = both
-        expected, found = (x[finite] - x[finite].mean() for x in (dense.first_logits, proposed))
+        first, bound = dense.first_logits, EXACT if exact else COARSE
+        both, either = first.isfinite() & proposed.isfinite(), first.isfinite() | proposed.isfinite()
+        if both.sum() < (1.0 if exact else 0.9) * either.sum():
+            return cls(float("inf"), bound, False)
+        expected, found = (x[both] - x[both].mean() for x in (first, proposed))
         difference = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
-        same = int(proposed.argmax()) == int(dense.first_logits.argmax())
-        return cls(difference, EXACT if exact else COARSE, same)
+        return cls(difference, bound, int(proposed.argmax()) == int(first.argmax()))

@@ -51,11 +51,11 @@ class Acceptance:
 
 class Measured(NamedTuple):
     """Accepted lengths on each prompt, the bonus token included: expected, and greedy. by_token [N]: probability of
-    each token of the texts, mean over its drafts (`conventions.py`); None: measured by an engine."""
+    each token of the texts, mean over its drafts (`conventions.py`); [0] if an engine measured the lengths."""
 
     expected: tuple[float, ...]
     greedy: tuple[float, ...]
-    by_token: torch.Tensor | None = None
+    by_token: torch.Tensor = torch.empty(0)
 
     @property
     def length(self) -> float:
@@ -76,30 +76,6 @@ def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
     return Measured(lengths, lengths)
 
 
-class Comparison(NamedTuple):
-    """Compares two pairs on the same prompts. gain: mean difference of the expected lengths; t: the gain in standard
-    errors; positive: share of prompts with a gain; greedy_gain: difference of the greedy lengths; before: the expected
-    length."""
-
-    gain: float
-    t: float
-    positive: float
-    greedy_gain: float
-    before: float
-
-    @classmethod
-    def from_trials(cls, now: Measured, before: Measured) -> "Comparison":
-        d = [a - b for a, b in zip(now.expected, before.expected, strict=True)]
-        greedy = mean(a - b for a, b in zip(now.greedy, before.greedy, strict=True))
-        error = max(stdev(d) / len(d) ** 0.5, 1e-9)
-        return cls(mean(d), mean(d) / error, sum(x > 0 for x in d) / len(d), greedy, before.length)
-
-    def is_clear(self, least: float = MIN_GAIN) -> bool:
-        """See the head of this file; `least` replaces MIN_GAIN."""
-        large = self.gain >= least * self.before
-        return large and self.t >= T_LIMIT and self.positive >= POSITIVE and self.greedy_gain >= 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """A named cause. what: the fault; do: the remedy. before, after: expected accepted length without and with the
@@ -116,7 +92,7 @@ class Finding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A change that was tried. gain: in expected accepted length; greedy: in greedy accepted length; t: the gain in
-    standard errors over the prompts."""
+    standard errors over the prompts; named: is it clearly better?"""
 
     cause: str
     what: str
@@ -124,6 +100,16 @@ class Trial:
     greedy: float
     t: float
     named: bool
+
+    @classmethod
+    def compare(cls, cause: str, what: str, now: Measured, before: Measured, least: float = MIN_GAIN) -> "Trial":
+        """Compare lengths on the same prompts, by the rule at the head of this file; `least` replaces MIN_GAIN."""
+        d = [a - b for a, b in zip(now.expected, before.expected, strict=True)]
+        greedy = mean(a - b for a, b in zip(now.greedy, before.greedy, strict=True))
+        t = mean(d) / max(stdev(d) / len(d) ** 0.5, 1e-9)
+        gains = sum(x > 0 for x in d) / len(d)
+        clear = mean(d) >= least * before.length and t >= T_LIMIT and gains >= POSITIVE and greedy >= 0
+        return cls(cause=cause, what=what, gain=mean(d), greedy=greedy, t=t, named=clear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,9 @@ from typing import Any
 
 from specdec.config import SamplingParams
 from specdec.doctor.causes import CAUSES, Cause, Change, visible_symptoms
-from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
+from specdec.doctor.dense_drafts import DENSE_FORMS, RecordedText, ReferenceCheck, Watched, dense_drafts, record
 from specdec.doctor.diagnosis import (
     Acceptance,
-    Comparison,
     Diagnosis,
     Finding,
     Measured,
@@ -25,7 +24,6 @@ from specdec.doctor.diagnosis import (
     measured_densely,
 )
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts
-from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, is_clearly_better, is_worth_more
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -85,7 +83,7 @@ def diagnose(
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
     pair = ExaminedPair(engine=engine, drafter=drafter, prompts=prompts, chat=chat)
-    seen = visible_symptoms(CheckedPair(engine.target, drafter, engine.tokenizer), causes)
+    seen = visible_symptoms(CheckedPair(engine.target, drafter, engine.tokenizer))
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
@@ -97,6 +95,7 @@ def diagnose(
         trials, named = examination.name_changes(causes, update)
     if not findings and not named and examination.texts and examination.as_loaded.length < NEAR_ONE:
         named = [_untrained(examination.as_loaded.length)]
+    final = examination.pair.drafter  # with the named changes
     return Diagnosis(
         read=pair_facts(pair),
         prompts=len(prompts),
@@ -106,8 +105,8 @@ def diagnose(
         findings=(*findings, *named),
         trials=tuple(trials),
         memory=engine.cache.bytes_by_group(),
-        conventions=examination.conventions(drafter),
-        notes=() if has_dense_form(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
+        conventions=asdict(final.family) if isinstance(final, NativeMtpDrafter) and final is not drafter else None,
+        notes=() if type(pair.drafter) in DENSE_FORMS else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
 
@@ -124,10 +123,10 @@ class Examination:
             self.num_steps = max(self.num_steps, min(MEASURED_STEPS, max_new_tokens - 1))
         self.outputs = pair.generate(pair.prompt_ids(), self.params)
         self.as_loaded = Acceptance.from_outputs(self.outputs)
-        self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
+        self.texts = self._record(self.outputs) if type(pair.drafter) in DENSE_FORMS else []
         self.measured = self._measure(pair)
 
-    def repair(self, cause: Cause, symptom: Symptom) -> Finding:
+    def repair(self, cause: str, symptom: Symptom) -> Finding:
         """The finding for a symptom, with the gain of its repair; the repaired drafter is used from now on."""
         before = after = None
         if symptom.repaired is not None and self.texts:
@@ -135,7 +134,7 @@ class Examination:
             self.pair = replace(self.pair, drafter=symptom.repaired())
             self.measured = self._measure(self.pair)
             after = self.measured.length
-        return Finding(cause=cause.name, what=symptom.what, do=symptom.do, certain=True, before=before, after=after)
+        return Finding(cause=cause, what=symptom.what, do=symptom.do, certain=True, before=before, after=after)
 
     def reference(self) -> ReferenceCheck | None:
         """Compares the loaded drafter's logits after the first prompt; None if it has no dense form, or a kernel draws
@@ -143,22 +142,13 @@ class Examination:
         if not self.texts:
             return None
         pair, text = self.pair, self.texts[0]
-        watched: Any = Watched(pair.drafter)
+        watched: Any = Watched(pair.drafter, text.prompt_len)
         prompt = text.tokens[: text.prompt_len].tolist()
         replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
-        proposed = watched.seen.get(text.prompt_len)
-        if proposed is None:
+        if watched.seen is None:
             return None
         exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
-        return ReferenceCheck.from_drafts(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
-
-    def conventions(self, loaded: Drafter) -> dict[str, Any] | None:
-        """Conventions of the MTP modules after the named changes; None: no change was named, so those of `loaded` are
-        right."""
-        drafter = self.pair.drafter
-        if not isinstance(drafter, NativeMtpDrafter) or drafter is loaded:
-            return None
-        return asdict(drafter.family)
+        return ReferenceCheck.from_drafts(watched.seen, dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of the
@@ -186,26 +176,17 @@ class Examination:
         best: tuple[Cause, Change, Measured] | None = None
         for number, cause in enumerate(causes):
             update(2 + number)
-            if cause.changes is None or cause.name in done or not cause.applies_to(self.pair.drafter):
+            if cause.name in done or not isinstance(self.pair.drafter, cause.kinds):
                 continue
             changes = list(cause.changes(self.pair.drafter, self.pair))
             for change in changes:
                 measured = self._measure(change.pair, change.prompts)
-                compared = Comparison.from_trials(measured, self.measured)
-                clear = compared.is_clear(cause.least)
-                if cause.by_token and measured.by_token is not None and self.measured.by_token is not None:
-                    clear = is_clearly_better(measured.by_token, self.measured.by_token, len(changes))
-                trials.append(
-                    Trial(
-                        cause=cause.name,
-                        what=change.what,
-                        gain=compared.gain,
-                        greedy=compared.greedy_gain,
-                        t=compared.t,
-                        named=clear,
-                    )
-                )
-                if clear and (best is None or _is_better(cause, measured, best)):
+                trial = Trial.compare(cause.name, change.what, measured, self.measured, cause.least)
+                if cause.by_token:
+                    better = is_clearly_better(measured.by_token, self.measured.by_token, len(changes))
+                    trial = replace(trial, named=better)
+                trials.append(trial)
+                if trial.named and (best is None or _is_better(cause, measured, best)):
                     best = cause, change, measured
         return best
 
@@ -223,7 +204,7 @@ class Examination:
 
 
 def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Measured]) -> bool:
-    if cause.by_token and best[0] is cause and measured.by_token is not None and best[2].by_token is not None:
+    if cause.by_token and best[0] is cause:
         return is_worth_more(measured.by_token, best[2].by_token)
     return measured.length > best[2].length
 

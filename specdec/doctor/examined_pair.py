@@ -4,7 +4,7 @@ A change of a pair is another `ExaminedPair`; the target is never changed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from specdec.config import SamplingParams
@@ -99,43 +99,9 @@ def _template(pair: ExaminedPair) -> str:
     return "the tokenizer's chat template" if pair.chat else "not applied: prompts are plain text"
 
 
-def _windows(windows: Sequence[int | None]) -> str:
-    return ", ".join(str(window or "none") for window in windows)
-
-
-def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
-    spec = drafter.spec
-    norms = [
-        "each state" if spec.fc_norm else "all states together" if spec.norm_before_fc else "no state",
-        "before the residual" if spec.norm_before_residual else "after the residual",
-        "before lm_head" if spec.final_norm else "not before lm_head",
-        "fed back" if spec.norm_output else "not fed back",
-    ]
-    own = [name for name, is_own in (("embedding", spec.owns_embed), ("lm_head", spec.draft_vocab_size)) if is_own]
-    return {
-        "format": f"EAGLE-3 head, {spec.num_layers} layer(s), hidden {spec.hidden_size}",
-        "taps": f"states that enter layers {', '.join(map(str, spec.aux_layers))}"
-        if spec.aux_layers
-        else "final state",
-        "norms": "; ".join(norms),
-        "rope": f"{spec.rope['rope_type']}, theta {spec.rope['rope_theta']:g}",
-        "window": _windows(spec.windows),
-        "tensors of its own": ", ".join(own) or "none",
-        "vocabulary": f"{spec.draft_vocab_size or spec.vocab_size} of {drafter.vocab_size} tokens",
-    }
-
-
-def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
-    spec = drafter.spec
-    own = [name for name in ("embed_tokens", "lm_head") if getattr(drafter.head, name) is not None]
-    return {
-        "format": f"block drafter, {spec.num_layers} layer(s), hidden {spec.hidden_size}, blocks of {spec.block_size}, "
-        f"{'causal' if spec.causal else 'both ways'}",
-        "taps": f"states that enter layers {', '.join(map(str, spec.aux_layers))}",
-        "MASK": str(spec.mask_token),
-        "window": _windows(spec.windows),
-        "tensors of its own": ", ".join([*own, *(["successor head"] if spec.successor else [])]) or "none",
-    }
+def _spec_facts(drafter: Eagle3Drafter | BlockDrafter) -> dict[str, str]:
+    """The fields of its spec: every choice in its computation."""
+    return {each.name: str(getattr(drafter.spec, each.name)) for each in fields(drafter.spec)}
 
 
 def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
@@ -150,11 +116,7 @@ def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
 
 def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
     config = drafter.assistant.config.get_text_config()
-    position = (
-        "S"
-        if drafter.query_offset == 0
-        else f"S {'+' if drafter.query_offset > 0 else '-'} {abs(drafter.query_offset)}"
-    )
+    position = f"S{drafter.query_offset:+d}" if drafter.query_offset else "S"
     rope = getattr(config, "rope_parameters", None) or {}
     theta = {kind: part.get("rope_theta") for kind, part in rope.items() if isinstance(part, dict)}
     head = "centroids" if drafter.model.masked_embedding is not None else "dense"
@@ -163,14 +125,14 @@ def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
         "taps": f"final state; K/V of target layers {', '.join(map(str, drafter.layer_map))}",
         "positions": f"queries at {position}, K/V frozen at [0, S)",
         "rope": ", ".join(f"{kind} theta {value:g}" for kind, value in theta.items() if value) or "default",
-        "window": _windows(drafter.windows),
+        "window": ", ".join(str(window or "none") for window in drafter.windows),
         "tensors of its own": "lm_head" if not config.tie_word_embeddings else "none: lm_head is its embedding",
     }
 
 
 FACTS: dict[type, Callable[[Any], dict[str, str]]] = {
-    Eagle3Drafter: _head_facts,
-    BlockDrafter: _block_facts,
+    Eagle3Drafter: _spec_facts,
+    BlockDrafter: _spec_facts,
     Gemma4MTPDrafter: _assistant_facts,
     NativeMtpDrafter: _module_facts,
 }

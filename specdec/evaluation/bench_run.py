@@ -4,23 +4,22 @@ Compare the ratios: absolute figures depend on the machine and the moment.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import ConfigError, SpecDecError
-from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
+from specdec.errors import SpecDecError
+from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.data_sets import batches_of
 from specdec.evaluation.gsm8k_report import final_number, is_correct
 from specdec.evaluation.timed_comparison import (
-    UNNAMED,
     Record,
     Way,
     acceptance_figures,
     first_difference,
+    group_lines,
     grouped_figures,
     run_figures,
     run_interleaved,
@@ -46,10 +45,10 @@ class BenchReport:
     ended. stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
     drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
-    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: by name: number of
-    prompts, acceptance length, and tokens/s of each way. data: source of the prompts. template, thinking: how
-    prompts were rendered, in words. processor_share: processor seconds of this process per second of the measurement;
-    None on a GPU. Below 1, times are longer than on an idle machine.
+    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: `run_figures` by name.
+    data: source of the prompts. template, thinking: how prompts were rendered, in words. processor_share: processor
+    seconds of this process per second of the measurement; None on a GPU. Below 1, times are longer than on an idle
+    machine.
     """
 
     target: str
@@ -66,9 +65,9 @@ class BenchReport:
     slower: str
     accuracy: float | None
     cut_off: int
-    identical_to_plain: bool
     hardware: str
     versions: str
+    identical_to_plain: bool = True
     data: str = ""
     template: str = ""
     thinking: str = ""
@@ -79,33 +78,23 @@ class BenchReport:
 
 
 def run_bench(
-    *,
-    target: str | Path,
-    drafter: str | Path | None,
+    engine: Engine,
+    target: str,
+    drafter: str | None,
     prompts: Sequence[Problem],
-    spec: SpecConfig,
-    config: EngineConfig,
     params: SamplingParams,
+    *,
     raw: bool = False,
     peer: bool = False,
     data: str = "",
-    **loading: Any,
 ) -> BenchReport:
     """Run every way of generating on every prompt. Raises SpecDecError if an output differs from plain decoding.
 
-    params: need a seed at temperatures above 0, since otherwise no two outputs would agree. data: the prompts' source,
-    for the report. loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of
-    the prompts that all ways finished.
+    engine: without a prefix cache, so that every run computes every prompt. target, drafter, data: names of its models
+    and of the prompts' source, for the report. params: with a seed at temperatures above 0, or no two outputs would
+    agree. Ctrl-C raises Interrupted with the report of the prompts that all ways finished.
     """
-    if params.temperature > 0 and params.seed is None:
-        raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
-    if not prompts:
-        raise ConfigError("prompts is empty; give at least one")
-    target, drafter = pair_names(target, drafter)
-    config = replace(config, prefix_cache=False)  # every run computes every prompt
-    with working(f"loading {target}"):
-        engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
-    spec = engine.spec
+    spec, config = engine.spec, engine.config
     bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     ways: dict[str, Way] = {PLAIN: partial(bare.generate, params=params, progress=False)}
     if drafter is not None:
@@ -146,7 +135,6 @@ def run_bench(
             slower=slower,
             accuracy=_accuracy(records, prompts),
             cut_off=whole["runs"][PLAIN]["cut_off"],
-            identical_to_plain=True,
             hardware=hardware(engine.target.device),
             versions=VERSIONS,
             data=data,
@@ -154,7 +142,7 @@ def run_bench(
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
             times={name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
             speculative_decoding=accepted,
-            categories=_by_category(records, prompts, engines[-1]),
+            categories=grouped_figures(records, False, [prompts[one["index"]].category for one in records]),
             processor_share=_processor_share(records) if engine.target.device.type == "cpu" else None,
         )
 
@@ -181,20 +169,6 @@ def require_parity(records: Sequence[Record], name: str) -> None:
             raise SpecDecError(
                 f"no figures: prompt {record['index']} differs from plain decoding at token {at} with {name}"
             )
-
-
-def _by_category(records: Sequence[Record], prompts: Sequence[Problem], drafting: str) -> dict[str, dict[str, Any]]:
-    """Figures by category; empty without categories."""
-    names = [problem.category for problem in prompts]
-    groups = grouped_figures(records, False, lambda one: names[one["index"]] or UNNAMED, any(names))
-    return {
-        name: {
-            "prompts": group["problems"],
-            "acceptance_length": group["runs"][drafting]["acceptance_length"],
-            "tokens_per_second": {run: timing["tokens_per_second"] for run, timing in group["timing"].items()},
-        }
-        for name, group in groups.items()
-    }
 
 
 def markdown_table(report: BenchReport) -> str:
@@ -224,7 +198,7 @@ def markdown_table(report: BenchReport) -> str:
         f"{_drafts_in_words(report)}{accuracy}; "
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}{busy and '; '}{busy}.",
         *_acceptance_lines(report),
-        *_category_lines(report),
+        *group_lines(report.categories, PLAIN if report.drafter is None else f"specdec, {report.drafter}"),
     ]
     return "\n".join(lines)
 
@@ -244,8 +218,7 @@ def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
 
 def _acceptance_lines(report: BenchReport) -> list[str]:
     """Figures of drafts that other tools print, if there were drafts, and the conditions they depend on."""
-    known = {"data": report.data, "template": report.template, "thinking": report.thinking}
-    lines = ["", "; ".join(f"{name}: {words}" for name, words in known.items() if words)] if any(known.values()) else []
+    lines = ["", f"data: {report.data}; template: {report.template}; thinking: {report.thinking}"]
     found = report.speculative_decoding
     if found is None or not found["num_spec_steps"]:
         return lines
@@ -259,15 +232,6 @@ def _acceptance_lines(report: BenchReport) -> list[str]:
         f"given the one before {shares['conditional_']}; "
         f"{found['accepted_per_node']:.3f} accepted per verified node",
     ]
-
-
-def _category_lines(report: BenchReport) -> list[str]:
-    rows = [
-        {"category": name, "prompts": str(one["prompts"]), "acceptance length": f"{one['acceptance_length']:.2f}"}
-        | {f"{run}: tokens/s": f"{speed:.1f}" for run, speed in one["tokens_per_second"].items()}
-        for name, one in report.categories.items()
-    ]
-    return ["", *table_lines(rows)] if rows else []
 
 
 def _drafts_in_words(report: BenchReport) -> str:

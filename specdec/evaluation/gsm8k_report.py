@@ -17,8 +17,17 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
+import numpy as np
+
 from specdec.errors import ConfigError
-from specdec.evaluation.timed_comparison import UNNAMED, Record, grouped_figures, run_figures, table_lines
+from specdec.evaluation.timed_comparison import (
+    Record,
+    group_lines,
+    grouped_figures,
+    length_in_words,
+    run_figures,
+    table_lines,
+)
 from specdec.runtime.drafts.draft_reports import depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats
 
@@ -83,7 +92,7 @@ def make_report(
     answers: Sequence[str] | None,
     records: Sequence[Record],
     hardware: str,
-    categories: Sequence[str | None] = (),
+    categories: Sequence[str | None],
     note: str = "",
 ) -> Report:
     """`records` in the order of the problems; answers and categories by the number of the problem.
@@ -101,16 +110,14 @@ def make_report(
     whole = run_figures(records, comparable)
     for name, scores in graded.items():
         whole["runs"][name] |= {score: _share(right) for score, right in scores.items()}
+    several = any(one["turn"] for one in records)
+    turns = [f"turn {one['turn'] + 1}" if several else None for one in records]
     return {
         "settings": settings,
         "note": note,
         "runs": whole["runs"],
-        "categories": grouped_figures(
-            records, comparable, lambda one: categories[one["index"]] or UNNAMED, any(categories)
-        ),
-        "turns": grouped_figures(
-            records, comparable, lambda one: f"turn {one['turn'] + 1}", any(one["turn"] for one in records)
-        ),
+        "categories": grouped_figures(records, comparable, [categories[one["index"]] for one in records]),
+        "turns": grouped_figures(records, comparable, turns),
         "comparison": comparison,
         "timing": {"hardware": hardware, **whole["timing"]},
     }
@@ -120,7 +127,9 @@ def markdown(report: Report) -> str:
     """A table, the result of the comparison, and the settings that are not off."""
     settings = report["settings"]
     known = [f"{key} {value}" for key, value in settings.items() if value not in (None, "", [])]
-    lines = [*_run_table(report), *_comparison_lines(report), *_category_table(report)]
+    drafting, groups = next(iter(report["runs"])), report["categories"] | report["turns"]
+    lines = [*_run_table(report), *_comparison_lines(report)]
+    lines += group_lines(groups, drafting, speeds_may_be_shown(report))
     if report["note"]:
         lines += ["", f"{settings['task']}: {report['note']}."]
     return "\n".join([*lines, "", "; ".join([*known, report["timing"]["hardware"]])])
@@ -167,19 +176,11 @@ def _run_table(report: Report) -> list[str]:
     for name, run in report["runs"].items():
         speed = f"{report['timing'][name]['tokens_per_second']:.1f}" if speeds_may_be_shown(report) else "withheld"
         row = {"run": name} | {head: _percentage(run[score]) for score, head in SCORE_HEADS.items() if score in run}
-        row |= {"cut off": str(run["cut_off"]), "acceptance length": _length(run)}
+        row |= {"cut off": str(run["cut_off"]), "acceptance length": length_in_words(run)}
         by_position = depths_in_words(run["accepted_per_position"], run["drafted_counts"])
         row |= {"by position": by_position, "tokens/s": speed}
         rows.append(row)
     return table_lines(rows)
-
-
-def _length(run: dict[str, Any]) -> str:
-    """Acceptance length of a run, and the share of rounds with drafts if below 90 %."""
-    if not run["drafted_rounds"]:
-        return "no drafts"
-    share = run["drafted_rounds"] / run["rounds"]
-    return f"{run['acceptance_length']:.2f}" + (f" in {100 * share:.0f} % of rounds" if share < 0.9 else "")
 
 
 def _percentage(score: dict[str, Any]) -> str:
@@ -225,23 +226,6 @@ def _parting_line(one: Record) -> str:
     return f"- {where} parts at token {one['position']}, logit margin {one['logit_margin']:.2g}"
 
 
-def _category_table(report: Report) -> list[str]:
-    rows: list[dict[str, str]] = []
-    first, *_ = names = list(report["runs"])
-    for category, group in (report["categories"] | report["turns"]).items():
-        row = {"category": category, "problems": str(group["problems"])}
-        row[f"{first}: acceptance length"] = _length(group["runs"][first])
-        if speeds_may_be_shown(report):
-            row |= {f"{name}: tokens/s": f"{group['timing'][name]['tokens_per_second']:.1f}" for name in names}
-        if "speed_up" in group["timing"]:
-            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
-        rows.append(row)
-    return ["", *table_lines(rows)] if rows else []
-
-
-COLOURS = {"speculative": "tab:green", "plain": "tab:grey"}
-
-
 def require_matplotlib() -> None:
     """Raises ConfigError before any work if matplotlib is missing."""
     if find_spec("matplotlib") is None:
@@ -256,18 +240,32 @@ def png_of(figure: Any) -> bytes:
 
 
 def drawn(report: Report) -> bytes:
-    """Accuracy with intervals (if graded), acceptance, and tokens per second, side by side, as a PNG."""
+    """Accuracy with intervals (if graded), acceptance, and tokens per second: bars side by side, as a PNG."""
     from matplotlib.figure import Figure
 
-    first, drafted = _first_run(report), bool(_first_run(report)["accepted_per_position"])
-    panels = [_accuracy] if "strict" in first else []
-    panels += [_acceptance_by_position] if drafted else []
-    panels += [_acceptance_by_category] if report["categories"] and drafted else []
-    panels += [_speed] if speeds_may_be_shown(report) else []
+    runs, first = report["runs"], _first_run(report)
+    scores = {f"{score}, {name}": run[score] for score in SCORES for name, run in runs.items() if score in run}
+    drafts = {f"draft {place}": share for place, share in enumerate(first["accepted_per_position"], start=1)}
+    lengths = {name: _first_run(group)["acceptance_length"] for name, group in report["categories"].items()}
+    speeds = {name: report["timing"][name]["tokens_per_second"] for name in runs}
+    panels: dict[str, dict[str, float]] = {
+        "accuracy, Wilson 95 % interval": {label: score["share"] for label, score in scores.items()},
+        "share of rounds that accept the draft": drafts,
+        "acceptance length, tokens a forward": lengths if drafts else {},
+        "tokens/s": speeds if speeds_may_be_shown(report) else {},
+    }
+    panels = {title: bars for title, bars in panels.items() if bars}
     figure = Figure(figsize=(4.2 * max(len(panels), 2), 4.2), layout="constrained")
     figure.suptitle(accuracy_title(report))
-    for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw(axes, report)
+    for axes, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        labels, values = [*bars], [*bars.values()]
+        spans = [scores[label]["wilson_95"] for label in labels if label in scores]
+        errors = np.abs(np.transpose(spans) - values) if spans else None
+        colours = ["tab:grey" if label.endswith("plain") else "tab:green" for label in labels]
+        axes.bar_label(axes.barh(labels, values, color=colours, xerr=errors, capsize=4), fmt="%.3g", padding=2)
+        axes.invert_yaxis()
+        axes.margins(x=0.2)  # room for the figures
+        axes.set(title=title)
     return png_of(figure)
 
 
@@ -293,38 +291,3 @@ def _first_run(report: Report) -> dict[str, Any]:
     """The run with a drafter, if there is one: only it has acceptance by position."""
     run: dict[str, Any] = next(iter(report["runs"].values()))
     return run
-
-
-def _accuracy(axes: Any, report: Report) -> None:
-    width = 0.8 / len(report["runs"])
-    for row, (name, run) in enumerate(report["runs"].items()):
-        shares = [run[score]["share"] for score in SCORES]
-        errors = [[abs(run[score]["wilson_95"][end] - run[score]["share"]) for score in SCORES] for end in (0, 1)]
-        places = [at + width * row for at in range(len(SCORES))]
-        axes.bar(places, shares, 0.9 * width, yerr=errors, capsize=4, label=name, color=COLOURS[name])
-    axes.set_xticks([at + width * (len(report["runs"]) - 1) / 2 for at in range(len(SCORES))])
-    axes.set_xticklabels([score.replace("_", " ") for score in SCORES])
-    axes.set(title="accuracy, Wilson 95 % interval", ylabel="share of problems", ylim=(0, 1))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
-
-
-def _acceptance_by_position(axes: Any, report: Report) -> None:
-    shares = _first_run(report)["accepted_per_position"]
-    axes.bar(range(1, len(shares) + 1), shares, color=COLOURS["speculative"])
-    axes.set_xticks(range(1, len(shares) + 1))
-    axes.set(title="rounds that accept the draft", xlabel="draft position", ylabel="share of rounds", ylim=(0, 1))
-
-
-def _acceptance_by_category(axes: Any, report: Report) -> None:
-    most = 1 + len(_first_run(report)["accepted_per_position"])
-    lengths = {name: _first_run(group)["acceptance_length"] for name, group in report["categories"].items()}
-    axes.barh([*lengths], [*lengths.values()], color=COLOURS["speculative"])
-    axes.invert_yaxis()
-    axes.set(title="acceptance length", xlabel="tokens a forward", xlim=(1, most))
-
-
-def _speed(axes: Any, report: Report) -> None:
-    speeds = {name: report["timing"][name]["tokens_per_second"] for name in report["runs"]}
-    for name, speed in speeds.items():
-        axes.bar_label(axes.bar(name, speed, 0.6, color=COLOURS[name]), fmt="%.1f", padding=2)
-    axes.set(title="speed", ylabel="tokens/s", ylim=(0, 1.1 * max(speeds.values())))  # room for the figure above

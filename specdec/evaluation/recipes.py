@@ -31,10 +31,6 @@ class CardMemory:
     tokens: int
     requests: int
 
-    @property
-    def words(self) -> str:
-        return str(self.requests or (f"{self.tokens:,} tokens" if self.pools else "-"))
-
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -97,8 +93,9 @@ def row(found: Recipe) -> tuple[str, ...]:
     pools = ", ".join(
         f"{each['name'].replace('window ', 'w')} {each['batch_bytes'] / 1e9:.1f}" for each in found.groups
     )
+    fit = (str(card.requests or (f"{card.tokens:,} tokens" if card.pools else "-")) for card in found.cards)
     name = pair.target if pair.gpus == 1 else f"{pair.target} on {pair.gpus}"
-    return (name, pair.drafter, weights, pools, *(card.words for card in found.cards), *map(step_words, found.steps))
+    return (name, pair.drafter, weights, pools, *fit, *map(step_words, found.steps))
 
 
 def step_words(step: StepTime) -> str:

@@ -34,6 +34,11 @@ Record = dict[str, Any]
 its runs (`Runs`)."""
 
 
+RUN_FIGURES = (
+    *("output_tokens", "acceptance_length", "accepted_per_position", "drafted_counts"),
+    *("rounds", "round_tokens", "drafted_rounds"),
+)
+"""Figures of `RequestStats` that reports of runs have."""
 UNNAMED = "other"
 """Category of problems without one, if others have one."""
 WORDS = ("run", "category", "by position")
@@ -59,13 +64,6 @@ def run_interleaved(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]
     return runs
 
 
-def tokens_per_second(runs: Sequence[Runs], name: str) -> float:
-    """Output tokens of one way per second of its own batches."""
-    own = [run[name] for run in runs]
-    seconds: float = sum(run["seconds"] for run in own)
-    return sum(len(run["token_ids"]) for run in own) / seconds
-
-
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
     """Position of the first token that differs; None if the outputs are equal."""
     if ours == reference:
@@ -88,30 +86,20 @@ def run_figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
         stats = RequestStats.total(stats_of(records, name))
         seconds = sum(one["seconds"] for one in made)
         timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
-        runs[name] = {
-            "output_tokens": stats.output_tokens,
-            "cut_off": sum(one["finish_reason"] == "length" for one in made),
-            "acceptance_length": stats.acceptance_length,
-            "accepted_per_position": stats.accepted_per_position,
-            "drafted_counts": stats.drafted_counts,
-            "rounds": stats.rounds,
-            "round_tokens": stats.round_tokens,
-            "drafted_rounds": stats.drafted_rounds,
-        }
+        runs[name] = {figure: getattr(stats, figure) for figure in RUN_FIGURES}
+        runs[name]["cut_off"] = sum(one["finish_reason"] == "length" for one in made)
     if comparable:
         first, second = (each["tokens_per_second"] for each in timing.values())
         timing["speed_up"] = first / second
     return {"problems": len({record["index"] for record in records}), "runs": runs, "timing": timing}
 
 
-def grouped_figures(
-    records: Sequence[Record], comparable: bool, group_of: Callable[[Record], str], grouped: bool
-) -> dict[str, Any]:
-    """Figures by group; empty if the data has no groups."""
+def grouped_figures(records: Sequence[Record], comparable: bool, names: Sequence[str | None]) -> dict[str, Any]:
+    """Figures by group. names: of each record's group; if none has a name, there are no groups."""
     groups: dict[str, list[Record]] = {}
-    for record in records if grouped else ():
-        groups.setdefault(group_of(record), []).append(record)
-    return {name: run_figures(members, comparable) for name, members in groups.items()}
+    for record, name in zip(records, names, strict=True):
+        groups.setdefault(name or UNNAMED, []).append(record)
+    return {name: run_figures(members, comparable) for name, members in groups.items()} if any(names) else {}
 
 
 def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
@@ -158,3 +146,25 @@ def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Rows, by heading, as lines of a Markdown table; figures are right-aligned."""
     rule = ["---" if head in WORDS else "---:" for head in rows[0]]
     return [f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *(row.values() for row in rows))]
+
+
+def group_lines(groups: Mapping[str, Any], drafting: str, with_speed: bool = True) -> list[str]:
+    """A table of `grouped_figures`, after an empty line; empty without groups. drafting: the run that has drafts."""
+    rows: list[dict[str, str]] = []
+    for name, group in groups.items():
+        row = {"category": name, "problems": str(group["problems"])}
+        row[f"{drafting}: acceptance length"] = length_in_words(group["runs"][drafting])
+        if with_speed:
+            row |= {f"{run}: tokens/s": f"{group['timing'][run]['tokens_per_second']:.1f}" for run in group["runs"]}
+        if "speed_up" in group["timing"]:
+            row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
+        rows.append(row)
+    return ["", *table_lines(rows)] if rows else []
+
+
+def length_in_words(run: Mapping[str, Any]) -> str:
+    """Acceptance length of a run of `run_figures`, and the share of rounds with drafts if below 90 %."""
+    if not run["drafted_rounds"]:
+        return "no drafts"
+    share = run["drafted_rounds"] / run["rounds"]
+    return f"{run['acceptance_length']:.2f}" + (f" in {100 * share:.0f} % of rounds" if share < 0.9 else "")

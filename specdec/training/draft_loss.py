@@ -5,8 +5,9 @@ distribution of that token comes from its row i + ahead + t - 1.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,23 +89,20 @@ def run_target(
             "attention layers alone"
         )
     seen: dict[int, torch.Tensor] = {}
-
-    def keep(layer: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: seen.__setitem__(layer, args[0] if args else kwargs["hidden_states"])
-
     windows = [spec.window for spec in target.layout.layers]
     masks = {window: causal_mask(batch.pos, window, target.dtype) for window in set(windows)}
 
-    def through(window: int | None) -> Callable[..., tuple[Any, Any]]:
-        return lambda module, args, kwargs: (args, kwargs | {"attention_mask": masks[window]})
+    def enter(layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Keep the state that enters the layer, and give it its own mask; the layer after the last is the norm."""
+        if layer in aux_layers:
+            seen[layer] = args[0] if args else kwargs["hidden_states"]
+        return args, kwargs if layer == len(windows) else kwargs | {"attention_mask": masks[windows[layer]]}
 
     decoder: Any = target.user_decoder
     attention = decoder.config._attn_implementation
-    entered = [*decoder.layers, decoder.norm]
-    hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
-    hooks += [
-        layer.register_forward_pre_hook(through(window), with_kwargs=True)
-        for layer, window in zip(decoder.layers, windows, strict=True)
+    hooks = [
+        module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
+        for layer, module in enumerate((*decoder.layers, decoder.norm))
     ]
     mask: Any = masks[windows[0]]  # replaced by each layer's own mask
     if getattr(target.config, "layer_types", None) is not None:

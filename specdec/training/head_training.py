@@ -31,15 +31,6 @@ from specdec.training.packed_rows import Document, PackedRows, predicted_rows
 from specdec.training.train_settings import TrainSettings
 
 
-def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> tuple[torch.Tensor | None, float]:
-    """The `size` most frequent tokens of the answers, ascending, and the share of answer tokens they cover."""
-    counts = np.bincount(np.concatenate([tokens[cut:] for tokens, cut in documents]), minlength=vocab_size)
-    if size >= vocab_size:
-        return None, 1.0
-    ids = np.sort(np.argsort(-counts, kind="stable")[:size])
-    return torch.from_numpy(ids), float(counts[ids].sum() / counts.sum())
-
-
 class TrainableEagle3(TrainableDrafter):
     """A head and its target. Row i reads token i + 1 and predicts token i + 2, so `ahead` is 2."""
 
@@ -50,12 +41,15 @@ class TrainableEagle3(TrainableDrafter):
         """Draft the `size` most frequent tokens of the answers. If the widths agree, the lm_head starts as the
         target's rows of these tokens."""
         head, weight = self.module, cast(torch.Tensor, self.target.head.weight)
-        ids, covered = draft_vocabulary(documents, size, self.target.vocab_size)
-        if ids is not None:
+        if size < len(weight):
+            counts = np.bincount(np.concatenate([tokens[cut:] for tokens, cut in documents]), minlength=len(weight))
+            ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+            covered = counts[ids].sum() / counts.sum()
             print(f"draft vocabulary of {len(ids)} tokens covers {covered:.3%} of the answers", flush=True)
-            head.target_ids = ids.to(self.target.device)
+            head.target_ids = torch.from_numpy(ids).to(self.target.device)
+            weight = weight[head.target_ids]
         if head.lm_head is not None and weight.shape[1] == head.spec.hidden_size:
-            head.lm_head.weight.data.copy_(weight if ids is None else weight[head.target_ids])
+            head.lm_head.weight.data.copy_(weight)
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module

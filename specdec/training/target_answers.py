@@ -9,7 +9,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
     done, spent = len(lines), json.loads(lines[-1])["seconds"] if lines else 0.0
     # prompts have a fixed order, so the first `done` prompts are answered
     mine = itertools.islice(prompts, state.process_index, None, state.num_processes)
-    waiting = itertools.islice(_fitting(engine, mine, settings.length), done, None)
+    waiting = itertools.islice(fitting_prompts(engine, mine, settings.length), done, None)
     began = time.perf_counter() - spent
     # answers are written by group; a free row gets the group's next prompt, so large groups keep rows busy while long
     # answers finish
@@ -161,7 +161,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
             stage.update(max(done / count, (time.perf_counter() - began) / seconds), f"{done} answers")
 
 
-def _fitting(engine: Engine, prompts: Iterator[Chat], length: int) -> Iterator[list[int]]:
+def fitting_prompts(engine: Engine, prompts: Iterable[Chat], length: int) -> Iterator[list[int]]:
     """Token ids of the prompts that leave room for an answer. Raises ConfigError if none does."""
     skipped, shortest = 0, 0
     for prompt in prompts:

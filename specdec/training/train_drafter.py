@@ -28,10 +28,9 @@ from specdec.training.head_training import TrainableEagle3, trainable_block, tra
 from specdec.training.native_mtp_training import trainable_module
 from specdec.training.output_folder import claim_folder, require_free_folder
 from specdec.training.target_answers import (
-    MIN_ANSWER,
     Chat,
     collect_answers,
-    encode,
+    fitting_prompts,
     prompt_source,
     read_answers,
     warn_of_repetition,
@@ -40,6 +39,14 @@ from specdec.training.train_settings import TrainSettings
 from specdec.training.training_loop import TrainingBatches, train_steps
 
 SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
+
+NEW_DRAFTERS: dict[str, Callable[[TargetModel, TrainSettings], TrainableDrafter]] = {
+    "eagle3": trainable_eagle3,
+    "block": trainable_block,
+    "mtp": trainable_module,
+    "assistant": trainable_assistant,
+}
+"""Makers by kind. They raise ConfigError or UnsupportedModelError for a drafter that cannot be made."""
 
 
 def measure(
@@ -53,7 +60,7 @@ def measure(
         stage.update(turn / len(shapes), name)
         drafter = load_any_drafter(str(settings.out), target)
         with Engine(target, drafter, tokenizer=tokenizer, spec=spec, config=config) as engine:
-            ids = [p for prompt in prompts if len(p := encode(engine, prompt)) + MIN_ANSWER <= settings.length]
+            ids = [*fitting_prompts(engine, prompts, settings.length)]
             room = [min(settings.max_new_tokens, settings.length - len(p)) for p in ids]
             engine.generate(ids, [SamplingParams(max_new_tokens=most) for most in room], progress=False)
             stats = engine.stats()
@@ -77,17 +84,6 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
     }
 
 
-def new_drafter(target: TargetModel, settings: TrainSettings) -> TrainableDrafter:
-    """Raises ConfigError or UnsupportedModelError for a drafter that cannot be made."""
-    make: dict[str, Callable[[TargetModel, TrainSettings], TrainableDrafter]] = {
-        "eagle3": trainable_eagle3,
-        "block": trainable_block,
-        "mtp": trainable_module,
-        "assistant": trainable_assistant,
-    }
-    return make[settings.kind](target, settings)
-
-
 def train_drafter(settings: TrainSettings) -> None:
     """Run all stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C finished work is kept."""
     require_fields(settings, name_of=lambda name: f"--{name.replace('_', '-')}")
@@ -101,7 +97,7 @@ def train_drafter(settings: TrainSettings) -> None:
     tokenizer, target = load_tokenizer(settings.tokenizer or settings.target), TargetModel(model)
     if tokenizer is None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
-    drafter = new_drafter(target, settings)  # before the target answers anything
+    drafter = NEW_DRAFTERS[settings.kind](target, settings)  # before the target answers anything
     if state.is_main_process:
         claim_folder(settings)
         warn_of_repetition(settings.answers, source.num_prompts)

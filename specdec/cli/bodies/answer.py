@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
+from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output, request_params
 from specdec.cli.commands import GenerateOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -27,9 +27,9 @@ def answer(options: GenerateOptions) -> None:
     prompt, json_file = options.prompt, options.json_file
     if not prompt.strip():
         raise ConfigError(f"the prompt is {shown(prompt)}, with nothing to continue; give some text")
-    prepare_output(options.pair)
-    params = SamplingParams(**asdict(options.sampling))
-    with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
+    prepare_output(options)
+    params = request_params(options)
+    with load_engine(options, engine_config(options, batch_size=1)) as engine:
         ids = engine.encode(prompt) if options.raw else engine.chat_prompt(prompt)
         if options.show_drafts or json_file == STDOUT:
             with working("generating"):

@@ -15,6 +15,7 @@ from specdec.cli.bodies.settings import (
     load_engine,
     pair_arguments,
     prepare_output,
+    request_params,
     shown_when_interrupted,
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
@@ -34,25 +35,24 @@ from specdec.text.prompt_files import Problem, read_prompts
 
 
 def bench(options: BenchOptions) -> None:
-    (bench_rounds if options.timing.shape is not None or options.timing.phases else bench_pair)(options)
+    (bench_rounds if options.shape is not None or options.phases else bench_pair)(options)
 
 
 def bench_rounds(options: BenchOptions) -> None:
-    prepare_output(options.pair)
-    asked = options.timing
-    require_outputs(options.json_file, asked.plot_file)
+    prepare_output(options)
+    require_outputs(options.json_file, options.plot_file)
     plan = Plan(
-        batches=parse_integers("batches", asked.batches),
-        contexts=parse_integers("contexts", asked.contexts),
-        rounds=asked.rounds,
+        batches=parse_integers("batches", options.batches),
+        contexts=parse_integers("contexts", options.contexts),
+        rounds=options.rounds,
         peer=options.peer,
-        profiled=asked.profile,
+        profiled=options.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
     with shown_when_interrupted(lambda report: print(phase_table(report))):
-        subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
+        subject = pair_subject(options) if options.shape is None else shape_subject(options.shape, options)
         report = run_phases(subject, plan)
-    if write_report(report.as_json(), options.json_file, (asked.plot_file, partial(drawn_phases, report))):
+    if write_report(report.as_json(), options.json_file, (options.plot_file, partial(drawn_phases, report))):
         print(phase_table(report))
 
 
@@ -65,45 +65,44 @@ def require_outputs(*files: Path | None) -> None:
 
 def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
     """The subject of `--shape`: random weights, and prompts of random tokens."""
-    pair, asked = options.pair, options.timing
-    if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
+    if (options.target, options.drafter) != ("tiny-gemma4", "auto"):
         raise ConfigError("--shape makes its own target and drafter; leave out --target and --drafter")
     shape = find_shape(name)
+    drafts = {PLAIN: None, **shape.drafts, **(ON_REQUEST if shape.drafts else {})}
     return random_subject(
         shape,
-        choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST if shape.drafts else {}),
-        weights=asked.weights,
-        layers=asked.layers,
-        divisor=asked.shrink,
-        config=engine_config(pair, batch_size=1),
-        assumed=numbers("suppose_acceptance", asked.suppose_acceptance or "2,3"),
+        choose_drafts(drafts, options.drafts),
+        weights=options.weights,
+        layers=options.layers,
+        divisor=options.shrink,
+        config=engine_config(options, batch_size=1),
+        assumed=numbers("suppose_acceptance", options.suppose_acceptance or "2,3"),
         seed=options.seed,
     )
 
 
 def pair_subject(options: BenchOptions) -> BenchSubject:
     """The subject of `--phases`: a real pair, on prompts of the data joined to the length of each context."""
-    pair, asked = options.pair, options.timing
-    supposed = asked.suppose_acceptance
-    if asked.layers is not None or asked.shrink != 1 or asked.weights is not None:
+    supposed = options.suppose_acceptance
+    if options.layers is not None or options.shrink != 1 or options.weights is not None:
         raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
     _, problems = bench_prompts(options)
-    engine = load_engine(pair, replace(engine_config(pair, batch_size=1), tensor_parallel=1))  # engines split it later
-    drafter, spec = drafter_name(pair), engine.spec
+    whole = replace(engine_config(options, batch_size=1), tensor_parallel=1)  # engines split it later
+    engine = load_engine(options, whole)
+    drafter, spec = drafter_name(options), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
     engine.close()
     shapes: dict[str, SpecConfig | None] = {PLAIN: None}
     if drafter is not None:
         shapes["chain" if spec.topk == 1 else "tree"] = spec
     return BenchSubject(
-        name=pair.target if drafter is None else f"{pair.target} with {drafter}",
+        name=options.target if drafter is None else f"{options.target} with {drafter}",
         target=engine.target,
         drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
-        drafts=choose_drafts(shapes, asked.drafts),
+        drafts=choose_drafts(shapes, options.drafts),
         prompts=joined_prompts(ids),
         assumed=() if supposed is None else numbers("suppose_acceptance", supposed),
-        dtype=engine.target.dtype,
-        tensor_parallel=pair.tensor_parallel,
+        tensor_parallel=options.tensor_parallel,
     )
 
 
@@ -124,20 +123,11 @@ def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
     return prompts
 
 
-def choose_drafts(
-    shapes: Mapping[str, SpecConfig | None], named: str | None, on_request: Mapping[str, SpecConfig] = {}
-) -> dict[str, SpecConfig | None]:
-    """The named shapes, in the order of `shapes`; named None: all but those of `on_request`.
-
-    Raises ConfigError for an unknown name.
-    """
-    if named is None:
-        return dict(shapes)
-    known = {**shapes, **on_request}
-    names = [word.strip() for word in named.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"drafts={named!r}: {unknown[0]!r} is not one of {', '.join(known)}")
+def choose_drafts(known: Mapping[str, SpecConfig | None], named: str | None) -> dict[str, SpecConfig | None]:
+    """The named drafts, in the order of `known`; named None: all but those of ON_REQUEST."""
+    names = known.keys() - ON_REQUEST.keys() if named is None else {word.strip() for word in named.split(",")}
+    if unknown := names - known.keys():
+        raise ConfigError(f"drafts={named!r}: {min(unknown)!r} is not one of {', '.join(known)}")
     return {name: spec for name, spec in known.items() if name in names}
 
 
@@ -178,27 +168,23 @@ def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
 
 
 def bench_pair(options: BenchOptions) -> None:
-    prepare_output(options.pair)
-    options.timing.require_unused()
+    prepare_output(options)
+    options.require_unused()
     source, prompts = bench_prompts(options)
-    with shown_when_interrupted(lambda report: print(markdown_table(report))):
-        report = run_bench(
-            prompts=prompts,
-            data=source,
-            params=SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed),
-            raw=options.raw,
-            peer=options.peer,
-            **pair_arguments(options.pair, engine_config(options.pair, options.batch_size)),
-        )
+    params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
+    names = options.target, drafter_name(options)
+    engine = load_engine(options, replace(engine_config(options, options.batch_size), prefix_cache=False))
+    with engine, shown_when_interrupted(lambda report: print(markdown_table(report))):
+        report = run_bench(engine, *names, prompts, params, raw=options.raw, peer=options.peer, data=source)
     if write_report(asdict(report), options.json_file, indent=None):
         print(markdown_table(report))
 
 
 def evaluate_task(options: EvalOptions) -> None:
-    prepare_output(options.pair)
+    prepare_output(options)
     require_outputs(options.json_file, options.markdown_file, options.png_file)
     usual = 8 if options.task == "gsm8k" else 1  # other tasks measure speed, usually one prompt at a time
-    config = engine_config(options.pair, options.batch_size or usual)
+    config = engine_config(options, options.batch_size or usual)
     # an interruption prints a table only: the files keep the report of the last whole evaluation
     with shown_when_interrupted(lambda report: print(markdown(report))):
         report = evaluate(
@@ -208,9 +194,9 @@ def evaluate_task(options: EvalOptions) -> None:
             shots=options.shots,
             instruction=options.instruction,
             compare=options.compare,
-            params=SamplingParams(**asdict(options.sampling)),
+            params=request_params(options),
             folder=options.transcripts,
-            **pair_arguments(options.pair, config),
+            **pair_arguments(options, config),
         )
     if not PartialState().is_main_process:
         return

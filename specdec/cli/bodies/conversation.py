@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.bodies.answer import LEGEND, in_colour
-from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
+from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output, request_params
 from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -40,10 +40,10 @@ A paste of several lines is one turn, sent with Enter."""
 
 
 def converse(options: ChatOptions) -> None:
-    prepare_output(options.pair)
-    params = SamplingParams(**asdict(options.sampling))
-    with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
-        Session(engine, Conversation(engine, options.system), params).run(f"{options.pair.target}: {COMMANDS}")
+    prepare_output(options)
+    params = request_params(options)
+    with load_engine(options, engine_config(options, batch_size=1)) as engine:
+        Session(engine, Conversation(engine, options.system), params).run(f"{options.target}: {COMMANDS}")
 
 
 class Interrupts:

@@ -4,18 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdec.cli.bodies.list_pairs import size, weights_line
-from specdec.cli.bodies.settings import engine_config, pair_arguments, prepare_output, shared_fields
+from specdec.cli.bodies.settings import engine_config, pair_arguments, prepare_output
 from specdec.cli.commands import ListOptions
-from specdec.config import EngineConfig
 from specdec.evaluation.memory_plan import memory_plan
 from specdec.evaluation.output_files import write_report
 from specdec.models.published import text_table
 
 
 def show_memory(options: ListOptions) -> None:
-    prepare_output(options.pair)
-    config = engine_config(options.pair, options.batch_size, **shared_fields(options, EngineConfig))
-    arguments = pair_arguments(options.pair, config)
+    prepare_output(options)
+    config = engine_config(options, options.batch_size)
+    arguments = pair_arguments(options, config)
     plan = memory_plan(**arguments)
     if write_report({"target": arguments["target"], "drafter": arguments["drafter"], **plan}, options.json_file):
         print("\n".join(memory_lines(plan)))

@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -32,7 +32,6 @@ except ImportError as error:
 from specdec.cli.bodies.settings import engine_config, load_engine, quiet_libraries, shared_fields
 from specdec.cli.commands import ServeOptions
 from specdec.cli.options import read_text_file
-from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.middleware import send_traces_to
 from specdec.serving.logs import set_up
@@ -64,7 +63,7 @@ def prepare_process(options: ServeOptions) -> None:
     """Set up log and traces of a process that serves."""
     quiet_libraries()
     set_up(options.log_format, logging.WARNING)
-    logging.getLogger("specdec").setLevel((options.pair.log_level or "info").upper())
+    logging.getLogger("specdec").setLevel((options.log_level or "info").upper())
     if options.otlp_traces_endpoint is not None:
         send_traces_to(options.otlp_traces_endpoint)
 
@@ -72,29 +71,29 @@ def prepare_process(options: ServeOptions) -> None:
 def serve_settings(options: ServeOptions) -> ServeSettings:
     """Settings of the application that need no model. Raises ConfigError."""
     return ServeSettings(
-        model_names=options.served_model_name or [options.pair.target],
+        model_names=options.served_model_name or [options.target],
         api_keys=_keys(options.api_key, options.api_key_file),
         cors_origins=options.cors_origin,
         show_cached_tokens=options.cached_tokens,
-        **asdict(options.http),
+        **shared_fields(options, ServeSettings),
     )
 
 
 def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEngine, ServeSettings]:
     """The engine to serve, and the settings with its model's sampling defaults. The caller closes the engine."""
-    config = engine_config(options.pair, options.batch_size, **shared_fields(options, EngineConfig))
+    config = engine_config(options, options.batch_size)
     file = options.chat_template
     template = None if file is None else read_text_file(file, "the file of --chat-template")
-    engine = load_engine(options.pair, config)
+    engine = load_engine(options, config)
     if engine.tokenizer is None:
-        raise ConfigError(f"{options.pair.target!r} has no tokenizer, but a server reads and writes text; name one")
+        raise ConfigError(f"{options.target!r} has no tokenizer, but a server reads and writes text; name one")
     if template is not None:
         engine.tokenizer.chat_template = template
     served = AsyncEngine(
         engine,
         max_waiting=options.max_waiting,
         intake_seconds=options.timeout_intake,
-        per_client=options.http.client_concurrency,
+        per_client=options.client_concurrency,
     )
     return served, replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
 

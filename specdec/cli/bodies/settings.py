@@ -1,4 +1,4 @@
-"""Helpers of all commands: from options to the runtime's settings, consoles, and an engine."""
+"""Helpers of all commands: from options to the runtime's settings, and an engine."""
 
 import logging
 import sys
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec.cli.options import PairOptions
-from specdec.config import EngineConfig, OpenDepth, SpecConfig
+from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
+from specdec.settings.sampling_numbers import SamplingNumbers
 
 CALLED_LIKE = 0.5
 """Minimum similarity of two names for one to be suggested for the other."""
@@ -40,12 +40,6 @@ def prepare_output(pair: PairOptions) -> None:
     logging.getLogger("specdec").setLevel((pair.log_level or "warning").upper())
 
 
-def table_console(width: int) -> Console:
-    """Console that tables are printed on. width: columns of a table that is written to a file or a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=width)
-
-
 @contextmanager
 def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
     """After Ctrl-C in the block, show the report of what was finished."""
@@ -63,9 +57,14 @@ def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
-    """Settings of an engine for the pair. settings: further fields."""
-    return EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
+def request_params(options: SamplingNumbers) -> SamplingParams:
+    """Parameters of every request, from the options that have their names."""
+    return SamplingParams(**shared_fields(options, SamplingNumbers))
+
+
+def engine_config(options: PairOptions, batch_size: int) -> EngineConfig:
+    """Settings of an engine, from the options that have the name of one."""
+    return EngineConfig(max_batch_size=batch_size, **shared_fields(options, EngineConfig))
 
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
@@ -77,21 +76,17 @@ def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
     return {**names, "spec": spec, "config": config, **pair.loading()}
 
 
-@contextmanager
-def naming_recipe(target: str) -> Iterator[None]:
-    """If the block refuses a model of the hub, the message also names the recipe of a model with a similar name."""
+def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
+    """An engine of the pair. If a model of the hub is refused, the error also names the recipe of a similar model."""
     try:
-        yield
+        with working(f"loading {pair.target}"):
+            return Engine.from_pretrained(**pair_arguments(pair, config))
     except (CapacityError, UnsupportedModelError) as error:
-        near = None if "/" not in target or Path(target).exists() else nearest_recipe(target, CALLED_LIKE)
+        on_hub = "/" in pair.target and not Path(pair.target).exists()
+        near = nearest_recipe(pair.target, CALLED_LIKE) if on_hub else None
         if near is None:
             raise
         raise type(error)(f"{error}; what runs is `specdec recipe {near.name}`, of {near.target}") from error
-
-
-def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
-    with working(f"loading {pair.target}"), naming_recipe(pair.target):
-        return Engine.from_pretrained(**pair_arguments(pair, config))
 
 
 def drafter_name(pair: PairOptions) -> str | None:

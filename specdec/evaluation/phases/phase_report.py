@@ -5,7 +5,8 @@ says why not. `tokens_per_second` is by acceptance length: measured for a traine
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -135,9 +136,6 @@ def _rounded(figure: float | None, digits: int) -> str:
     return "" if figure is None else f"{figure:.{digits}f}"
 
 
-COLOURS = ("tab:grey", "tab:green", "tab:blue", "tab:orange", "tab:red", "tab:purple")
-
-
 def drawn_phases(report: PhaseReport) -> bytes:
     """Two panels as a PNG: times over batch at the shortest context, and over context at the smallest batch."""
     from matplotlib.figure import Figure
@@ -154,14 +152,12 @@ def drawn_phases(report: PhaseReport) -> bytes:
 def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
     """Draw a line for each run, dotted for peers, and its floor, dashed, in the same colour."""
     for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
-        points = sorted((getattr(cell, over), cell.ms["round"], cell.floor_ms) for cell in cells if cell.run == run)
-        places, colour = [x for x, _, _ in points], COLOURS[number % len(COLOURS)]
-        style = ":" if run.startswith("transformers") else "-"
-        medians = [times.median for _, times, _ in points]
-        below = [times.median - times.p10 for _, times, _ in points]
-        above = [times.p90 - times.median for _, times, _ in points]
-        axes.errorbar(places, medians, yerr=[below, above], label=run, color=colour, linestyle=style, marker="o")
-        axes.plot(places, [floor for _, _, floor in points], color=colour, linestyle="--", linewidth=1, marker="_")
+        points = sorted((cell for cell in cells if cell.run == run), key=attrgetter(over))
+        places, colour = [getattr(cell, over) for cell in points], f"C{number}"
+        median, p10, p90 = np.array([astuple(cell.ms["round"]) for cell in points]).T
+        style = ":o" if run.startswith("transformers") else "-o"
+        axes.errorbar(places, median, yerr=[median - p10, p90 - median], fmt=style, color=colour, label=run)
+        axes.plot(places, [cell.floor_ms for cell in points], "--_", color=colour, linewidth=1)
     axes.set(title=f"over {over}, {at}", xlabel=over, ylabel="ms a round; dashed: its floor")
     axes.set_ylim(bottom=0)
     if cells:

@@ -6,6 +6,7 @@ leaves whole cells.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -47,7 +48,6 @@ class BenchSubject:
     drafts: Mapping[str, SpecConfig | None]
     prompts: MakePrompts
     assumed: Sequence[float] = ()
-    dtype: torch.dtype
     prepared: float = 0.0
     tensor_parallel: int = 1
 
@@ -103,11 +103,10 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
             cells=_with_break_even(cells),
         )
 
-    grid = [(context, batch) for context in plan.contexts for batch in plan.batches]
-    runs = [(place, name) for place in grid for name in (*subject.drafts, *(["peers"] if plan.peer else []))]
+    runs = [*product(plan.contexts, plan.batches, (*subject.drafts, *(["peers"] if plan.peer else [])))]
     try:
         with progress_bar("measuring", len(runs)) as update:
-            for done, ((context, batch), name) in enumerate(runs):
+            for done, (context, batch, name) in enumerate(runs):
                 update(done, f"{name}, batch {batch}, context {context}")
                 if name == "peers":
                     cells += _peer_cells(subject, plan, read, batch, context)
@@ -156,7 +155,7 @@ def _driven(
     config = EngineConfig(
         max_batch_size=len(prompts),
         max_model_len=max_len,
-        dtype=subject.dtype,
+        dtype=subject.target.dtype,
         prefill_chunk=min(2048, max(16, max_len)),
         prefix_cache=False,
         tensor_parallel=subject.tensor_parallel,

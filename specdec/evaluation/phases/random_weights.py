@@ -157,16 +157,8 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: 
 @torch.no_grad()
 def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
     """Allocate all tensors that are still on `meta`. Parameters get any values, buffers (rotary frequencies) theirs."""
-    made: dict[torch.Tensor, torch.Tensor] = {}  # a tied weight stays one
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in made:
-                    empty = torch.empty_like(tensor, device=device)
-                    made[tensor] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-                tensors[name] = made[tensor]  # type: ignore[assignment]
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model.tie_weights()
     model.initialize_weights()
 
 
@@ -208,15 +200,13 @@ def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
     return StoredWeights(spec.modules * numbers, spec.modules * numbers * target.dtype.itemsize, "")
 
 
-def require_room(
-    shape: ModelShape, shrink: Shrink, device: torch.device, dtype: torch.dtype, form: WeightForm | None = None
-) -> None:
+def require_room(name: str, weights: PairWeights, device: torch.device, dtype: torch.dtype) -> None:
     """Raise CapacityError with the numbers if the weights leave no room on the device."""
-    target, drafter = count_weights(shape, shrink, dtype, form)
+    target, drafter = weights
     needed, free = target.bytes + drafter.bytes, free_bytes(device)
     if needed > free * KV_SHARE.get(device.type, 0.5):
         raise CapacityError(
-            f"{shape.name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
+            f"{name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
             f"{free / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
             "--shrink, or use another device"
         )
@@ -238,10 +228,6 @@ def make_target(
     randomise(model, seed)
     model.generation_config.eos_token_id = None  # random tokens end no text
     return model
-
-
-def make_drafter(shape: ModelShape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
-    return drafter_of(shape.drafter(target.config, shrink), target, seed)
 
 
 def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetModel, seed: int) -> Drafter:
@@ -349,20 +335,20 @@ def random_subject(
     the dtype. layers, divisor: of `Shrink`. config: the device, the dtype, and whether layers are fused.
     """
     form = None if weights is None else find_form(weights)
-    shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMN_MULTIPLE)
+    shrink = Shrink(layers, divisor, COLUMN_MULTIPLE if form else 8)
     where = pick_device(config.device)
     dtype = pick_dtype(config.dtype, where, shape.target(shrink))
     if weights == UNPACKED:
         if config.dtype not in (None, torch.bfloat16):
             raise ConfigError(f"weights={UNPACKED!r} and dtype={config.dtype} contradict each other; give one of them")
         dtype = torch.bfloat16
-    require_room(shape, shrink, where, dtype, form)
+    require_room(shape.name, count_weights(shape, shrink, dtype, form), where, dtype)
     with working(f"making {shape.name}"):
         operations = choose_operations(config.fused, config.attention, where, dtype)  # as Engine.from_pretrained does
         model = make_target(shape, shrink, where, dtype, seed, form)
         begin = perf_counter()
         target = TargetModel(model, operations)
-        drafter = make_drafter(shape, shrink, target, seed + 1) if any(drafts.values()) else None
+        drafter = drafter_of(shape.drafter(target.config, shrink), target, seed + 1) if any(drafts.values()) else None
         prepared = perf_counter() - begin
 
     def prompts(batch: int, context: int) -> list[list[int]]:
@@ -378,7 +364,6 @@ def random_subject(
         drafts=drafts,
         prompts=prompts,
         assumed=assumed,
-        dtype=dtype,
         prepared=prepared,
         tensor_parallel=config.tensor_parallel,
     )
