@@ -24,7 +24,6 @@ from specdec.draft_models.checkpoints.drafter_formats import (
 )
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 
-CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
 OUTPUT_IDS, ENTERED_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 
 
@@ -102,7 +101,7 @@ def _make_spec(files: HeadFiles, target: TargetInfo) -> BlockSpec:
     files.require_same(stated, target)
     names = [files.config.get("speculators_model_type"), *(files.config.get("architectures") or ())]
     shifted = settings.get("sample_from_anchor", any("dspark" in str(name).lower() for name in names))
-    causal = {key: settings[key] for key in CAUSAL_KEYS if key in settings}
+    causal = {key: settings[key] for key in ("causal_head", "causal", "is_causal") if key in settings}
     if len(set(causal.values())) > 1:
         raise CheckpointError(f"{causal} contradict each other about whether blocks are causal")
     rank = settings.get("markov_rank", 0)
