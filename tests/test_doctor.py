@@ -86,6 +86,8 @@ def causes(diagnosis):
 
 
 def taps(step):
+    """Ids of another format in the place of its own, which count from one layer earlier: step 1 is right."""
+
     def change(config):
         ids = config["eagle_config"].pop("eagle_aux_hidden_state_layer_ids")
         config["eagle_aux_hidden_state_layer_ids"] = [tap + step for tap in ids]
@@ -127,7 +129,7 @@ def narrower(config):
 
 
 SEEDED = {
-    "taps one later": (HEAD, taps(1), None, "taps"),
+    "taps one later": (HEAD, taps(2), None, "taps"),
     "norm": (HEAD, fed_back_unnormed, None, "norm"),
     "rope base of an assistant": (ASSISTANT, text_rope, None, "rope base"),
     "window of a head": (HEAD, slides, None, "window"),
