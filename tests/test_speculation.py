@@ -118,7 +118,7 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
     engine.step()
     while [launched.drawing for launched in engine.steps.launches.unsettled] != [None]:
         engine.step()
-    shape = engine.steps.shape_for(engine.scheduler.batches.batch_of(engine.scheduler.running), [5])
+    shape = engine.steps.shape_for(engine.scheduler.batch_of(engine.scheduler.running), [5])
     committed = int(engine.table.committed_len.host[0])
     assert committed >= 9 and (shape.draft, shape.max_committed_len) == (NO_DRAFT, committed + 6)
     handle.abort()

@@ -78,12 +78,13 @@ ACCEPTED = {
     for drafter, figure in _TABLES["accepted"].items()
 }
 """Published acceptance by `PublishedPair.published_name`, which is unique."""
-PAIRS_BY_TITLE = {
-    group["title"]: tuple(PublishedPair(**pair) for pair in group["pairs"]) for group in _TABLES["groups"].values()
+PAIR_GROUPS = {
+    name: tuple(PublishedPair(**pair) for pair in group["pairs"]) for name, group in _TABLES["groups"].items()
 }
-"""Pairs by the title of their group. QAT: targets trained for int4, each with its own assistant: drafts of the plain
-target's assistant are accepted less often. Block drafters: steps are the drafts of a block, or fewer if its size was
-not found in a public file; more are refused."""
+"""Pairs by the name of their group. gemma4 QAT: targets trained for int4, each with its own assistant: drafts of the
+plain target's assistant are accepted less often. block: steps are the drafts of a block, or fewer if its size was not
+found in a public file; more are refused."""
+PAIRS_BY_TITLE = {_TABLES["groups"][name]["title"]: pairs for name, pairs in PAIR_GROUPS.items()}
 _ALL = tuple(pair for pairs in PAIRS_BY_TITLE.values() for pair in pairs)
 PAIRS = tuple(pair for pair in _ALL if pair.drafter not in ("mtp", "suffix"))
 """Pairs whose drafter is a checkpoint."""
