@@ -212,13 +212,6 @@ def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
     return understood if dtype is None else {**understood, "dtype": dtype}
 
 
-def load_model(
-    name: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device, **options: Any
-) -> PreTrainedModel:
-    """Load a target or drafter by name, with every tensor from the checkpoint. `options`: for transformers."""
-    return Checkpoint.from_name(name, options).load(dtype, device)
-
-
 def load_target(
     target: Any,
     *,

@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.cli.app import COMMANDS, app, load_command
-from specdec.loading import load_model
+from specdec.loading import Checkpoint
 from specdec.models import published
 from specdec.runtime.drafts.draft_policy import DraftPolicy
 
@@ -201,8 +201,8 @@ def with_blocks(language: str) -> list[str]:
 def readers_names() -> dict[str, Any]:
     """What the reader of the README has already, where it changes one line of working Hugging Face code."""
     float32, cpu = torch.float32, torch.device("cpu")
-    model = load_model("tiny-gemma4", dtype=float32, device=cpu)
-    assistant = load_model("tiny-gemma4-mtp", dtype=float32, device=cpu)
+    model = Checkpoint.from_name("tiny-gemma4").load(float32, cpu)
+    assistant = Checkpoint.from_name("tiny-gemma4-mtp").load(float32, cpu)
     input_ids = torch.tensor([[0, 2, 531, 17], [2, 531, 17, 1728]])
     return {"specdec": specdec, "model": model, "assistant": assistant, "input_ids": input_ids, "mask": input_ids > 0}
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
-from specdec.loading import load_model, pick_dtype
+from specdec.loading import Checkpoint, pick_dtype
 
 from marks import deep, deep_cases, slow
 
@@ -55,10 +55,10 @@ def test_shards_are_read_and_a_missing_one_and_an_index_that_is_cut_off_are_name
     shards[1].unlink()
     said = f"cannot be loaded: the checkpoint lacks {shards[1].name}, which {index.name} names$"
     with pytest.raises(CheckpointError, match=said):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
     index.write_text(index.read_text()[:50])
     with pytest.raises(CheckpointError, match=f"{index.name} cannot be read .* download or copy it again"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_text_model_of_another_layout_is_not_filled_with_random_numbers(make
     model.config.text_config.save_pretrained(tmp_path)
     edited(tmp_path, {"architectures": ["Gemma4ForCausalLM"]})
     with pytest.raises(SpecDecError, match=r"lacks .* tensors of Gemma4ForCausalLM"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+        Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
 
 
 def test_dtype_is_float32_on_the_cpu_and_the_checkpoints_elsewhere(make_target):
@@ -308,5 +308,5 @@ def test_a_quantiser_places_what_it_makes(monkeypatch, tmp_path):
         return model, info
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(quantised))
-    load_model("tiny-gemma4", dtype=torch.float32, device=CPU)
+    Checkpoint.from_name("tiny-gemma4").load(torch.float32, CPU)
     assert moved == []

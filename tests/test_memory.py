@@ -23,7 +23,7 @@ from specdec.errors import CapacityError
 from specdec.evaluation.memory_plan import memory_plan
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.layout import layout_from_config
-from specdec.loading import load_model
+from specdec.loading import Checkpoint
 from specdec.models.described_model import GeometryContext, ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
@@ -186,7 +186,8 @@ def test_states_of_recurrent_layers_are_counted_apart(family, tmp_path, make_tar
 def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
     if windowed := drafter == "windowed":  # of a window that the target has not
-        written_block(tmp_path, load_model(TARGET, dtype=torch.float32, device=torch.device("cpu")), windows=(None, 5))
+        model = Checkpoint.from_name(TARGET).load(torch.float32, torch.device("cpu"))
+        written_block(tmp_path, model, windows=(None, 5))
         drafter = str(tmp_path)
     sizes = ("--batch-size", "2", "--max-model-len", "1024", "--page-size", str(page_size))
     report = planned("--drafter", drafter, *sizes)

@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
-from specdec.loading import load_model, load_tokenizer
+from specdec.loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
 from specdec.runtime.drafts import convention_watch
@@ -94,7 +94,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Planted:
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     """The bundled target, its final norm's gains drawn from 0.5 to 2 and taken back by a head of its own."""
     folder = tmp_path_factory.mktemp("bundled")
-    model = load_model("tiny-gemma4", dtype=torch.float32, device=torch.device("cpu"))
+    model = Checkpoint.from_name("tiny-gemma4").load(torch.float32, torch.device("cpu"))
     gains = torch.rand(model.config.hidden_size, generator=torch.Generator().manual_seed(5)) * 1.5 + 0.5
     head = nn.Linear(len(gains), model.config.vocab_size, bias=False)
     head.weight.data = model.lm_head.weight.data * (model.model.norm.weight.data / gains)

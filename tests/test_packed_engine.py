@@ -22,7 +22,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.loading import load_model
+from specdec.loading import Checkpoint
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words
@@ -92,7 +92,7 @@ def packed_pair(tmp_path_factory):
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE])
 def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
     folder, plain = packed_pair(family, form)
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
     found = packed_values(model)
     assert len(found) >= 2 * plain.config.get_text_config().num_hidden_layers
     parameters = dict(plain.named_parameters())
@@ -110,7 +110,7 @@ def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, r
 
 def test_nothing_of_the_load_is_left(packed_pair):
     """To the rest of the program, and to the user, it is a model as any other."""
-    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.bfloat16, device=CPU)
+    model = Checkpoint.from_name(str(packed_pair("llama", "int4-g32")[0])).load(torch.bfloat16, CPU)
     assert not model.is_quantized and not hasattr(model, "hf_quantizer")
     assert getattr(model.config, "quantization_config", None) is None
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -123,7 +123,7 @@ def test_nothing_of_the_load_is_left(packed_pair):
 def test_a_device_map_of_one_device_is_honoured(packed_pair):
     """Packs as on a GPU, where tensors are read onto the device and packed there."""
     folder, plain = packed_pair("qwen3_moe", "gptq-v2")
-    model = load_model(str(folder), dtype=torch.bfloat16, device=CPU, device_map={"": CPU})
+    model = Checkpoint.from_name(str(folder), {"device_map": {"": CPU}}).load(torch.bfloat16, CPU)
     assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CPU}
     experts = model.model.layers[0].mlp.experts
     want = plain.model.layers[0].mlp.experts.down_proj[1]
@@ -139,7 +139,7 @@ def test_shards_are_read(packed_pair, tmp_path, random_prompt):
         save_file({n: tensors[n] for n in names if index[n] == file}, tmp_path / file, {"format": "pt"})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    model = load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(tmp_path)).load(torch.float32, CPU)
     assert torch.equal(
         packed_values(model)["model.layers.1.mlp.up_proj.weight"], plain.model.layers[1].mlp.up_proj.weight
     )
@@ -151,7 +151,7 @@ def test_modules_left_as_they_are_are_told_by_their_tensors(packed_pair):
     form = FORMS["int4-g32"]
     group = {**form.config["config_groups"]["group_0"], "targets": [r"re:.*layers\.[12]\..*"]}
     set_config(folder, quantization_config={**form.config, "config_groups": {"a": group}, "ignore": ["re:.*k_proj$"]})
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name.endswith("_proj")}
     plain = {name for name, kind in kinds.items() if kind == "Linear"}
     assert plain == {name for name in kinds if "layers.0." in name or name.endswith("k_proj")}
@@ -161,7 +161,7 @@ def test_modules_left_as_they_are_are_told_by_their_tensors(packed_pair):
 def test_experts_of_some_layers_may_be_left_as_they_are(form, packed_pair):
     """Tensors of FP8 have the names of plain ones."""
     folder, plain = packed_pair("qwen3_moe", form, ignore=r"layers\.0\.mlp\.experts")
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
     kinds = [type(layer.mlp.experts).__name__ for layer in model.model.layers]
     assert kinds == ["Qwen3MoeExperts", "PackedExperts", "PackedExperts"]
     for mine, theirs in zip(model.model.layers[:1], plain.model.layers[:1], strict=True):
@@ -190,7 +190,7 @@ def test_tokens_are_those_of_the_dequantised_model(
     family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script
 ):
     folder, plain = packed_pair(family, form)
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
     prompts = [random_prompt(n) for n in (5, 21)]
     config = {"page_size": page_size}
     drafter = "ngram"
@@ -230,7 +230,7 @@ def test_a_drafter_in_16_bits_drafts_for_a_packed_target(
     family, form, lengths, spec, packed_pair, make_assistant, make_engine, greedy_oracle, random_prompt
 ):
     folder, plain = packed_pair(family, form)
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
     drafter = random_eagle3(model) if family == "llama" else make_assistant(plain)
     prompts = [random_prompt(n) for n in lengths]
     check_tokens(make_engine, model, plain, greedy_oracle, prompts, drafter, spec=spec, page_size=4)
@@ -273,7 +273,7 @@ def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
 
 def test_an_engine_notices_no_change_of_packed_modules(packed_pair, make_engine, caplog):
     """Modules of specdec are known not to change by themselves: nothing is copied and proved again."""
-    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.float32, device=CPU)
+    model = Checkpoint.from_name(str(packed_pair("llama", "int4-g32")[0])).load(torch.float32, CPU)
     engine = make_engine(model, max_batch_size=1)
     weights = engine.target.weights
     with caplog.at_level(logging.INFO, logger="specdec"):
@@ -290,7 +290,7 @@ def test_an_engine_notices_no_change_of_packed_modules(packed_pair, make_engine,
 def test_a_quantization_config_without_a_method_is_one_sentence(packed_pair):
     folder, _ = packed_pair("gpt_oss", "mxfp4")
     with pytest.raises(UnsupportedModelError, match=r"cannot be loaded: .* no `quant_method`"):
-        load_model(str(folder), dtype=torch.float32, device=CPU, quantization_config={"dequantize": True})
+        Checkpoint.from_name(str(folder), {"quantization_config": {"dequantize": True}}).load(torch.float32, CPU)
 
 
 def test_columns_that_fill_no_words_are_named(tmp_path):
@@ -302,7 +302,7 @@ def test_columns_that_fill_no_words_are_named(tmp_path):
     tensors |= {f"model.layers.0.mlp.down_proj.{name}": tensor for name, tensor in written.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModelError, match="48 columns"):
-        load_model(str(folder), dtype=torch.float32, device=CPU)
+        Checkpoint.from_name(str(folder)).load(torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -311,13 +311,13 @@ def test_columns_that_fill_no_words_are_named(tmp_path):
 def test_the_users_own_quantization_config_goes_to_transformers(given, packed_pair):
     """A dict too, which transformers itself refuses beside the `quantization_config` of a checkpoint."""
     folder, plain = packed_pair("gpt_oss", "mxfp4")
-    loaded = load_model(str(folder), dtype=torch.float32, device=CPU, quantization_config=given)
+    loaded = Checkpoint.from_name(str(folder), {"quantization_config": given}).load(torch.float32, CPU)
     experts = loaded.model.layers[0].mlp.experts
     assert torch.equal(experts.down_proj, plain.model.layers[0].mlp.experts.down_proj)
 
 
 def test_memory_holds_the_packed_weights_alone(packed_pair):
-    model = load_model(str(packed_pair("llama", "int4-g32")[0]), dtype=torch.bfloat16, device=CPU)
+    model = Checkpoint.from_name(str(packed_pair("llama", "int4-g32")[0])).load(torch.bfloat16, CPU)
     packed = sum(buffer.nbytes for name, buffer in model.named_buffers() if "words" in name or "scales" in name)
     numbers = sum(weight.numel() for weight in packed_values(model).values())
     assert packed == numbers // 2 + numbers // 32 * 2

@@ -23,7 +23,7 @@ from specdec import SamplingParams
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.loading import load_model
+from specdec.loading import Checkpoint as Loaded
 
 from inside import packed_values
 from marks import deep, each_value
@@ -154,7 +154,7 @@ def changed(written, tmp_path):
 
 
 def load(folder) -> torch.nn.Module:
-    return load_model(str(folder), dtype=torch.float32, device=CPU)
+    return Loaded.from_name(str(folder)).load(torch.float32, CPU)
 
 
 def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

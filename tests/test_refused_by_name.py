@@ -13,8 +13,9 @@ import transformers
 from specdec import Engine, EngineConfig, SamplingParams, loading
 from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
-from specdec.evaluation.accuracy import append_record, open_transcripts
+from specdec.evaluation.accuracy import open_transcripts
 from specdec.models.published import resolve_name
+from specdec.text.record_files import append_record
 
 SMALL = EngineConfig(max_batch_size=1, max_model_len=64)
 

@@ -331,7 +331,7 @@ def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     captured = captured_rounds(engine)
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.features.edits or shape.forced for shape in captured)
-    assert engine.state.masks.num_bytes == 0
+    assert engine.state.masks._words is None
 
 
 # many schemas

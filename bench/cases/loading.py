@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.report import Row
 from specdec.evaluation.model_shapes import Shrink, find_shape
-from specdec.loading import load_model
+from specdec.loading import Checkpoint
 
 GB = 1e9
 ALLOWED = 2 * GB
@@ -92,7 +92,7 @@ def _memory_row(shape: str, layers: int, folder: Path) -> Row:
     shrink = Shrink(2 if ON_CPU else layers or None, DIVISOR, multiple=32)
     size, largest = write_checkpoint(folder, find_shape(shape).target(shrink))
     before, began = 0 if ON_CPU else torch.cuda.memory_reserved(), time.perf_counter()
-    model = load_model(str(folder), dtype=torch.bfloat16, device=DEVICE)
+    model = Checkpoint.from_name(str(folder)).load(torch.bfloat16, DEVICE)
     peak = 0 if ON_CPU else torch.cuda.max_memory_reserved() - before
     seconds = time.perf_counter() - began
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # tied ones once

@@ -25,7 +25,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, naming_file, require_one_of
+from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.data_sets import (
     DATA_SETS,
@@ -44,6 +44,7 @@ from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.text.prompt_files import Problem
+from specdec.text.record_files import append_record, open_records, whole_lines
 
 
 def evaluate(
@@ -270,7 +271,7 @@ def read_transcripts(folder: Path, settings: Record) -> list[Record]:
     """Finished turns in `folder`, of all processes. Raises ConfigError if the folder was made with other settings."""
     records: list[Record] = []
     for path in sorted(folder.glob("transcripts-*.jsonl")):
-        head, *others = _whole_lines(path) or [settings]
+        head, *others = _lines_of(path) or [settings]
         compared = {key: value for key, value in settings.items() if key not in NEUTRAL}
         other = [f"{key} {head.get(key)!r}, now {value!r}" for key, value in compared.items() if head.get(key) != value]
         if other:
@@ -286,26 +287,17 @@ def open_transcripts(folder: Path, settings: Record, rank: int) -> FileIO:
     """Open this process's file, without a buffer, for `append_record`; its first line holds the settings."""
     if folder.is_file():
         raise ConfigError(f"transcripts={str(folder)!r} is a file; a folder is expected")
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"transcripts-{rank}.jsonl"
-    file = FileIO(path, "ab")
-    if not file.truncate(path.read_bytes().rfind(b"\n") + 1):  # drop a line that a kill cut short
+    file = open_records(path)
+    if not path.stat().st_size:
         append_record(file, settings)
     return file
 
 
-def append_record(file: FileIO, record: Record) -> None:
-    """Write one line at the end of a file of transcripts."""
-    with naming_file(str(file.name)):
-        left = f"{json.dumps(record)}\n".encode()
-        while left:
-            left = left[file.write(left) :]
-
-
-def _whole_lines(path: Path) -> list[Record]:
-    """Records of a file; a last line without line feed was cut short by a kill and does not count."""
+def _lines_of(path: Path) -> list[Record]:
+    """The settings and the finished turns in one file."""
     lines: list[Record] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
             record = json.loads(line)
         except ValueError:

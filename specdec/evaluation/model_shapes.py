@@ -30,7 +30,7 @@ WIDTHS = frozenset(
 )
 """Fields of a config that `Shrink` divides."""
 PATTERNS = {"sliding_window_pattern": SLIDING_ATTENTION, "recurrent_pattern": "linear_attention"}
-"""Kinds of the layers between full-attention layers, by the shape's field that tells the distance of the latter."""
+"""Layer type between full-attention layers, by the shape's field that holds their period."""
 MAX_SHRINK = 16
 """Largest divisor: with a larger one heads and windows become too narrow to be of use."""
 MIN_LAYERS = 2

@@ -108,10 +108,6 @@ class MaskBuffer:
         self._device = device
         self._words: torch.Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._words is None else self._words.nbytes
-
     def view(self, batch: int, num_nodes: int) -> torch.Tensor:
         """Tokens allowed after each of N nodes, [B, N, ceil(V / 32)] int32: a view of the one buffer."""
         size = batch * num_nodes * self.num_words

@@ -22,6 +22,7 @@ from specdec.errors import ConfigError, shown
 from specdec.progress import Stage
 from specdec.text.prompt_files import QUESTION_KEYS, json_lines, parse_problem
 from specdec.text.prompts import as_messages
+from specdec.text.record_files import append_record, open_records, whole_lines
 from specdec.training.packed_rows import Document
 from specdec.training.train_settings import TrainSettings
 
@@ -124,9 +125,8 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
     share of `settings.answers`, or `settings.answer_minutes` have passed, counting earlier calls."""
     state = PartialState()
     path = settings.out / "training" / f"answers-{state.process_index}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     count, seconds = -(-settings.answers // state.num_processes), 60 * settings.answer_minutes
-    lines = _whole_lines(path)
+    lines = whole_lines(path)
     done, spent = len(lines), json.loads(lines[-1])["seconds"] if lines else 0.0
     # prompts have a fixed order, so the first `done` prompts are answered
     mine = itertools.islice(prompts, state.process_index, None, state.num_processes)
@@ -136,7 +136,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
     # answers finish
     group = settings.batch
     stage.update(max(done / count, spent / seconds), f"{done} answers")
-    with path.open("a", encoding="utf-8") as file:
+    with open_records(path) as file:
         while done < count and time.perf_counter() - began < seconds:
             ids = list(itertools.islice(waiting, min(group, count - done)))
             if not ids:
@@ -152,9 +152,7 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
             before = time.perf_counter()
             for out in engine.generate(ids, params, progress=False):
                 took = round(time.perf_counter() - began, 1)
-                record = {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": took}
-                file.write(json.dumps(record) + "\n")
-            file.flush()
+                append_record(file, {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": took})
             done += len(ids)
             fitting = GROUP_SHARE * seconds / (time.perf_counter() - before) * len(ids) / settings.batch
             group = settings.batch * max(1, min(BATCHES_PER_GROUP, int(fitting)))
@@ -178,17 +176,8 @@ def fitting_prompts(engine: Engine, prompts: Iterable[Chat], length: int) -> Ite
             )
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The complete lines of a file whose writer may have been stopped; a torn last line is removed from the file."""
-    text = path.read_text("utf-8") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, "utf-8")
-    return whole.splitlines()
-
-
 def read_answers(folder: Path, length: int) -> list[Document]:
     """The answers of all processes under a folder, if they fit a row."""
-    records = [json.loads(line) for path in sorted(folder.glob("answers*.jsonl")) for line in _whole_lines(path)]
+    records = [json.loads(line) for path in sorted(folder.glob("answers*.jsonl")) for line in whole_lines(path)]
     pairs = [(r["prompt"], r["answer"]) for r in records]
     return [(np.array(p + a, np.int32), len(p)) for p, a in pairs if len(p) + len(a) <= length]

@@ -18,7 +18,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.loading import load_model, load_tokenizer
+from specdec.loading import Checkpoint, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
 from specdec.settings.declared_fields import require_fields
@@ -93,7 +93,7 @@ def train_drafter(settings: TrainSettings) -> None:
     source = prompt_source(settings.prompts, settings.seed)
     asked = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(state.device if asked == "cuda" else asked)
-    model = load_model(settings.target, dtype=getattr(torch, settings.dtype), device=device).requires_grad_(False)
+    model = Checkpoint.from_name(settings.target).load(getattr(torch, settings.dtype), device).requires_grad_(False)
     tokenizer, target = load_tokenizer(settings.tokenizer or settings.target), TargetModel(model)
     if tokenizer is None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
