@@ -11,7 +11,7 @@ implementations.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -228,3 +228,23 @@ class StatelessDrafter(Drafter, DraftWorker, Protocol):
 
     def bind(self, binding: Binding) -> DraftWorker:
         return self
+
+
+class _Completed:
+    """A drafter whose missing attributes have the defaults of `Drafter`. The drafter itself is not changed: it may be
+    frozen."""
+
+    def __init__(self, drafter: object) -> None:
+        self._drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # methods that `copy` looks for before `_drafter` is set
+            raise AttributeError(name)
+        return getattr(self._drafter if hasattr(self._drafter, name) else Drafter, name)
+
+
+def with_defaults(drafter: Drafter) -> Drafter:
+    """The drafter; if it does not inherit from `Drafter` and lacks attributes, with the defaults of those."""
+    if all(hasattr(drafter, name) for name in Drafter.__annotations__):
+        return drafter
+    return cast(Drafter, _Completed(drafter))

@@ -8,7 +8,15 @@ With `SpecConfig(adaptive=False)` the model makes all drafts.
 """
 
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, PromptObservation
+from specdec.draft_models.base import (
+    Binding,
+    DraftBatch,
+    Drafter,
+    DraftWorker,
+    Observation,
+    PromptObservation,
+    with_defaults,
+)
 from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.kvcache.frozen import KVView
 
@@ -25,11 +33,11 @@ class ModelAndLookup(Drafter):
     has_lookup = True
 
     def __init__(self, model: Drafter, lookup: Drafter) -> None:
-        self.model, self.lookup = model, lookup
+        self.model, self.lookup = with_defaults(model), lookup
         self.name = f"{model.name} or {lookup.name}"
         self.reads_finished = lookup.reads_finished
-        for name in MODEL_ATTRIBUTES:  # a model that does not inherit `Drafter` may lack some
-            setattr(self, name, getattr(model, name, getattr(Drafter, name)))
+        for name in MODEL_ATTRIBUTES:
+            setattr(self, name, getattr(self.model, name))
 
     def bind(self, binding: Binding) -> DraftWorker:
         return ModelOrLookupWorker(self.model.bind(binding), self.lookup.bind(binding))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.draft_models.base import Drafter
+from specdec.draft_models.base import Drafter, with_defaults
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
@@ -22,7 +22,6 @@ from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
 from specdec.models.quantised.packed_quantizer import load_packed
 from specdec.models.target import TargetModel
-from specdec.runtime.calls.arguments import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +67,7 @@ def load_any_drafter(
         except CheckpointError as error:
             raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *TARGET_WORDS))}, none") from error
     if callable(getattr(drafter, "bind", None)):
-        complete: Drafter = with_defaults(drafter)
-        return complete
+        return with_defaults(drafter)
     module, described = unwrapped(drafter, "drafter"), dict[str, Any]()
     if isinstance(module, PreTrainedModel):
         described = {**module.config.to_dict(), "architectures": [type(module).__name__]}

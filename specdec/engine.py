@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import Drafter
+from specdec.draft_models.base import Drafter, with_defaults
 from specdec.drafter_loading import load_any_drafter, require_options_used
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget
@@ -86,7 +86,7 @@ class Engine:
         arguments.require_type("config", config, EngineConfig)
         self.config = config = config or EngineConfig()
         self.target = target = target.as_deterministic() if config.deterministic else target
-        self.drafter = drafter = arguments.with_defaults(drafter)
+        self.drafter = drafter = None if drafter is None else with_defaults(drafter)
         self.tokenizer = tokenizer
         self.spec = spec = arguments.fitted_spec(spec, drafter)
         arguments.require_suitable(spec, config, target, drafter)

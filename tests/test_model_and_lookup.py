@@ -1,6 +1,6 @@
 """A model and a lookup that drafts in its place: same tokens, drafts as each makes alone, and a sound choice."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from draft_simulation import CHAIN, prompts
@@ -9,8 +9,9 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree
 from specdec.cli.bodies.settings import drafter_name
 from specdec.cli.options import PairOptions
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
-from specdec.draft_models.lookup import SuffixDrafter
+from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
@@ -200,6 +201,28 @@ def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
                 made = engine.stats().captures
                 assert made.uncaptured_rounds == 0 and made.refused == 0
     assert outputs[0] == outputs[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """No more than the protocol demands, and no attribute can be added."""
+
+    inner: Drafter
+    name: str = "frozen"
+
+    def bind(self, binding):
+        return self.inner.bind(binding)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_drafter_that_cannot_be_changed_has_defaults(beside, make_target, make_engine, random_prompt):
+    """Regression: defaults were set on the user's object, so an engine of a frozen one ended in its error."""
+    model, given = make_target("llama"), Frozen(NgramDrafter())
+    engine = make_engine(model, ModelAndLookup(given, SuffixDrafter()) if beside else given)
+    prompt, params = random_prompt(9), SamplingParams(max_new_tokens=24)
+    [out], [plain] = (each.generate([prompt], params) for each in (engine, make_engine(model, None)))
+    assert out.token_ids == plain.token_ids and engine.stats().drafted_rounds
+    assert not engine.drafter.may_lag and engine.drafter.name.startswith("frozen")
 
 
 # what is given

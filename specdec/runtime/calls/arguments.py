@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from specdec.attention.backend import Backend
 from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams, SpecConfig
-from specdec.draft_models.base import Drafter, Fit
+from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 from specdec.modules.weight_watch import updates_are_counted
 
@@ -67,14 +67,6 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
             raise ConfigError(
                 f"{name} is {shown(part)}; Engine(...) wants {wanted}, Engine.from_pretrained takes names and models"
             )
-
-
-def with_defaults(drafter: Any) -> Any:
-    """The drafter. If it does not inherit from `Drafter`, it gets the defaults of the attributes that it lacks."""
-    for name in Drafter.__annotations__ if drafter is not None else ():
-        if not hasattr(drafter, name):
-            setattr(drafter, name, getattr(Drafter, name))
-    return drafter
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
