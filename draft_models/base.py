@@ -237,6 +237,10 @@ class _Completed:
     def __init__(self, drafter: object) -> None:
         self._drafter = drafter
 
+    @property  # so that `isinstance` and logs see the user's class
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._drafter)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # methods that `copy` looks for before `_drafter` is set
             raise AttributeError(name)

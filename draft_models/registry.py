@@ -1,6 +1,7 @@
-"""The list of all drafters: how each is recognised, and how it is made from a checkpoint.
+"""The list of drafters with a format or a word of their own, and the parts of a user's drafter argument.
 
-To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
+MTP modules and language models, which a config.json shows only next to the target's, are recognised in
+`drafter_loading.py`. To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from specdec.draft_models.gemma4_mtp import (
     is_assistant_config,
 )
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
-from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.errors import ConfigError, UnsupportedModelError, shown
 
 
 class DrafterFamily(NamedTuple):
@@ -40,6 +41,33 @@ FAMILIES = (
 
 WORDS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 """Drafters that a word selects."""
+MTP, AUTO, NONE = "mtp", "auto", "none"
+"""Words that depend on the target: its checkpoint's own modules; those, else its published drafter if that is on disk,
+else "suffix". And the word for no drafter."""
+NAMES = (*WORDS, MTP, AUTO, NONE)
+
+
+def drafter_parts(drafter: Any) -> tuple[Any, str | None]:
+    """The model and the lookup in a user's drafter argument: a name, an object, None, [model, word] or "NAME,WORD".
+
+    model: "mtp", "auto", a checkpoint's name, a module or a drafter; lookup: a word of `WORDS`; None: there is none.
+    Raises ConfigError for a pair of other things.
+    """
+    if isinstance(drafter, str):
+        name, comma, word = drafter.rpartition(",")
+        if word in WORDS and not comma:
+            return None, word
+        drafter = (name or None, word) if word in WORDS else None if drafter == NONE else drafter
+    if not isinstance(drafter, (list, tuple)):
+        return drafter, None
+    first, second = map(drafter_parts, drafter) if len(drafter) == 2 else ((None, None), (None, None))
+    model, has_lookup = first[0], first[1] is not None or getattr(first[0], "has_lookup", False)
+    if model is None or has_lookup or second[0] is not None or second[1] is None:
+        raise ConfigError(
+            f"drafter is {shown(drafter)}; of two the first is a model that drafts, and the second one of "
+            f"{', '.join(map(repr, WORDS))}, such as ['google/gemma-4-E4B-it-assistant', 'suffix']"
+        )
+    return model, second[1]
 
 
 def drafter_family(config: Mapping[str, Any]) -> DrafterFamily | None:
@@ -68,5 +96,5 @@ def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
 def not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} has model_type {config.get('model_type')!r}; supported are "
-        f"{', '.join(family.title for family in FAMILIES)}, causal language models, and by name {', '.join(WORDS)}"
+        f"{', '.join(family.title for family in FAMILIES)}, causal language models, and by name {', '.join(NAMES)}"
     )

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from specdec.draft_models.base import Drafter, with_defaults
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
-from specdec.draft_models.registry import WORDS, drafter_family, is_drafter_config, not_a_drafter
+from specdec.draft_models.registry import AUTO, MTP, NAMES, WORDS, drafter_family, drafter_parts, not_a_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
@@ -27,31 +27,33 @@ logger = logging.getLogger(__name__)
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Suffixes of transformers' class names for models that continue a text."""
-MTP, AUTO = "mtp", "auto"
-TARGET_WORDS = (MTP, AUTO)
-"""Drafters that depend on the target: "mtp", its checkpoint's own modules; "auto", see `_drafter_of_target`."""
 
 
 @torch.inference_mode(False)  # as in `Checkpoint.load`
 def load_any_drafter(
     drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
 ) -> Drafter | None:
-    """Make a drafter from a word (`WORDS`, `TARGET_WORDS`, "none"), a bundled name, a folder or hub id, or a module.
+    """Make a drafter from an argument (see `drafter_parts`); None: the argument names none.
 
-    None stays None. A pair, or "NAME,WORD", gives a model with a lookup next to it. tokenizer: the target's; a language
-    model's tokenizer is compared with it. Raises CheckpointError, ConfigError, and UnsupportedModelError if the drafter
-    does not fit.
+    tokenizer: the target's; a language model's tokenizer is compared with it. Raises CheckpointError, ConfigError, and
+    UnsupportedModelError if the drafter does not fit.
     """
-    if drafter is None or drafter == "none":
-        return None
-    if isinstance(drafter, str) and drafter in WORDS:
-        return WORDS[drafter]()
-    if isinstance(drafter, str) and drafter.rpartition(",")[2] in WORDS:
-        drafter = drafter.rpartition(",")[::2]
-    if isinstance(drafter, str) and drafter in TARGET_WORDS:
-        return _drafter_of_target(drafter, target, options, tokenizer)
-    if isinstance(drafter, (list, tuple)):
-        return _model_and_lookup(drafter, target, options, tokenizer)
+    model, lookup = drafter_parts(drafter)
+    if model is None:
+        return None if lookup is None else WORDS[lookup]()
+    fitted = _drafting_model(model, target, options or {}, tokenizer)
+    if fitted is None:
+        return WORDS[lookup or "suffix"]()
+    return fitted if lookup is None else ModelAndLookup(fitted, WORDS[lookup]())
+
+
+def _drafting_model(
+    drafter: Any, target: TargetModel, options: Mapping[str, Any], tokenizer: Any | None
+) -> Drafter | None:
+    """Make the model of a drafter argument; None: "auto" found none."""
+    if isinstance(drafter, str) and drafter in (MTP, AUTO):
+        own = Checkpoint.from_name(getattr(target.model.config, "name_or_path", None) or "", options)
+        return _own_modules(own, target) if drafter == MTP else _first_of_auto(own, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.from_name(drafter, options)
@@ -60,12 +62,11 @@ def load_any_drafter(
             if (family := drafter_family(checkpoint.config)) is not None:
                 source = checkpoint.load(target.dtype, target.device) if family.is_module else checkpoint.folder()
                 return family.load(source, target)
-            if not continues_text(checkpoint.config):
-                raise not_a_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
+            require_drafter(f"drafter {checkpoint.name!r}", checkpoint.config)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *TARGET_WORDS))}, none") from error
+            raise CheckpointError(f"{error}; drafters by name: {', '.join(NAMES)}") from error
     if callable(getattr(drafter, "bind", None)):
         return with_defaults(drafter)
     module, described = unwrapped(drafter, "drafter"), dict[str, Any]()
@@ -79,40 +80,32 @@ def load_any_drafter(
     if isinstance(module, nn.Module):
         raise not_a_drafter(f"drafter of class {type(module).__name__}", described)
     raise ConfigError(
-        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, "
-        f"{', '.join(map(repr, (*WORDS, *TARGET_WORDS)))}, 'none', a module or None"
+        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, {', '.join(map(repr, NAMES))}, "
+        "a module or None"
     )
 
 
 def require_options_used(drafter: Any, options: Mapping[str, Any] | None) -> None:
     """Raise ConfigError if loading arguments are given for a drafter that is not loaded."""
-    named = isinstance(drafter, (os.PathLike, list, tuple)) or (
-        isinstance(drafter, str) and drafter not in (*WORDS, "none")
-    )
-    if options and not named:
+    if options and not isinstance(drafter_parts(drafter)[0], (str, os.PathLike)):
         raise ConfigError(
             f"drafter_options={shown(dict(options))}: they are for drafters that are loaded, and drafter is "
             f"{shown(drafter)}; leave them out"
         )
 
 
-def _drafter_of_target(
-    word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
+def _first_of_auto(
+    checkpoint: Checkpoint, target: TargetModel, options: Mapping[str, Any], tokenizer: Any | None
 ) -> Drafter | None:
-    """Make the drafter for a word of `TARGET_WORDS`. "mtp": the modules in the target's checkpoint. "auto": those
-    modules, else the published drafter if it is on disk, else "suffix". Only "mtp" raises."""
-    name = getattr(target.model.config, "name_or_path", "")
-    checkpoint = None if not name else Checkpoint.from_name(name, options)
-    if word == MTP:
-        return _own_modules(checkpoint, target)
-    here = {**(options or {}), "local_files_only": True}
-    for found in [] if checkpoint is None else meant_by_auto(checkpoint, len(target.layout.layers), here):
+    """Make the first drafter that "auto" means and that can be used. checkpoint: the target's."""
+    here = {**options, "local_files_only": True}
+    for found in meant_by_auto(checkpoint, len(target.layout.layers), here):
         try:
-            return load_any_drafter(found, target, here, tokenizer)
+            return _drafting_model(found, target, here, tokenizer)
         except (CheckpointError, ConfigError, UnsupportedModelError) as error:
             what = "its MTP modules are" if found == MTP else f"drafter {found} is"
             logger.warning("drafter='auto': %s not used: %s", what, error)
-    return WORDS["suffix"]()
+    return None
 
 
 def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, Any]) -> Iterator[str]:
@@ -128,16 +121,13 @@ def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, An
                     yield pair.drafter
 
 
-def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
-    if checkpoint is None:
-        raise CheckpointError(
-            f"drafter='mtp': {target.name} was not loaded from a checkpoint; give drafter=DIR of a folder with its "
-            "MTP modules"
-        )
+def _own_modules(checkpoint: Checkpoint, target: TargetModel) -> Drafter:
     try:
+        if not checkpoint.name:
+            raise CheckpointError(f"{target.name} was not loaded from a checkpoint")
         checkpoint.folder()
     except CheckpointError as error:
-        raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with the modules") from error
+        raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with its MTP modules") from error
     return _modules_of(checkpoint, target)
 
 
@@ -154,7 +144,7 @@ def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[
     """
     if is_mtp_speculator(config):
         return True
-    if is_drafter_config(config) or not continues_text(config):
+    if drafter_family(config) is not None or not continues_text(config):
         return False
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
@@ -162,20 +152,10 @@ def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[
     return is_like_target and module_count(folder(), len(target.layout.layers)) > 0
 
 
-def _model_and_lookup(
-    drafters: Sequence[Any], target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
-) -> Drafter:
-    model, lookup = drafters if len(drafters) == 2 else (None, None)
-    if isinstance(lookup, str) and lookup in WORDS and not (isinstance(model, str) and model in (*WORDS, "none", "")):
-        fitted = load_any_drafter(model, target, options, tokenizer)
-        if model == AUTO and type(fitted) in WORDS.values():
-            return WORDS[lookup]()
-        if fitted is not None and not fitted.has_lookup:
-            return ModelAndLookup(fitted, WORDS[lookup]())
-    raise ConfigError(
-        f"drafter is {shown(drafters)}; of two the first is a model that drafts, and the second one of "
-        f"{', '.join(map(repr, WORDS))}, such as ['google/gemma-4-E4B-it-assistant', 'suffix']"
-    )
+def require_drafter(what: str, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError unless this config.json is a drafter's or a language model's."""
+    if drafter_family(config) is None and not continues_text(config):
+        raise not_a_drafter(what, config)
 
 
 def continues_text(config: Mapping[str, Any]) -> bool:

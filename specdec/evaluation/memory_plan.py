@@ -21,8 +21,8 @@ from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
-from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
-from specdec.drafter_loading import AUTO, MTP, continues_text, drafts_by_modules, meant_by_auto
+from specdec.draft_models.registry import AUTO, MTP, building, drafter_parts, is_drafter_config, require_target
+from specdec.drafter_loading import drafts_by_modules, meant_by_auto, require_drafter
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import StateShape
@@ -136,12 +136,11 @@ def _state_fields(state: StateShape) -> tuple[CacheField, ...]:
 def plan_drafter(
     drafter: str | None, target: Checkpoint, model: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any]
 ) -> PlannedDrafter:
-    """Plan the model in a drafter's name, which may also name a lookup; a lookup keeps nothing. model: the target's."""
-    name, _, lookup = (drafter or "").rpartition(",")
-    name = name if lookup in WORDS else drafter or ""
+    """Plan the model of a drafter argument; a lookup keeps nothing. model: the target's."""
+    name, _ = drafter_parts(drafter)
     if name == AUTO:
-        name = next(meant_by_auto(target, len(model.layout.layers), {**options, "local_files_only": True}), "")
-    if not name:
+        name = next(meant_by_auto(target, len(model.layout.layers), {**options, "local_files_only": True}), None)
+    if name is None:
         return PlannedDrafter()
     checkpoint = Checkpoint.from_name(target.name if name == MTP else name, options)
     described, folder = checkpoint.config, checkpoint.config_file.parent
@@ -150,8 +149,7 @@ def plan_drafter(
             return plan_modules(folder, model, spec)
         if is_drafter_config(described) and not is_assistant_config(described):  # a head
             return PlannedDrafter(own_needs(layout_of_config(described), spec), _weight_bytes(checkpoint, None))
-    if not is_drafter_config(described) and not continues_text(described):
-        raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
+    require_drafter(f"drafter {name!r}", described)
     planned = on_meta(checkpoint, model.dtype)
     return PlannedDrafter(model_needs(name, planned, model, spec), _weight_bytes(checkpoint, planned))
 

@@ -122,7 +122,7 @@ def describe(state: ServeState) -> str:
         slots += f" and {sliding} of sliding windows"
     if engine.drafter is not None:
         sizes = f"{engine.spec.num_steps} steps, {engine.spec.num_nodes} nodes"
-        drafter = f"{type(engine.drafter).__name__} ({sizes})"
+        drafter = f"{engine.drafter.__class__.__name__} ({sizes})"
     return (
         f"serving {', '.join(state.settings.model_names)}: weights in {engine.weights}, "
         f"context {engine.max_model_len} tokens, {engine.config.max_batch_size} requests at a time, "

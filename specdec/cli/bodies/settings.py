@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
+from specdec.draft_models.registry import AUTO, NONE, drafter_parts
 from specdec.engine import Engine
 from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.models.published import nearest_recipe
@@ -91,7 +92,6 @@ def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
 
 def drafter_name(pair: PairOptions) -> str | None:
     """The drafter that the engine is given. 'auto' means the bundled target's own; the engine finds that of others."""
-    name, comma, lookup = pair.drafter.partition(",")
-    if name == "auto" and pair.target == "tiny-gemma4":
-        name = "tiny-gemma4-mtp"
-    return None if name == "none" and not comma else name + comma + lookup
+    if pair.target == "tiny-gemma4" and drafter_parts(pair.drafter)[0] == AUTO:
+        return pair.drafter.replace(AUTO, "tiny-gemma4-mtp", 1)
+    return None if pair.drafter == NONE else pair.drafter
