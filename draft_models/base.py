@@ -238,7 +238,7 @@ class _Completed:
         self._drafter = drafter
 
     @property  # so that `isinstance` and logs see the user's class
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:  # type: ignore[misc]
         return type(self._drafter)
 
     def __getattr__(self, name: str) -> Any:

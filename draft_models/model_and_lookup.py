@@ -20,24 +20,16 @@ from specdec.draft_models.base import (
 from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.kvcache.frozen import KVView
 
-MODEL_ATTRIBUTES = (
-    *("aux_layers", "kv_layout", "extra_keys", "reread", "reads_every_state", "fit", "unfused", "weights"),
-    *("may_lag", "max_steps", "default_steps", "max_positions"),
-)
-"""Attributes of a drafter that concern only its model, not a lookup."""
-
 
 class ModelAndLookup(Drafter):
     """Two drafters in one. model: any drafter. lookup: a drafter whose worker ignores observations."""
 
-    has_lookup = True
-
     def __init__(self, model: Drafter, lookup: Drafter) -> None:
         self.model, self.lookup = with_defaults(model), lookup
-        self.name = f"{model.name} or {lookup.name}"
-        self.reads_finished = lookup.reads_finished
-        for name in MODEL_ATTRIBUTES:
+        for name in Drafter.__annotations__:  # what concerns layers and depths concerns the model only
             setattr(self, name, getattr(self.model, name))
+        self.name, self.has_lookup = f"{model.name} or {lookup.name}", True
+        self.reads_finished = lookup.reads_finished
 
     def bind(self, binding: Binding) -> DraftWorker:
         return ModelOrLookupWorker(self.model.bind(binding), self.lookup.bind(binding))

@@ -52,8 +52,10 @@ def _drafting_model(
 ) -> Drafter | None:
     """Make the model of a drafter argument; None: "auto" found none."""
     if isinstance(drafter, str) and drafter in (MTP, AUTO):
-        own = Checkpoint.from_name(getattr(target.model.config, "name_or_path", None) or "", options)
-        return _own_modules(own, target) if drafter == MTP else _first_of_auto(own, target, options, tokenizer)
+        of_target = Checkpoint.from_name(getattr(target.model.config, "name_or_path", None) or "", options)
+        if drafter == MTP:
+            return _own_modules(of_target, target)
+        return _first_of_auto(of_target, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.from_name(drafter, options)
