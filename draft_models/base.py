@@ -237,8 +237,9 @@ class _Completed:
     def __init__(self, drafter: object) -> None:
         self._drafter = drafter
 
-    @property  # so that `isinstance` and logs see the user's class
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The user's class, for `isinstance` and logs."""
         return type(self._drafter)
 
     def __getattr__(self, name: str) -> Any:

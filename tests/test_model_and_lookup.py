@@ -215,7 +215,8 @@ class Frozen:
 def test_a_drafter_that_cannot_be_changed_has_defaults(make_target, make_engine, random_prompt):
     """Regression: defaults were set on the user's object, so an engine of a frozen one ended in its error."""
     model, given = make_target("llama"), Frozen(NgramDrafter())
-    engines = [make_engine(model, each) for each in (given, ModelAndLookup(given, SuffixDrafter()), None)]
+    pair, spec = ModelAndLookup(given, SuffixDrafter()), SpecConfig(3, adaptive=False)
+    engines = [make_engine(model, each, spec=spec) for each in (given, pair, None)]
     *outs, plain = (one.generate([random_prompt(9)], SamplingParams(24))[0].token_ids for one in engines)
     assert outs == [plain, plain] and all(one.stats().drafted_rounds for one in engines[:2])
     assert isinstance(engines[0].drafter, Frozen)
