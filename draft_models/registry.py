@@ -53,21 +53,23 @@ def drafter_parts(drafter: Any) -> tuple[Any, str | None]:
     model: "mtp", "auto", a checkpoint's name, a module or a drafter; lookup: a word of `WORDS`; None: there is none.
     Raises ConfigError for a pair of other things.
     """
+    given = drafter
     if isinstance(drafter, str):
         name, comma, word = drafter.rpartition(",")
         if word in WORDS and not comma:
             return None, word
-        drafter = (name or None, word) if word in WORDS else None if drafter == NONE else drafter
-    if not isinstance(drafter, (list, tuple)):
-        return drafter, None
-    first, second = map(drafter_parts, drafter) if len(drafter) == 2 else ((None, None), (None, None))
-    model, has_lookup = first[0], first[1] is not None or getattr(first[0], "has_lookup", False)
-    if model is None or has_lookup or second[0] is not None or second[1] is None:
+        given = (name or None, word) if word in WORDS else None if drafter == NONE else drafter
+    if not isinstance(given, (list, tuple)):
+        return given, None
+    parts = [drafter_parts(each) for each in given]
+    (model, other), (no_model, lookup) = parts if len(parts) == 2 else [(None, None)] * 2
+    is_model = model is not None and other is None and not getattr(model, "has_lookup", False)
+    if not is_model or no_model is not None or lookup is None:
         raise ConfigError(
             f"drafter is {shown(drafter)}; of two the first is a model that drafts, and the second one of "
             f"{', '.join(map(repr, WORDS))}, such as ['google/gemma-4-E4B-it-assistant', 'suffix']"
         )
-    return model, second[1]
+    return model, lookup
 
 
 def drafter_family(config: Mapping[str, Any]) -> DrafterFamily | None:
