@@ -113,8 +113,8 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         self.state = DeviceState(target, drafter, self.cache, backend, spec, config)
         shared = self.cache if arguments.caches_prefixes(config, target, drafter) else None
-        unread = None if self.state.unread is None else self.state.unread.count
-        self.prefixes = PrefixPolicy(shared, self.state.weights.version, unread)
+        lag = None if self.state.lag is None else self.state.lag.count
+        self.prefixes = PrefixPolicy(shared, self.state.weights.version, lag)
         budget = PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent)
         # a fixed chunk is read in one forward
         division = division_of(self.state, captured=capture is not None) if config.prefill_chunk is None else None

@@ -136,7 +136,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
-    """With nobody seated: all rows are padding, and what padding wrote is nowhere to be seen."""
+    """In a round of padding rows alone, no request sees a key that padding wrote."""
     engine = small_engine(max_batch_size=5)
     assert captured_batches(engine) == {1, 2, 4, 5}
     engine.table.check()

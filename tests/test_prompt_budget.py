@@ -73,7 +73,7 @@ class Simulation:
     """An engine of whose steps only the time is computed. Requests are (arrival, prompt tokens, new tokens)."""
 
     gap: PromptGap
-    seats: int
+    rows: int
     on_cpu: bool = False
     now: float = 0.0
     gaps: list[float] = field(default_factory=list)  # of steps in which others decode
@@ -91,7 +91,7 @@ class Simulation:
                 self.now += spent
                 self.gap.learn_round(spent)
             decoding = [left - 1 for left in decoding if left > 1]
-            while waiting and waiting[0][0] <= self.now and len(reading) + len(decoding) < self.seats:
+            while waiting and waiting[0][0] <= self.now and len(reading) + len(decoding) < self.rows:
                 arrival, length, new = waiting.popleft()
                 reading.append([arrival, length, new, 0])
             if reading:
@@ -220,12 +220,12 @@ def test_on_a_cpu_the_same_is_learned_from_nothing() -> None:
     assert engine.first[4096] < 20.0
 
 
-@pytest.mark.parametrize("seats", [128, 256])
-def test_a_load_of_many_prompts_keeps_its_speed(seats: int) -> None:
+@pytest.mark.parametrize("rows", [128, 256])
+def test_a_load_of_many_prompts_keeps_its_speed(rows: int) -> None:
     """256 requests of 512 + 128 tokens: reading them a little at a time would halve it."""
     seconds = {}
     for room in (GPU, GPU._replace(user_set=True)):  # by the gap, and always as many as the cap
-        engine = Simulation(timed(gpu_round(seats), room), seats)
+        engine = Simulation(timed(gpu_round(rows), room), rows)
         seconds[room.user_set] = engine.run([(0.0, 512, 128)] * 256)
         assert max(engine.gaps) <= PROMISED_GAP
     assert seconds[False] < 1.03 * seconds[True]

@@ -194,8 +194,8 @@ class Request:
             return self.prefill_target - 1
         return self.scores.known - 1
 
-    def seat(self, row: int) -> None:
-        """Give it this row. Next, its prompt is read."""
+    def assign_row(self, row: int) -> None:
+        """The request gets this row. Next, its prompt is read."""
         self.row, self.state = row, RequestState.PREFILL
         if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
             self.stats.queue_seconds = time.perf_counter() - self.submit_time

@@ -183,7 +183,7 @@ class Scheduler:
                 break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
             self.prefixes.adopt_prefix(request, rank(request))
-            request.seat(request.row)
+            request.assign_row(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
             insort(numbers, request.id)

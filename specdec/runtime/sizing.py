@@ -15,7 +15,7 @@ from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompts.prompt_budget import PromptBudget
-from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
+from specdec.runtime.rounds.drafter_lag import MAX_LAG, lag_allowed
 
 KV_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free after the weights are loaded."""
@@ -28,7 +28,7 @@ FALLBACK_MODEL_LEN = 4096
 
 class DraftNeeds(NamedTuple):
     """KV requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
-    committed tokens that it has not read yet."""
+    committed tokens that it has not read yet (`rounds/drafter_lag.py`)."""
 
     layout: KVLayout | None = None
     extra_keys: int = 0
@@ -39,7 +39,7 @@ class DraftNeeds(NamedTuple):
     def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
         if drafter is None:
             return cls()
-        max_lag = MAX_UNREAD if reads_late(drafter, spec.adaptive) else 0
+        max_lag = MAX_LAG if lag_allowed(drafter, spec.adaptive) else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property

@@ -278,8 +278,9 @@ class DraftPolicy:
         return self.shapes[chosen]
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
-        """Learn from a settled round. seconds: includes a catch-up before it. drafted: see `DraftAcceptance.learn`.
-        brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing is charged."""
+        """Learn from a settled round. seconds: includes reading the lag before it. drafted: see
+        `DraftAcceptance.learn`. brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing
+        is charged."""
         index, times = self._index_of(shape), self.times_of(batch)
         if shape == self.shapes[index]:
             times.learn(index, seconds)

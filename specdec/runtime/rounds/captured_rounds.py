@@ -32,9 +32,9 @@ from specdec.gpu.captures import (
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.drafter_lag import MAX_LAG
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round_shapes import is_rare
-from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -168,9 +168,9 @@ class CapturedRounds(CaptureSet):
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
         return run_programs(self.programs_to_run(shape, decode_programs(self.state, shape)), between)
 
-    def catch_up(self, shape: RoundShape) -> None:
-        """Let the drafter read unread tokens of the rows seated for a round of this shape."""
-        program = partial(self.state.catch_up, shape, MAX_UNREAD)
+    def read_lag(self, shape: RoundShape) -> None:
+        """Let the drafter read the lag of the rows seated for a round of this shape."""
+        program = partial(self.state.read_lag, shape, MAX_LAG)
         run_programs(self.programs_to_run((shape.batch, shape.max_committed_len), [program]))
 
 
