@@ -51,7 +51,7 @@ from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, capture_for
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
-from specdec.runtime.sizing import lookahead_nodes, make_cache
+from specdec.runtime.sizing import lookahead_slots, make_cache
 from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.warm_up import warm_up
@@ -105,7 +105,7 @@ class Engine:
             captured=capture is not None,
         )
         arguments.require_recurrent(target, config, backend)
-        lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
+        lookahead = lookahead_slots(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         arguments.warn_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table

@@ -32,7 +32,7 @@ from specdec.models.quantised.packed_quantizer import stored_tensors, without_qu
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.calls.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.drafter_lag import MAX_LAG
-from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_nodes
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_slots
 
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names by which configs count their MTP modules."""
@@ -98,8 +98,8 @@ def planned_needs(
     device_type: str,
 ) -> CacheNeeds:
     """Needs of a full batch of requests of `max_len` tokens. drafts: None: there is no drafter."""
-    nodes = lookahead_nodes(drafts or SpecConfig(), drafts=drafts is not None, captured=device_type == "cuda")
-    sizes = {"max_len": max_len, "num_nodes": nodes}
+    lookahead = lookahead_slots(drafts or SpecConfig(), drafts=drafts is not None, captured=device_type == "cuda")
+    sizes = {"max_len": max_len, "lookahead": lookahead}
     return CacheNeeds(model.layout, drafter.needs, model.dtype, config, **sizes, device_type=device_type)
 
 

@@ -201,7 +201,7 @@ class Request:
             self.stats.queue_seconds = time.perf_counter() - self.submit_time
 
     def lose_row(self) -> None:
-        """It waits, without a row. Results launched for the row are not its any more."""
+        """It waits, without a row. Results of launches that used the old row are ignored."""
         self.settled = self.settled._replace(stats=self.stats, row_totals=None)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1

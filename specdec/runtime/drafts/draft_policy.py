@@ -114,8 +114,8 @@ class DraftAcceptance:
 
     @property
     def chance(self) -> FloatArray:
-        """The engine's chances [C, D]. As a prior, two drafts are added to the counts of a class, accepted as often as
-        the drafts of the source's other classes; the prior of these is one right and one wrong draft."""
+        """The engine's chances [C, D]. Each class starts with two pseudo-drafts, accepted at the rate of the source's
+        other classes. That rate starts with one accepted and one rejected pseudo-draft."""
         (right, tried), (other_right, other_tried) = self._counts, self._others @ self._counts
         chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
         return chance

@@ -1,7 +1,7 @@
 """Captured rounds: the device side of a round is recorded once per shape, then replayed without Python.
 
     1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
-    2nd                    is captured, then replayed; a rare shape only after RARE_RUNS_BEFORE_CAPTURE more
+    2nd                    is captured, then replayed; a rare shape first has RARE_RUNS_BEFORE_CAPTURE eager runs in all
     later                  replayed
 
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
@@ -80,8 +80,8 @@ class CaptureSet:
         raise NotImplementedError
 
     def patience(self, shape: Hashable) -> int:
-        """Number of eager runs of a new shape, after the first, before its capture."""
-        return 0
+        """Number of eager runs of a new shape before its capture, at least 1."""
+        return 1
 
     def programs_to_run(self, shape: Hashable, programs: Sequence[Program]) -> Sequence[Program]:
         """Replays of the captured programs of this shape, or `programs`, to be run eagerly."""
@@ -162,7 +162,7 @@ class CapturedRounds(CaptureSet):
         return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
 
     def patience(self, shape: Hashable) -> int:
-        return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 0
+        return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 1
 
     def run(self, shape: RoundShape, between: HostWorkBetween | None = None) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
