@@ -1,6 +1,6 @@
 """Captured rounds: what a CUDA graph would do, on the CPU, by a tape that freezes all that Python decided.
 
-Tokens are those of the same rounds run as they are, whoever joins and leaves, and nothing of one round outlives it.
+Tokens equal those of the same rounds run eagerly, also if requests join and leave, and nothing of a round outlives it.
 """
 
 import logging

@@ -297,7 +297,7 @@ def test_half_precision_is_within_rounding(family, dtype, poison_empty):
 
 @torch.no_grad()
 def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began(monkeypatch):
-    """Its programs may run while the router's do: what the router gives back is not yet nobody's."""
+    """Its programs may run while the router's do, which may still read memory that the router has returned."""
     router, experts = described(build("gemma4-moe"))
     mlp = Mlp(torch.randn(72, 40, device=DEVICE), "gelu_tanh", torch.randn(40, 36, device=DEVICE))
     made, early = [], []

@@ -1,5 +1,5 @@
-"""The one stream from tokens to messages, through HTTP: whatever a model says, and however it is cut into deltas, chats
-and responses, streamed and whole, have the same items in the same order, with the same arguments and scores.
+"""The one stream from tokens to messages, through HTTP. For any text of the model, cut into any deltas, chats and
+responses, streamed and whole, have the same items in the same order, with the same arguments and scores.
 
 A model recites texts of all formats, whole, nested, broken and quoted, and its drafts are right, so that a delta holds
 any number of tokens. Of a text that is well written it is known what is to be read of it.

@@ -262,7 +262,7 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert capped(GPU, 1.0).while_decoding == MIN_CAP  # it must get on
     assert (
         capped(PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")).while_decoding == 3000
-    )  # somebody has said it
+    )  # the user has set it
     assert capped(CPU).while_decoding == 96
 
 
@@ -330,7 +330,7 @@ def same_level(*lengths: int) -> list[UnreadPrompt]:
 
 
 def test_a_short_prompt_passes_long_ones_in_half_of_a_step() -> None:
-    """Long prompts of others held up everybody's first token: 40 steps of 96 tokens for four of 900."""
+    """Four prompts of 900 tokens delayed every other request's first token by 40 steps of 96 tokens."""
     assert share_tokens(same_level(LONG, LONG, LONG, LONG, 60), 96, 512) == [48, 0, 0, 0, 48]
     assert share_tokens(same_level(LONG, LONG, 9, 7), 96, 512) == [80, 0, 9, 7]
     assert share_tokens(same_level(LONG, 60, 60, 50), 96, 512) == [48, 0, 0, 48]  # the shortest of them
