@@ -115,7 +115,7 @@ LAGGING = [
 
 
 @pytest.mark.parametrize(("shape", "others", "model", "said"), LAGGING)
-def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, model, said):
+def test_a_model_that_read_its_lag_drafts_as_if_it_had_read_along(shape, others, model, said):
     """`others` rounds between two of the model: by lookup, or plain ones. Of a text of one token all drafts are right.
     Several requests, so that rows begin while others have a lag."""
     spec, repeats, plain = SHAPES[shape], said == "one token", said == "plain"

@@ -1,4 +1,4 @@
-"""Prompts that are read a few layers per step, next to rounds: the same tokens, also after faults, and no state left over."""
+"""Prompts that are read a few layers per step, next to rounds: the same tokens, also after faults; nothing is left."""
 
 import gc
 import weakref

@@ -125,7 +125,7 @@ def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
     assert out.stats.cached_tokens == (0 if lost else 39)
 
 
-def test_a_match_ends_where_a_late_reader_has_read(make_target, random_prompt) -> None:
+def test_a_match_ends_where_a_lagging_drafter_has_read(make_target, random_prompt) -> None:
     """Rounds without drafts leave a lag at the end of an answer: another request begins with the pages before them."""
     model, spec = make_target("llama"), SpecConfig(3, adaptive=True)
     engine = engine_of(TargetModel(model), random_eagle3(model, windows=(5, None)), spec, max_batch_size=1)
