@@ -180,8 +180,8 @@ class PackedShape(NamedTuple):
 class PackedLaunch(NamedTuple):
     """One launch. summed: one program adds all ranges of K; otherwise each range has a program.
 
-    short_tiles: cover the rows of x after the last whole tile, and all rows for the tiles of the weight numbered
-    `num_tall` and above; None: `tiles` cover everything.
+    short_tiles: shorter tiles. They cover the rows of x after the last whole tile, and all rows of x for the weight's
+    tiles numbered `num_tall` and above.
     """
 
     tiles: Tiles
