@@ -1,6 +1,7 @@
-"""The list of all drafters: how each is recognised, and how it is made from a checkpoint.
+"""Drafters that have a config.json or a word of their own: how each is recognised, and how it is made.
 
-To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
+To add one, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without). `specdec/drafter_loading.py` recognises
+MTP modules, language models, and drafters that depend on the target.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,5 +69,6 @@ def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
 def not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} has model_type {config.get('model_type')!r}; supported are "
-        f"{', '.join(family.title for family in FAMILIES)}, causal language models, and by name {', '.join(WORDS)}"
+        f"{', '.join(family.title for family in FAMILIES)}, MTP modules, causal language models, "
+        f"and by name {', '.join(WORDS)}, mtp, auto"
     )

@@ -5,6 +5,7 @@ A change of a pair is another `ExaminedPair`; the target is never changed.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,18 +95,16 @@ class Watched:
         propose = worker.propose
 
         def watched(batch: DraftBatch) -> DraftTree:
-            def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
-                def noted(logits: torch.Tensor, *given: Any) -> Any:
-                    if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
-                        self.seen = logits[0, 0].float().clone()
-                    return draw(logits, *given)
-
-                return noted
-
-            return propose(replace(batch, sample=noting(batch.sample), best=noting(batch.best), params=None))
+            sample, best = (partial(self._note, batch, draw) for draw in (batch.sample, batch.best))
+            return propose(replace(batch, sample=sample, best=best, params=None))
 
         worker.propose = watched  # type: ignore[method-assign]
         return worker
+
+    def _note(self, batch: DraftBatch, draw: Callable[..., Any], logits: torch.Tensor, *given: Any) -> Any:
+        if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
+            self.seen = logits[0, 0].float().clone()
+        return draw(logits, *given)
 
 
 def pair_facts(pair: ExaminedPair) -> dict[str, str]:
