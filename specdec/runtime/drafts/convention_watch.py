@@ -48,7 +48,7 @@ class ConventionWatch:
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         self._target, self._model = target, None if drafter is None else model_of(drafter)
-        # dense forwards support neither recurrent layers nor several devices
+        # a dense forward runs on one device, and recurrent layers block by block, too slowly for a step of an engine
         is_watched = isinstance(self._model, NativeMtpDrafter) and not target.recurrent and target.ranks is None
         self.is_done = not is_watched
         self._ended: list[Request] = []
