@@ -117,9 +117,9 @@ def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], li
 
 def prepare_paged(shape: Shape) -> Prepared:
     """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
-    shape, extra, [level, fp8] = _common(shape, "level", "fp8")
-    args = {**make_inputs(**shape, evicted=True), **extra}
-    batch, num_nodes = shape["batch"], shape["num_rows"]
+    inputs, extra, [level, fp8] = _common(shape, "level", "fp8")
+    args = {**make_inputs(**inputs, evicted=True), **extra}
+    batch, num_nodes = inputs["batch"], inputs["num_rows"]
     newest = slice(num_nodes - (level or num_nodes), None)
     parents = binary(num_nodes)
     bits = torch.zeros((num_nodes, -(-num_nodes // pa.WORD)), dtype=torch.int64)
@@ -130,24 +130,13 @@ def prepare_paged(shape: Shape) -> Prepared:
     block_k, block_v = args.pop("block_k"), args.pop("block_v")
     block = pa.BlockKeys(block_k, block_v, positions, bits[newest].to(DEVICE).repeat(batch, 1, 1))
     args |= {"query": args["query"][:, :, newest], "positions": positions[:, newest], "block": block}
-    if not fp8:
-        return Prepared(
-            lambda **options: pa.paged_attention(**args, **options),
-            lambda: pa.reference_paged_attention(**in_float64(args)),
-        )
-    args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
-    rows = (each.transpose(1, 2).flatten(0, 1) for each in (block_k, block_v))  # [B * M, Hkv, D]
-    blocks = [rounded(each) for each in rows]
-    numbers = [block.bits.view(torch.int16).unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
-    exact = [
-        x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
-    ]
-    own = block._replace(k=numbers[0], v=numbers[1], scales=tuple(each.scales for each in blocks))
-    in_full = block._replace(k=exact[0], v=exact[1])
-    return Prepared(
-        lambda **options: pa.paged_attention(**args | {"block": own}, **options),
-        lambda: pa.reference_paged_attention(**in_float64(args) | {"block": in_full}),
-    )
+    if fp8:
+        args |= {name: rounded(args[name]) for name in ("pool_k", "pool_v")}
+        rows = (each.transpose(1, 2).flatten(0, 1) for each in (block_k, block_v))  # [B * M, Hkv, D]
+        blocks = [rounded(each) for each in rows]
+        numbers = [each.bits.view(torch.int16).unflatten(0, (batch, -1)).transpose(1, 2) for each in blocks]
+        args["block"] = block._replace(k=numbers[0], v=numbers[1], scales=tuple(each.scales for each in blocks))
+    return Prepared(lambda **options: pa.paged_attention(**args, **options), lambda: _stored(shape)[3]()[:, newest])
 
 
 def prepare_tree(shape: Shape) -> Prepared:

@@ -58,7 +58,7 @@ class KVCache:
 
     @property
     def models(self) -> list[KVStore]:
-        """A store of each model: of one on several devices that of rank 0."""
+        """One store per model; for a model on several devices, rank 0's."""
         return [store for store in self.stores if store.rank == 0]
 
     @property

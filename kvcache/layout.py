@@ -6,8 +6,10 @@ nothing.
     LayerSpec     one layer: its fields and retention, the layer that owns them, and the state if it is recurrent
     cache group   all layers of an engine's models with one retention: they share slots and page tables
 
-Code that allocates, pages or evicts names no kind of layer: a model with other layers has another layout. A layout is
-read from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
+Pools, allocator and request table know retentions, not kinds of layers: a model with other layers has another layout.
+Only the states of recurrent layers, which take no slots, have code of their own in the store and the prefix cache. A
+layout is read from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and
+retention.
 
 A token owns one slot in the primary pool (`PrimaryLoc`). It owns one more in the pool of each windowed group while a
 query can still see the token through that window. vLLM keeps one block table per group; here a request has one row of

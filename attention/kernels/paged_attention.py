@@ -18,17 +18,15 @@ The sink and the block belong to split 0. The result of a row that sees nothing 
 the host reads nothing back, so it can be captured in a CUDA graph.
 """
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 
-from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_shim import device_limits
 from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
-from specdec.kvcache.layer_context import ScoreOptions
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -57,37 +55,6 @@ class BlockKeys(NamedTuple):
     positions: torch.Tensor
     ancestors: torch.Tensor
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-
-
-def reference_paged_attention(
-    query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
-    table: PageTable,
-    block: BlockKeys,
-    positions: torch.Tensor,
-    *,
-    window: int | None = None,
-    first_key: int = 0,
-    **options: Unpack[ScoreOptions],
-) -> torch.Tensor:
-    """Compute the attention by its definition, in float32, or in float64 for a float64 query. A key that no row sees
-    may be NaN."""
-    slots = table.slots().long()
-    k, v = (
-        torch.cat([pool[slots].transpose(1, 2), own], 2) for pool, own in ((pool_k, block.k), (pool_v, block.v))
-    )  # [B, Hkv, L + M, D]
-    keys = torch.arange(block.k.shape[2], device=query.device)
-    known = (block.ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
-    column_pos = table.begin[:, None] + torch.arange(slots.shape[1], device=query.device)
-    committed = (column_pos < table.committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
-    key_pos = torch.cat([column_pos, block.positions], 1)
-    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    unseen = ~seen.any(1)[:, None, :, None]
-    k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
-    out = dense_attention(query.to(dtype), k, v, bias_of(seen), **options)
-    return out.masked_fill(~seen.any(2)[:, :, None, None], 0.0).contiguous().to(query.dtype)
 
 
 def paged_attention(

@@ -59,7 +59,7 @@ class CaptureStats(NamedTuple):
 
 
 class CaptureMemory:
-    """The device memory of captures, which a `Capture` that takes some knows. This one knows of none.
+    """Reports the device memory that captures use. The base class reports 0.
 
     pool: captures made from now on take their memory from the pool of this name.
     """
@@ -75,6 +75,11 @@ class CaptureMemory:
 
     def close(self, pool: str) -> None:
         """Free the memory of this pool, which has no captures left."""
+
+
+def next_power_of_two(size: int) -> int:
+    """A size that captured programs are padded to, so that few are captured."""
+    return 1 << (size - 1).bit_length()
 
 
 def default_budget(*devices: torch.device) -> int | None:

@@ -110,8 +110,8 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | EarlyExit | None = None,
     ) -> LayerRun:
-        """hidden, normed [T, H] -> those of the next layer, for the rows that the forward continues with; if it ends
-        here, the given ones. A generator, so that several ranks can run it with a share of the layer each."""
+        """Returns the next layer's inputs (hidden, normed [T, H]) for the rows that continue; on an early exit, its own
+        inputs. A generator, so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
         product = ops(linear)(normed, parts.qkv, parts.qkv_bias, parts.split_ks and parts.split_ks.qkv)
         if parts.mixer is not None:  # every row changes the state, even if it does not continue

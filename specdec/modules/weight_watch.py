@@ -3,10 +3,9 @@
     StorageWatch   parameters and buffers: other tensors, other places in memory, updates in place
     Weights        all that an engine reads of one model: its storages, and the user's modules (`module_watch.py`)
 
-Looking takes a lock, and the garbage collector may run anywhere, also within `Weights.generation`. There it may close
-an abandoned stream of another engine, whose next turn then releases the stream's memory, which takes a weights lock
-too. In this thread it would wait for a lock held by this thread, or by a thread that waits for this one. So a finalizer
-begins nothing while `weights_lock_held`.
+`Weights.generation` takes a lock, and the garbage collector may run a finalizer while this thread holds one. If that
+finalizer released an abandoned request of another engine, it would take a second weights lock and could deadlock. So a
+finalizer only queues the request while `weights_lock_held`; the engine releases it later.
 """
 
 import logging

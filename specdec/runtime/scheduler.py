@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.errors import CapacityError
-from specdec.gpu.buckets import next_power_of_two
+from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.layout import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specdec.config import SamplingParams
-from specdec.gpu.buckets import next_power_of_two
+from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.gpu.triton_shim import tl
 from specdec.settings.sampling_numbers import NUMBERS

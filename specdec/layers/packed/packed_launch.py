@@ -180,8 +180,8 @@ class PackedShape(NamedTuple):
 class PackedLaunch(NamedTuple):
     """One launch. summed: one program adds all ranges of K; otherwise each range has a program.
 
-    fine: the smaller tiles, for the rows of x after the last whole tile, and for every row in tiles of the weight from
-    `high` on.
+    fine: shorter tiles. They cover the rows of x after the last whole tile, and all rows of x for the weight's tiles
+    numbered `high` and above.
     """
 
     tiles: Tiles

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.config import SpecConfig
-from specdec.gpu.buckets import next_power_of_two
+from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.drafts.draft_reports import DraftStats
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft

@@ -27,7 +27,7 @@ from functools import cache
 import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
-from specdec.gpu.buckets import next_power_of_two, step_up
+from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.result import DraftShape, RoundShape
@@ -117,6 +117,13 @@ def widen_to_class(
     if logprobs is None:
         return edited, None
     return edited, FEW_ALTERNATIVES if logprobs <= FEW_ALTERNATIVES else next_power_of_two(logprobs)
+
+
+def step_up(size: int, min_size: int, factor: int) -> int:
+    """The first of min_size, min_size * factor, min_size * factor^2, ... that is not below `size`."""
+    while min_size < size:
+        min_size *= factor
+    return min_size
 
 
 def is_rare(shape: RoundShape) -> bool:
