@@ -142,9 +142,8 @@ def test_the_kind_of_layer_that_a_block_is_like_is_measured(
         assert warnings_of(small, module, caplog) == [] and conventions_found(small, module) is None
     write_conventions(module, MtpFamily(form="T", like=-1))
     [said] = warnings_of(small, module, caplog)
-    assert (
-        "a block of full attention -> a block of sliding attention" in said and "over 496 tokens" in said
-    )  # of 512, two a text lack drafts
+    assert "a block of full attention -> a block of sliding attention" in said
+    assert "over 496 tokens" in said  # of 512, two a text lack drafts
     found = conventions_found(small, module)
     assert found is not None and found["like"] == 1 and found["form"] == "T"
     write_conventions(module, MtpFamily(**found))
