@@ -93,7 +93,7 @@ class FinishedTexts:
         """Cells in use, at most `size`."""
         return self._used
 
-    def seat(self, row: int, salt: bytes) -> None:
+    def set_salt(self, row: int, salt: bytes) -> None:
         self._salts[row] = salt
         self.salt_of_row[row] = self._number(salt)
 

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour, pieces_of
-from specdec.evaluation.gsm8k_report import is_correct
+from specdec.evaluation.accuracy_report import is_correct
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.runtime.drafts.draft_reports import why_slower
 from specdec.text.prompt_files import read_prompts

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import EngineConfig, SamplingParams, SpecConfig, SpecDecError
 from specdec.evaluation.accuracy import evaluate
-from specdec.evaluation.gsm8k_report import markdown
+from specdec.evaluation.accuracy_report import markdown
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout_questions, stream
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.evaluation.gsm8k_report import is_correct
+from specdec.evaluation.accuracy_report import is_correct
 from specdec.models.target import TargetModel
 from specdec.training.packed_rows import Document, pack_documents, to_arrays
 

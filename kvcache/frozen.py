@@ -7,9 +7,18 @@
       -- leave, also by an exception -->
     LIVE                       reads and writes       None again; the lent view is closed and raises when used
 
-While FROZEN, every operation that changes the cache raises `FrozenKVError`. The checks run in Python, so a round is
-checked when it is captured, and a replay repeats only launches that passed. A view holds no tensor: it looks each one
-up in the store when it is asked, so nothing goes stale.
+A drafter cannot read a pool with slot numbers of another pool, or slots that are changing:
+
+    group       attention takes the group (its page table) and the pools of a layer from the same `LayerKV`
+                (`_attend_own` in `attention/bridge.py`), so table and pool belong together
+    slots       only `HybridAllocator.translate` and the kernel in `attention/kernels/page_table.py` turn a `PrimaryLoc`
+                into a `GroupLoc`; a drafter has no slots to convert
+    lifetime    a view raises `FrozenKVError` once its block has ended
+    changes     while FROZEN, every allocation, eviction, commit and write raises `FrozenKVError`
+
+Which layer a drafter's layer reads is the drafter's choice; `frozen_kv` checks that this layer stores K/V. The checks
+run in Python, so a round is checked when it is captured, and a replay repeats only launches that passed. A view holds
+no tensor: it looks each one up in the store when it is asked, so nothing goes stale.
 """
 
 from collections.abc import Iterator, Sequence

@@ -75,10 +75,10 @@ class RequestTable:
     reread: number of last tokens of adopted pages that are computed again, since the drafter needs their states.
     shared_len: position of each row's first own K/V, on host and device. K/V computed again before it are not stored.
     extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
-    max_lag: [groups] committed tokens that the slowest reader may be behind; None: 0 in each group. retain:
-    [groups] committed keys that a forward may read before its first token (in the primary group: all), on host and
-    device. Eviction keeps this many before the oldest unread token. evicted_len: [groups, rows] number of first tokens
-    whose peers are freed.
+    max_lag: [groups] upper bound on the committed tokens that a drafter has not read yet; None: 0 in each group.
+    retain: [groups] committed keys that a forward may read before its first token (in the primary group: all), on host
+    and device. Eviction keeps this many before the oldest token of the lag. evicted_len: [groups, rows] number of first
+    tokens whose peers are freed.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, capture_for
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
-from specdec.runtime.sizing import lookahead_nodes, make_cache
+from specdec.runtime.sizing import lookahead_slots, make_cache
 from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.warm_up import warm_up
@@ -105,7 +105,7 @@ class Engine:
             captured=capture is not None,
         )
         arguments.require_recurrent(target, config, backend)
-        lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
+        lookahead = lookahead_slots(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         arguments.warn_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
@@ -113,8 +113,8 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         self.state = DeviceState(target, drafter, self.cache, backend, spec, config)
         shared = self.cache if arguments.caches_prefixes(config, target, drafter) else None
-        unread = None if self.state.unread is None else self.state.unread.count
-        self.prefixes = PrefixPolicy(shared, self.state.weights.version, unread)
+        lag = None if self.state.lag is None else self.state.lag.count
+        self.prefixes = PrefixPolicy(shared, self.state.weights.version, lag)
         budget = PromptBudget.from_config(config, target.device.type, recurrent=target.recurrent)
         # a fixed chunk is read in one forward
         division = division_of(self.state, captured=capture is not None) if config.prefill_chunk is None else None

@@ -56,7 +56,7 @@ def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: f
 
 
 def each_alone(engine: Engine, crowd: Sequence[Asked]) -> list[list[int]]:
-    """The tokens of every request with nobody beside it, by plain decoding."""
+    """The tokens of every request alone, by plain decoding."""
     return [engine.generate(asked.prompt, params_for(engine, asked))[0].token_ids for asked in crowd]
 
 

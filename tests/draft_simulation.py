@@ -1,7 +1,7 @@
 """Simulates a load with given acceptance probabilities on a machine with given round times, without engine or model;
 with the results that the draft policy must reach.
 
-    Machine     seconds of a round by draft and batch, seconds of a drafter that catches up, and noise
+    Machine     seconds of a round by draft and batch, seconds of a drafter that reads its lag, and noise
     Load        requests that begin and end together, and how often each source's drafts are right
     play        seconds until all have their tokens, with the draft of each round by `choose`
     ROWS        loads on measured machines, whose times may have been taken wrong
@@ -23,8 +23,8 @@ import numpy as np
 
 from specdec import Engine, SpecConfig
 from specdec.runtime.drafts.draft_policy import DraftPolicy, FloatArray, RoundTimes, draft_ladder
+from specdec.runtime.rounds.drafter_lag import MAX_LAG
 from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
-from specdec.runtime.rounds.unread import MAX_UNREAD
 
 E4B = {
     1: (4.125, 4.315, 4.429, 4.542, 4.667),
@@ -67,13 +67,13 @@ def mixture(alike: float, experts: int = 64, chosen: int = 8) -> Callable[[Draft
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """seconds: of a round with a draft, by batch. captured: rounds are timed before the first, as on a GPU. catch_up:
+    """seconds: of a round with a draft, by batch. captured: rounds are timed before the first, as on a GPU. read_lag:
     seconds in which the model reads what others committed, by batch; None: it reads every round. noise: factor on the
     time of the round that begins at a time."""
 
     seconds: Callable[[DraftShape, int], float] = e4b
     captured: bool = True
-    catch_up: Callable[[int], float] | None = None
+    read_lag: Callable[[int], float] | None = None
     noise: Callable[[float], float] = lambda now: 1.0
 
     def size(self, count: int) -> int:
@@ -125,14 +125,14 @@ def fixed(machine: Machine, load: Load, shape: DraftShape) -> float:
     ahead = np.lib.stride_tricks.sliding_window_view(right[..., 1:], max(shape.depth, 1), axis=2)
     moved = 1 + (np.cumprod(ahead, axis=3).sum(axis=3) if shape.depth else np.zeros_like(right, dtype=np.int64))
     moved = moved.reshape(crowds.size, -1)
-    at, seconds, unread = np.zeros(crowds.size, dtype=np.int64), 0.0, 0
-    lagging = machine.catch_up is not None and (shape.by_lookup or not shape.depth)
+    at, seconds, lag = np.zeros(crowds.size, dtype=np.int64), 0.0, 0
+    lagging = machine.read_lag is not None and (shape.by_lookup or not shape.depth)
     while (going := (at < load.tokens)).any():
         sizes = [machine.size(count) for count in going.reshape(crowds.shape).sum(axis=1).tolist() if count]
         seconds += sum(machine.seconds(shape, size) for size in sizes)
-        if lagging and unread + shape.depth + 1 > MAX_UNREAD:
-            seconds, unread = seconds + sum(map(machine.catch_up, sizes)), 0
-        unread += shape.depth + 1
+        if lagging and lag + shape.depth + 1 > MAX_LAG:
+            seconds, lag = seconds + sum(map(machine.read_lag, sizes)), 0
+        lag += shape.depth + 1
         at[going] += moved[going, at[going]]
     return seconds
 
@@ -158,18 +158,18 @@ def _play(machine: Machine, load: Load, choice: DraftPolicy) -> Outcome:
     now = plain = read = quiet = 0.0
     for crowd in range(load.crowds):
         chance = np.array([load.chance(crowd * load.batch + i) for i in range(load.batch)]).T  # [source, B]
-        at, launched, unread = np.zeros(load.batch, dtype=np.int64), [], 0
+        at, launched, lag = np.zeros(load.batch, dtype=np.int64), [], 0
         choice.acceptance.begin_rows(rows)
         while (going := np.flatnonzero(at < load.tokens)).size:
-            size, lagging = machine.size(len(going)), machine.catch_up is not None
+            size, lagging = machine.size(len(going)), machine.read_lag is not None
             unsettled = [each[0] for each in launched] if machine.captured else []
             shape = choice.choose(going, load.tokens - at[going] - 1, size, NO_DRAFT, unsettled)
             by_model, reading = shape.num_steps > 0 and not shape.by_lookup, 0.0
-            if lagging and unread and (by_model or unread + shape.depth + 1 > MAX_UNREAD):
-                reading = machine.catch_up(size) * machine.noise(now)
-                now, read, unread = now + reading, read + reading, 0
-                quiet += machine.catch_up(size)
-            unread += 0 if by_model or not lagging else shape.depth + 1
+            if lagging and lag and (by_model or lag + shape.depth + 1 > MAX_LAG):
+                reading = machine.read_lag(size) * machine.noise(now)
+                now, read, lag = now + reading, read + reading, 0
+                quiet += machine.read_lag(size)
+            lag += 0 if by_model or not lagging else shape.depth + 1
             p = _accepted_share(load, shape, chance[int(shape.by_lookup), going])
             drawn = coins[int(shape.by_lookup), crowd][going[:, None], at[going, None] + 1 + np.arange(shape.depth)]
             accepted = np.cumprod(drawn < p[:, None], axis=1).sum(axis=1) if shape.depth else np.zeros_like(going)
@@ -269,7 +269,7 @@ def _rows() -> Iterator[DraftRow]:
             yield DraftRow(f"tree of 16, {named}", TREE, batch, right)
             yield DraftRow(f"tree of 8, {named}", SMALL_TREE, batch, right)
             yield DraftRow(f"vain tree of 16, {named}", TREE, batch, right, tree_gain=1.0)
-            yield DraftRow(f"lagging, {named}", CHAIN, batch, right, machine=Machine(catch_up=_dear_reading))
+            yield DraftRow(f"lagging, {named}", CHAIN, batch, right, machine=Machine(read_lag=_dear_reading))
             yield DraftRow(f"uncaptured, {named}", CHAIN, batch, right, machine=Machine(seconds=_cpu, captured=False))
             for timing in TIMINGS:
                 yield DraftRow(f"{timing}, {named}", CHAIN, batch, right, timing=TIMINGS[timing])

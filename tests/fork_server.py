@@ -2,8 +2,8 @@
 
     python fork_server.py FD [LISTENER]      `processes.py` starts it and asks through the socket FD
 
-With LISTENER, a socket, those who connect to it ask too: the workers of a run (forked_workers.py) and their tests. It
-ends when FD is closed.
+With LISTENER, a socket, the workers of a run (forked_workers.py) and their tests may connect to it and ask too. It ends
+when FD is closed.
 
 Starting Python and importing all that takes four seconds, a fork some milliseconds. In a fork everything is as if
 Python had just started: arguments, environment, folder, standard streams, signals, and how it ends. This is safe

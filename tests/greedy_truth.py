@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Truth(Sequence[int]):
-    """The tokens that `compute(guess)` gives, which are the same whatever the guess is.
+    """The tokens that `compute(guess)` gives, which are the same for any guess.
 
     A list that it is compared with is the guess: where it is right, one forward shows that, not one for each token.
     """

@@ -3,7 +3,7 @@
 A target proves, when it is made, that the model can be served, that its fused layers are its own, and for
 `deterministic=True` that no row depends on others. Under Triton's interpreter that takes ten times as long as what a
 test does with the engine. What is proved depends on the model and on what computes it: a proof that held is remembered
-for models of `SHARED`, which nobody changes. One that failed is not, nor is one by operations that a test made itself.
+for models of `SHARED`, which no test changes. A failed proof is not, nor is one by operations that a test made itself.
 A plugin by way of tiny_models.py.
 """
 
@@ -21,7 +21,7 @@ from specdec.models.batch_invariance import ROWWISE
 from specdec.models.probe import ProbeResult
 from specdec.models.target import TargetModel
 
-SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id: nobody changes them
+SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id; no test changes them
 OPERATIONS = (None, FAST, KERNELS, REFERENCE, ROWWISE)
 REMEMBERED: set[int] = set()  # proofs of shared models by id: they live to the end
 

@@ -336,7 +336,7 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
         seconds=lambda shape, batch: (
             batch**0.5 * (1 + node * (shape.num_nodes - 1) + (0 if shape.by_lookup else level * shape.num_steps))
         ),
-        catch_up=None if reads == 0.0 else lambda batch: reads * batch**0.5,
+        read_lag=None if reads == 0.0 else lambda batch: reads * batch**0.5,
     )
     load = Load(lambda number: tuple(chance[:, number % 40]), batch=int(draw.integers(1, 5)), crowds=3, tokens=80)
     shapes = draft_ladder(spec, captured=timed, lookup=lookup)
@@ -440,8 +440,8 @@ def test_one_trial_at_a_time():
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT) == first
 
 
-def test_catching_up_is_no_cost_of_a_lookup():
-    """Each round of the model was preceded by catching up, of 100 seconds; those of the lookup were not."""
+def test_reading_the_lag_is_no_cost_of_a_lookup():
+    """Before each round of the model the drafter read its lag, for 100 seconds; those of the lookup were not."""
     choice = DraftPolicy(BOTH, 2)
     choice.times[1] = RoundTimes([1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.4])
     settled(choice, 0, 1.0)

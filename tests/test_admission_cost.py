@@ -118,7 +118,7 @@ def test_prompts_with_one_beginning_are_not_compared_with_each_other(count: int,
 
 @pytest.mark.parametrize("count", [50, 200])
 def test_waiting_for_a_prompt_in_progress_is_looked_up_once(count: int, counts: Counts):
-    """Every step, each of those who waited for the system prompt was compared again."""
+    """In every step, each request that waited for the system prompt was compared again."""
     scheduler = make(rows=count + 1, pages=200 * count, max_len=2000)
     system = list(range(100, 1100))
     for number in range(count):
@@ -256,7 +256,7 @@ def test_a_key_that_grows_is_that_of_all_tokens(pairs: bool):
             assert prefixes._key(request).tolist() == prefixes._cache.key(request.tokens).tolist()
 
 
-# nobody starves, whatever is shared
+# no request starves, with any shared prefix
 
 
 @settings(max_examples=examples(8, 25), deadline=None, derandomize=True, database=None)

@@ -1,4 +1,4 @@
-"""`specdec chat`: in a pseudo-terminal, as somebody types, and behind a pipe; what becomes of long conversations."""
+"""`specdec chat`: typed into a pseudo-terminal and read from a pipe; and how long conversations are cut."""
 
 import io
 import os

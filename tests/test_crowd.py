@@ -1,4 +1,4 @@
-"""Many requests at once, in pools for a tenth of them: each gets its lone run's tokens, and nothing is left behind.
+"""Many requests at once, in pools for a tenth of them: each gets its lone run's tokens, and nothing is left over.
 
 `python -m bench crowd` is a larger one, on a GPU.
 """

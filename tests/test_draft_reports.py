@@ -74,7 +74,7 @@ def test_a_depth_that_was_not_drafted_is_not_rejected(right):
 
 
 def test_a_draft_below_the_end_of_an_output_is_not_rejected(make_target, make_engine, random_prompt, scripted):
-    """A stop token ends the output within an accepted path: what lies below it was judged by nobody."""
+    """A stop token ends the output within an accepted path: the nodes below it were never judged."""
     model, prompt = make_target("llama"), random_prompt(9)
     [plain] = make_engine(model).generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))
     end = plain.token_ids[7]

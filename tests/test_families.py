@@ -344,7 +344,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_a_max_model_len_above_the_models_own_is_refused(kind, make_engine):
-    """It was cut to the model's limit and nobody was told."""
+    """It was cut to the model's limit without a message."""
     make, default, most = LENGTHS[kind]
     model = make()
     assert make_engine(model, max_model_len=most).max_model_len == most

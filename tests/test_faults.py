@@ -199,7 +199,7 @@ def break_step(scene: Scene, stage: str, at: int) -> Calls:
     calls = Calls(at)
     try:
         with profiled(calls):
-            next(scene.other)  # whoever takes the step hears of it
+            next(scene.other)  # the call that makes the step raises the fault
     except (Fault, StopIteration):
         pass
     scene.finish()

@@ -105,7 +105,7 @@ def test_against_a_search_through_all_texts(seed, fan, monkeypatch):
             store.flush()
             salts = [rng.choice(SALTS) for _ in range(3)]
             for row, salt in enumerate(salts):
-                store.seat(row, salt)
+                store.set_salt(row, salt)
             for row, salt in enumerate(salts):
                 wanted = [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 30)))]
                 got, want = looked_up(store, wanted, row), oracle.matches(wanted, salt)
@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_what_was_answered():
     """All arrays keep their size, and nothing is held of texts, or of salts, that have left."""
     store, rng = FinishedTexts(200, 2, CPU), random.Random(0)
     for i in range(100):
-        store.seat(0, b"salt %d" % i)
+        store.set_salt(0, b"salt %d" % i)
         store.add([rng.randrange(50) for _ in range(30)], 10, b"salt %d" % i)
         store.flush()
         assert store.num_tokens <= 200 and len(store._order) <= 200 and len(store._texts) <= 8

@@ -72,7 +72,7 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
 def test_tokens_are_those_of_unfused_layers(
     family, shape, page_size, generate, make_target, make_assistant, random_prompt
 ):
-    """Greedy and sampled, past the sliding window, in chunks, more requests than seats; by default both at once."""
+    """Greedy and sampled, past the sliding window, in chunks, more requests than rows; by default both at once."""
     model = make_target(family)
     drafters = [make_assistant(model)] if family.startswith("gemma4") else ["ngram" if shape == "chain" else None]
     if family == "gemma4-e2b":

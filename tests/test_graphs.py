@@ -1,6 +1,6 @@
 """Captured rounds: what a CUDA graph would do, on the CPU, by a tape that freezes all that Python decided.
 
-Tokens are those of the same rounds run as they are, whoever joins and leaves, and nothing of one round outlives it.
+Tokens equal those of the same rounds run eagerly, also if requests join and leave, and nothing of a round outlives it.
 """
 
 import logging
@@ -136,7 +136,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
-    """With nobody seated: all rows are padding, and what padding wrote is nowhere to be seen."""
+    """In a round of padding rows alone, no request sees a key that padding wrote."""
     engine = small_engine(max_batch_size=5)
     assert captured_batches(engine) == {1, 2, 4, 5}
     engine.table.check()

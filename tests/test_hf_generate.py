@@ -379,7 +379,7 @@ def test_arguments_by_another_name_or_in_a_box(kwargs, ours, model):
 
 @pytest.mark.parametrize("length", [8, 9, 20, 27])
 def test_max_length_said_aloud(length, model):
-    """20 too, which is also transformers' default, of new tokens, when nobody says anything."""
+    """20 is also transformers' default number of new tokens if the caller sets none."""
     kwargs = {"attention_mask": MASK, "max_length": length, "pad_token_id": 0, "eos_token_id": None}
     assert as_transformers(model, BATCH, None, **kwargs).shape == (3, length)
 

@@ -126,7 +126,7 @@ def byte_engine(make_target, make_engine, byte_tokenizer):
 
 
 def test_stop_strings_are_bounded_in_number_and_length(byte_engine):
-    """465,000 of them in one request slowed everybody: each is looked for after every token."""
+    """465,000 of them in one request slowed all requests: each is looked for after every token."""
     for stop in ([f"s{i}" for i in range(465_000)], ["x" * (MAX_STOP_CHARS + 1)], ["a"] * (MAX_STOPS + 1)):
         with pytest.raises(ConfigError, match=f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters"):
             byte_engine.generate([1, 2], SamplingParams(max_new_tokens=2, stop=stop))

@@ -77,7 +77,7 @@ def test_every_jitted_function_is_compiled(report: Report):
 
 
 def test_every_statement_of_a_kernel_is_compiled(report: Report):
-    """So a branch that constants decide is in `launches.usual`, whoever adds one."""
+    """So every new branch that constants decide must be added to `launches.usual`."""
     left = {
         f"{name}, line {line}: {text}"
         for name, statements in jitted().items()

@@ -130,7 +130,7 @@ def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
         for known, length, tokens in zip(
             batch.history.tolist(), batch.history_len.tolist(), tree.tokens.tolist(), strict=True
         ):
-            if batch.num_steps == 3:  # later ones are shortened by whoever is beside it
+            if batch.num_steps == 3:  # requests next to it shorten later ones
                 drafts[tuple(known[:length])] = tokens
         return tree
 

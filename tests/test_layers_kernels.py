@@ -251,9 +251,9 @@ def test_branches_by_eye():
     ones, twos = torch.ones(2, device=DEVICE), torch.full((2,), 2.0, device=DEVICE)
     nothing, residual = Product.from_value(torch.zeros(1, 2, device=DEVICE)), torch.tensor([[3.0, 4.0]], device=DEVICE)
     readers = {"mlp": Norm(ones, 0.0), "experts": Norm(twos, 0.0), "router": Norm(ones, 12.5, True), "factor": 10.0}
-    fork = fork_norm(nothing, post=Norm(ones, 1.0), residual=residual, **readers)
+    inputs = fork_norm(nothing, post=Norm(ones, 1.0), residual=residual, **readers)
     unit = residual / 12.5**0.5
-    for got, want in zip(fork, (residual, unit, 2 * unit, 10 * residual / 5), strict=True):
+    for got, want in zip(inputs, (residual, unit, 2 * unit, 10 * residual / 5), strict=True):
         close(got, want)
     minus = Product.from_value(-7 * residual)  # of any length: what is added is normed; here the two cancel
     gains = {"dense_gain": Norm(twos, 0.0), "chosen_gain": Norm(twos, 0.0), "post": Norm(ones, 1.0)}

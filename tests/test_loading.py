@@ -171,7 +171,7 @@ def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
 
 @pytest.mark.slow
 def test_paths_words_and_options_are_understood(shallow_folder, monkeypatch):
-    """A Path, "none", and loading arguments, which go to transformers for the target and, who asks, for the drafter."""
+    """A Path, "none", and loading arguments, which go to transformers for the target and, on request, the drafter."""
     seen = []
 
     def spied(cls, path, *args, **options):

@@ -147,7 +147,7 @@ def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     scheduler = Scheduler(table, max_model_len=22, prompt_gap=PromptGap(PromptBudget(8, 8, 8)))
     for row, length in enumerate(prompts):
         request = request_of(row, length)
-        request.seat(row)
+        request.assign_row(row)
         request.state = RequestState.PREFILL if length % 2 else RequestState.DECODE
         scheduler.running.append(request)
     return scheduler
@@ -199,7 +199,7 @@ def test_prompts_get_the_pages_that_are_left_and_then_those_of_the_last() -> Non
     scheduler = Scheduler(table, max_model_len=22, prompt_gap=PromptGap(PromptBudget(24, 24, 8)))
     for row in range(4):
         request = request_of(row, 9)
-        request.seat(row)
+        request.assign_row(row)
         request.state = RequestState.PREFILL
         scheduler.running.append(request)
     requests, chunk_len = scheduler.next_prefill()

@@ -67,7 +67,7 @@ def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target,
         def learn_planted(shape, batch, seconds, *given, **named):
             took = 1.0 + 0.1 * (shape.num_nodes - 1)
             if shape.num_steps and not shape.by_lookup:
-                took += 0.2 + 0.2 * shape.num_steps  # catching up and drafting
+                took += 0.2 + 0.2 * shape.num_steps  # reading the lag and drafting
             learn(shape, batch, took, *given, **named)
 
         choice.learn = learn_planted
@@ -103,7 +103,7 @@ class Watched:
         worker.propose, model.observe = watch, watch_observed
 
 
-SHAPES = {"chain": CHAIN, "tree": TREE, "long": SpecConfig(20, adaptive=True)}  # longer than what may be unread
+SHAPES = {"chain": CHAIN, "tree": TREE, "long": SpecConfig(20, adaptive=True)}  # longer than a lag may be
 EAGLE3, MODEL = "tiny-gemma4-eagle3", "tiny-gemma4"
 LAGGING = [
     *(("chain", 9, EAGLE3, "one token"), ("tree", 5, EAGLE3, "one token"), ("long", 2, EAGLE3, "one token")),
@@ -115,9 +115,9 @@ LAGGING = [
 
 
 @pytest.mark.parametrize(("shape", "others", "model", "said"), LAGGING)
-def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, model, said):
+def test_a_model_that_read_its_lag_drafts_as_if_it_had_read_along(shape, others, model, said):
     """`others` rounds between two of the model: by lookup, or plain ones. Of a text of one token all drafts are right.
-    Several requests, so that rows begin while others have unread tokens."""
+    Several requests, so that rows begin while others have a lag."""
     spec, repeats, plain = SHAPES[shape], said == "one token", said == "plain"
     config = EngineConfig(max_batch_size=2 if plain else 1, max_model_len=300)
     count = others + 12 if plain else examples(60, 100) if repeats else examples(30, 100)
@@ -126,9 +126,9 @@ def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, mo
     for lags in (True, False):
         drafter = model if plain else [model, "suffix"]
         with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=config) as engine:
-            assert engine.state.unread is not None
+            assert engine.state.lag is not None
             if not lags:
-                engine.state.unread, engine.state.draft_seats = None, engine.state.seats
+                engine.state.lag, engine.state.draft_seats = None, engine.state.seats
             turn = iter(range(plain, 10**6))
             own, other = (-1, 0) if plain else (1, -1)
             choosing(engine, lambda shapes: shapes[own if next(turn) % (others + 1) == 0 else other])  # noqa: B023
@@ -157,7 +157,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, num
         release_rows, read = engine.prefixes.release_rows, list[int]()
 
         def watched(requests):
-            read.append(int(engine.state.unread.read[0]))
+            read.append(int(engine.state.lag.read[0]))
             release_rows(requests)
 
         engine.prefixes.release_rows = watched

@@ -14,7 +14,7 @@ from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe import experts as moe_experts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts
-from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.fork_join import BranchInputs
 from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel, reference_route, route
 from specdec.layers.norm import reference_rms_norm
 
@@ -297,14 +297,14 @@ def test_half_precision_is_within_rounding(family, dtype, poison_empty):
 
 @torch.no_grad()
 def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began(monkeypatch):
-    """Its programs may run while the router's do: what the router gives back is not yet nobody's."""
+    """Its programs may run while the router's do, which may still read memory that the router has returned."""
     router, experts = described(build("gemma4-moe"))
     mlp = Mlp(torch.randn(72, 40, device=DEVICE), "gelu_tanh", torch.randn(40, 36, device=DEVICE))
     made, early = [], []
     route, launch = dense_and_moe.route, dense_and_moe._launch_both
 
     def noted_route(*arguments: Any, **options: Any) -> Routing:
-        assert options == {"holds": True}
+        assert options == {"hold_next": True}
         made.append("router")
         return route(*arguments, **options)
 
@@ -321,7 +321,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
     monkeypatch.setattr(dense_and_moe, "route", noted_route)
     monkeypatch.setattr(dense_and_moe, "_launch_both", noted_launch)
     with Allocations():
-        mlp_and_experts(Fork(*torch.randn(4, 5, 40, device=DEVICE)), mlp, router, experts)
+        mlp_and_experts(BranchInputs(*torch.randn(4, 5, 40, device=DEVICE)), mlp, router, experts)
     assert made[:2] == [(5, 36), "router"]
     assert early == [((5, 36), "early"), ((1, 5, 40), "usual")]
 
@@ -348,7 +348,7 @@ def test_a_dense_mlp_beside_experts_has_the_bits_that_it_has_alone(hidden, dense
         "gelu_tanh",
         torch.randn(hidden, dense_width, device=DEVICE) / dense_width**0.5,
     )
-    x = Fork(*torch.randn(4, num_rows, hidden, device=DEVICE))
+    x = BranchInputs(*torch.randn(4, num_rows, hidden, device=DEVICE))
     dense, chosen = mlp_and_experts(x, mlp, router, experts)
     alone = linear(gated_linear(x.mlp, mlp.gate_up, mlp.activation), mlp.down)
     assert len(dense.parts) == len(alone.parts) and torch.equal(finish(dense), finish(alone))

@@ -1,5 +1,5 @@
-"""The one stream from tokens to messages, through HTTP: whatever a model says, and however it is cut into deltas, chats
-and responses, streamed and whole, have the same items in the same order, with the same arguments and scores.
+"""The one stream from tokens to messages, through HTTP. For any text of the model, cut into any deltas, chats and
+responses, streamed and whole, have the same items in the same order, with the same arguments and scores.
 
 A model recites texts of all formats, whole, nested, broken and quoted, and its drafts are right, so that a delta holds
 any number of tokens. Of a text that is well written it is known what is to be read of it.
@@ -339,7 +339,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
         monkeypatch.setattr(response_events.ResponseBuilder, "_text", failing)
         last = events(post(reciter.url, "responses", body))[-1]
         assert last["type"] == "response.failed" and "its log says why" in last["response"]["error"]["message"]
-        monkeypatch.setattr(reply.MessageFold, "deltas", failing)
+        monkeypatch.setattr(reply.MessageBuilder, "deltas", failing)
         chat = {"messages": [{"role": "user", "content": "recite 0"}], "stream": True}
         answer = httpx.post(f"{reciter.url}/v1/chat/completions", json=chat, timeout=60).text
         assert "its log says why" in answer.strip().splitlines()[-1]

@@ -22,7 +22,7 @@ from specdec.layers.gemm.linear import (
 from specdec.layers.gemm.product import Product, SplitK, Tiles, finish, reference_finish, split_k_of
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
-from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.fork_join import BranchInputs
 from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed import packed_launch, unpack_asm
 from specdec.layers.packed.packed_gemm import dequantise, packed_gemm
@@ -78,7 +78,7 @@ def test_coarse_scales_are_repeated():
 
 @pytest.mark.parametrize("form", CODES)
 def test_many_rows_over_packed_weights(form: str):
-    """Two tiles of x for one of the weight, ranges of K, a bias, a gate, fine tiles; tiles that nothing divides: the
+    """Two tiles of x for one of the weight, ranges of K, a bias, a gate, short tiles; tiles that nothing divides: the
     last of x begins within the one before."""
     n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
     weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
@@ -98,10 +98,10 @@ def test_many_rows_over_packed_weights(form: str):
         close(finish(product), want)
     gated = packed_gemm(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
     close(gated, reference_gated_linear(x, weight, "silu"))
-    for high in (
+    for num_tall in (
         (1, 2) if is_deep() else (1 + CODES.index(form) % 2,)
-    ):  # of two tiles of the weight; the fine tiles have all rows of the second, or rows 64 to 90
-        launch = PackedLaunch(wide, split_k, fine=tiles, high=high)
+    ):  # of two tiles of the weight; the short tiles have all rows of the second, or rows 64 to 90
+        launch = PackedLaunch(wide, split_k, short_tiles=tiles, num_tall=num_tall)
         product = packed_gemm(many, weight, bias, None, launch)
         close(finish(product), reference_finish(reference_linear(many, weight, bias)))
         gated = packed_gemm(many, weight, None, "silu", launch._replace(split_k=whole)).parts[0]
@@ -136,7 +136,7 @@ def test_tiles_of_many_rows_over_packed_weights(
 
 @pytest.mark.parametrize(
     ("num_rows", "programs"),
-    [  # gate and up of Gemma 4 E4B, 320 tiles: two high ones for each of 132 multiprocessors, the others in fine ones
+    [  # gate and up of Gemma 4 E4B, 320 tiles: two tall ones for each of 132 multiprocessors, the others short
         (250, (264, 224)),
         (256, (264, 224)),
         (320, (320, 320)),  # rows 256 to 320 of all tiles
@@ -147,8 +147,8 @@ def test_tiles_of_many_rows_over_packed_weights(
 def test_fine_tiles_fill_what_high_ones_leave(num_rows: int, programs: tuple[int, int], hopper: None):
     launch = choose_packed_rows(num_rows, empty_weight("e4m3-row", 20480, 2560), DEVICE)
     assert launch is not None
-    fine = launch.fine_programs(num_rows, 20480)
-    assert (launch.programs(num_rows, 20480) - fine, fine) == programs
+    short = launch.short_programs(num_rows, 20480)
+    assert (launch.programs(num_rows, 20480) - short, short) == programs
 
 
 @pytest.mark.parametrize("weight", TIMES, ids=str)
@@ -159,9 +159,9 @@ def test_no_launch_that_was_timed_is_much_faster(weight: tuple[str, int, int], h
         times = dict(zip(names, microseconds, strict=True))
         launch = choose_packed_rows(num_rows, empty_weight(*weight), DEVICE, gated=weight[1] in GATED)
         assert launch is not None
-        tiles, fine = launch.tiles, launch.fine
+        tiles, short = launch.tiles, launch.short_tiles
         name = f"{tiles.block_n}x{tiles.block_m}" + f"+{tiles.tail_m}" * (tiles.tail_m > 0)
-        name += f"x{tiles.block_k}s{tiles.num_stages}" + (f"+{launch.high}:{fine.block_m}" if fine else "")
+        name += f"x{tiles.block_k}s{tiles.num_stages}" + (f"+{launch.num_tall}:{short.block_m}" if short else "")
         name += f"/{launch.parts}" * (launch.parts > 1)
         assert times.get(name, inf) <= 1.04 * min(times.values()), f"{num_rows=} {name=}"
 
@@ -280,9 +280,9 @@ def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: s
     mlp = Mlp(weight(form, 2 * width, hidden), "silu", weight(form, hidden, width))
     up, down = (weight(of_experts, num_experts, *shape) for shape in ((2 * 64, hidden), (hidden, 64)))
     router = Router(weight(None, num_experts, hidden), 2, expert_scale=torch.ones(num_experts, device=DEVICE).to(dtype))
-    fork = Fork(*torch.randn(4, 3, hidden, device=DEVICE).to(dtype))
-    found = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))
-    for got, want in zip(found, reference_mlp_and_experts(fork, mlp, router, Experts(up, down, "silu")), strict=True):
+    inputs = BranchInputs(*torch.randn(4, 3, hidden, device=DEVICE).to(dtype))
+    found = mlp_and_experts(inputs, mlp, router, Experts(up, down, "silu"))
+    for got, want in zip(found, reference_mlp_and_experts(inputs, mlp, router, Experts(up, down, "silu")), strict=True):
         close(finish(got), reference_finish(want))
 
 

@@ -227,7 +227,7 @@ def test_tiny_pools_change_no_token(name, page_size, build, greedy_oracle, rando
 
 
 def test_a_preempted_request_finds_what_it_had_made(build, greedy_oracle, random_prompt):
-    """It was preempted for room that somebody else then gave back: its K/V are made again for few tokens or none."""
+    """It was preempted for slots that another request then freed: its K/V are recomputed for few tokens or none."""
     engine = build(DRAFTERS["eagle3-chain"], max_batch_size=2)
     prompts = [random_prompt(40), random_prompt(30, seed=1)]
     streams = [engine.stream(prompt, SamplingParams(max_new_tokens=2 * NEW)) for prompt in prompts]
@@ -240,7 +240,7 @@ def test_a_preempted_request_finds_what_it_had_made(build, greedy_oracle, random
             tokens += [token for delta in stream for token in delta.token_ids]
     assert got == [greedy_oracle(engine.target.model, prompt, 2 * NEW) for prompt in prompts]
     assert 0 < sum(lengths) <= 2
-    assert engine.stats().cached_tokens == 0  # nobody else's
+    assert engine.stats().cached_tokens == 0  # of other requests
     assert_idle(engine)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SpecDecError
-from specdec.evaluation.gsm8k_report import final_number, is_correct, last_number, mcnemar_p, wilson_interval
+from specdec.evaluation.accuracy_report import final_number, is_correct, last_number, mcnemar_p, wilson_interval
 from specdec.text.prompt_files import json_lines, read_prompts
 
 GOOD = b'{"question": "a"}\n'

@@ -73,7 +73,7 @@ class Simulation:
     """An engine of whose steps only the time is computed. Requests are (arrival, prompt tokens, new tokens)."""
 
     gap: PromptGap
-    seats: int
+    rows: int
     on_cpu: bool = False
     now: float = 0.0
     gaps: list[float] = field(default_factory=list)  # of steps in which others decode
@@ -91,7 +91,7 @@ class Simulation:
                 self.now += spent
                 self.gap.learn_round(spent)
             decoding = [left - 1 for left in decoding if left > 1]
-            while waiting and waiting[0][0] <= self.now and len(reading) + len(decoding) < self.seats:
+            while waiting and waiting[0][0] <= self.now and len(reading) + len(decoding) < self.rows:
                 arrival, length, new = waiting.popleft()
                 reading.append([arrival, length, new, 0])
             if reading:
@@ -220,12 +220,12 @@ def test_on_a_cpu_the_same_is_learned_from_nothing() -> None:
     assert engine.first[4096] < 20.0
 
 
-@pytest.mark.parametrize("seats", [128, 256])
-def test_a_load_of_many_prompts_keeps_its_speed(seats: int) -> None:
+@pytest.mark.parametrize("rows", [128, 256])
+def test_a_load_of_many_prompts_keeps_its_speed(rows: int) -> None:
     """256 requests of 512 + 128 tokens: reading them a little at a time would halve it."""
     seconds = {}
     for room in (GPU, GPU._replace(user_set=True)):  # by the gap, and always as many as the cap
-        engine = Simulation(timed(gpu_round(seats), room), seats)
+        engine = Simulation(timed(gpu_round(rows), room), rows)
         seconds[room.user_set] = engine.run([(0.0, 512, 128)] * 256)
         assert max(engine.gaps) <= PROMISED_GAP
     assert seconds[False] < 1.03 * seconds[True]
@@ -262,7 +262,7 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert capped(GPU, 1.0).while_decoding == MIN_CAP  # it must get on
     assert (
         capped(PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda")).while_decoding == 3000
-    )  # somebody has said it
+    )  # the user has set it
     assert capped(CPU).while_decoding == 96
 
 
@@ -330,7 +330,7 @@ def same_level(*lengths: int) -> list[UnreadPrompt]:
 
 
 def test_a_short_prompt_passes_long_ones_in_half_of_a_step() -> None:
-    """Long prompts of others held up everybody's first token: 40 steps of 96 tokens for four of 900."""
+    """Four prompts of 900 tokens delayed every other request's first token by 40 steps of 96 tokens."""
     assert share_tokens(same_level(LONG, LONG, LONG, LONG, 60), 96, 512) == [48, 0, 0, 0, 48]
     assert share_tokens(same_level(LONG, LONG, 9, 7), 96, 512) == [80, 0, 9, 7]
     assert share_tokens(same_level(LONG, 60, 60, 50), 96, 512) == [48, 0, 0, 48]  # the shortest of them

@@ -1,4 +1,4 @@
-"""Prompts that are read a few layers a step beside rounds: the same tokens, and nothing left over, whatever happens."""
+"""Prompts that are read a few layers per step, next to rounds: the same tokens, also after faults; nothing is left."""
 
 import gc
 import weakref
@@ -346,7 +346,7 @@ def test_a_queue_of_prompts_is_not_divided() -> None:
 
 
 def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
-    """In three sizes, with states of last tokens and of none; nobody waits for a capture when a long prompt comes."""
+    """In three sizes, with states of last tokens and of none; no long prompt waits for a capture."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     scene = scene_of(True, fused=True, max_model_len=256)
     kept = scene.engine.steps.prefill.captured_prompts._captured

@@ -94,7 +94,7 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
     config = EngineConfig(max_batch_size=3, max_model_len=512, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", config=config) as engine:
         drafts = DraftNeeds.from_drafter(engine.drafter, engine.spec)
-        sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "device_type": "cpu"}
+        sizes = {"max_len": 512, "lookahead": engine.spec.num_nodes, "device_type": "cpu"}
         needs = CacheNeeds(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
         slots = needs.slots_within(config, int(free * 0.25))
         assert engine.cache.bytes_by_group() == {

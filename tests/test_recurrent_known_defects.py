@@ -186,7 +186,7 @@ def test_16_bits_have_the_bits_of_plain_decoding(
         assert [(out.token_ids, out.logprobs) for out in found] == [(out.token_ids, out.logprobs) for out in alone]
 
 
-def test_an_adaptive_head_that_reads_late(model, truth, make_engine, random_prompt) -> None:
+def test_an_adaptive_head_that_lags(model, truth, make_engine, random_prompt) -> None:
     """Rounds without drafts between others, of which the head reads the states later."""
     prompts, count = [random_prompt(n, seed=n) for n in (5, 36)], examples(10, 40)
     expected = [truth(prompt, count) for prompt in prompts]

@@ -9,7 +9,7 @@ import pytest
 from specdec.errors import ConfigError, StoppingError
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.openai.reply import MessageFold, Reply, whole_message
+from specdec.serving.openai.reply import MessageBuilder, Reply, whole_message
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
 from specdec.serving.tools.answer_parser import REASONING, AnswerParser, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
@@ -229,8 +229,8 @@ def hermes(tools=None, thoughts=None):
 @pytest.mark.parametrize("seed", range(3))
 def test_content_calls_and_colours_of_any_deltas(seed, byte_tokenizer):
     deltas = deltas_of(byte_tokenizer, TEXT, random.Random(seed))
-    reply, fold = Reply(byte_tokenizer, (), True, hermes()), MessageFold()
-    chunks = [chunk for delta in deltas for chunk in fold.deltas(reply.read(delta))]
+    reply, builder = Reply(byte_tokenizer, (), True, hermes()), MessageBuilder()
+    chunks = [chunk for delta in deltas for chunk in builder.deltas(reply.read(delta))]
     assert all(len(chunk) == 1 for chunk in chunks)
     for calls in (chunk["tool_calls"] for chunk in chunks if "tool_calls" in chunk):
         assert len({part["index"] for part in calls}) == len(calls)
@@ -281,7 +281,7 @@ def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
     one = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     reply = Reply(byte_tokenizer, (), False, hermes(), max_calls=1)
     deltas = deltas_of(byte_tokenizer, f"So: {one}{one} and more", random.Random(seed))
-    message = whole_message([x for delta in deltas for x in MessageFold().deltas(reply.read(delta))])
+    message = whole_message([x for delta in deltas for x in MessageBuilder().deltas(reply.read(delta))])
     assert message["content"] == "So: " and [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
     assert reply.finish_reason(deltas[-1].output) == "tool_calls"
 

@@ -1,16 +1,16 @@
 """Random histories of the scheduler and its table under a fake model: nothing is lost, doubled, mixed up or forgotten.
 
-The model writes, for every token, a number that stands for the whole text up to it; so whoever reads a slot that is not
-its own, or a page of another text, shows. Requests come in any order of priority, some with common beginnings, are
-aborted, preempted, and begun again; rounds accept paths of any length out of trees of any shape. At any time
+The fake model writes, for every token, a number that identifies the whole text up to it. So a test fails if a request
+reads another request's slot, or a page of another text. Requests arrive with any priority, some with common prefixes;
+they are aborted, preempted and restarted. Rounds accept paths of any length from trees of any shape. At any time
 
-    conservation   the table's books hold, and who runs has a row of its own; who waits has none
-    content        committed slots hold the text of their request, in both spaces
-    order          both lists are by rank; nobody is admitted past one who waits, nobody is preempted before one behind
-    patience       past one who waits goes nobody who came when it had been passed OVERTAKEN_PER_LEVEL times for each
-                   level between
-    progress       the first of those running gains something in every step
-    the end        whatever is left ends, with its own tokens, and every slot is free
+    conservation   the table is consistent; a running request has a row of its own, a waiting one has none
+    content        committed slots hold the text of their request, in both pools
+    order          both lists are by rank; requests are admitted lowest rank first and preempted highest rank first
+    patience       a request that arrives after a waiting one was overtaken OVERTAKEN_PER_LEVEL times for each level
+                   between the two is not admitted before it
+    progress       the first running request advances in every step
+    the end        all requests end with their own tokens, and every slot is free
 """
 
 import itertools
@@ -160,10 +160,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in set(past) - set(admitted):  # by a prompt of their own, that another is making just now
             makers = [r for r in self.scheduler.running if r.state is RequestState.PREFILL and rank(r) < rank(request)]
             shared = [r for r in makers if r.prompt[:WORTH_WAITING] == request.prompt[:WORTH_WAITING]]
-            assert self.cached and shared, "somebody was admitted past one who waits"
+            assert self.cached and shared, "a request was admitted before a waiting one"
         for request in admitted:
             type(self).hits += int(self.table.committed_len.host[request.row])
-        assert self.scheduler.running or not waiting, "rows and pages are free, and nobody is admitted"
+        assert self.scheduler.running or not waiting, "rows and pages are free, and no request is admitted"
 
     def count_passes(self, admitted: Sequence[Request]) -> None:
         priority = {request.id: request.priority for request in [*self.live, *self.ended]}
@@ -175,15 +175,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                     levels = priority[number] - request.priority
                     met = self.met[request.id][number]
                     assert self.cached or met < max(levels, 0) * scheduler.OVERTAKEN_PER_LEVEL, (
-                        "one who waits is passed for ever"
+                        "a waiting request is overtaken for ever"
                     )
 
     def prefill(self, requests: Sequence[Request], chunk_len: np.ndarray) -> None:
         if not requests:
             return
         rows = np.array([request.row for request in requests], dtype=np.int64)
-        somebody_decodes = any(request.state is RequestState.DECODE for request in self.scheduler.running)
-        most = GROUP if somebody_decodes else IDLE_STEPS * GROUP
+        any_decodes = any(request.state is RequestState.DECODE for request in self.scheduler.running)
+        most = GROUP if any_decodes else IDLE_STEPS * GROUP
         assert (chunk_len > 0).all() and (chunk_len <= CHUNK).all() and chunk_len.sum() <= most
         done = self.table.committed_len.host[rows]
         width = int(chunk_len.max())
@@ -215,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 node = draw.choice(children)
                 accepted.append(node)
             text = request.tokens  # its last one is the root
-            made = [-float(draw.randrange(1, 1 << 30)) for _ in range(NODES)]  # what nobody may ever read
+            made = [-float(draw.randrange(1, 1 << 30)) for _ in range(NODES)]  # no request may ever read these
             for node in accepted:
                 made[node] = meaning(text)
                 text = [*text, next_token(text)]
@@ -247,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended.append(request)
         tokens = list(request.prompt)
         for token in request.output_ids:
-            assert token == next_token(tokens), "a token was lost, doubled or somebody else's"
+            assert token == next_token(tokens), "a token was lost, doubled or another request's"
             tokens.append(token)
         if request.finish_reason != "abort":
             assert request.num_output == request.params.max_new_tokens or request.output_ids[-1] in request.end_tokens

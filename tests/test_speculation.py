@@ -112,7 +112,7 @@ def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
 
 
 def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, random_prompt):
-    """Six nodes may be under way in front of it, whatever it drafts itself: its tables must be as wide."""
+    """Six nodes may be in flight before it, for any draft of its own: its tables must have that width."""
     engine = engine_for("ngram", captured=True)
     handle = engine.submit(random_prompt(9), asking(False))
     engine.step()

@@ -97,7 +97,7 @@ def launches(monkeypatch):
 def test_text_and_drafts_are_those_of_torch(
     name, drafter, spec, page_size, launches, monkeypatch, make_target, make_assistant, greedy_oracle, random_prompt
 ):
-    """Rounds on kernels too: greedy, sampled, penalised and with log-probabilities, more requests than seats."""
+    """Rounds on kernels too: greedy, sampled, penalised and with log-probabilities, more requests than rows."""
     model = make_target(name, **TARGETS[name])
     prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
     bound = {None: lambda model: None, "ngram": lambda model: "ngram", "mtp": make_assistant, "eagle3": random_eagle3}

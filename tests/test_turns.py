@@ -1,5 +1,5 @@
-"""Turns cannot be left taken: interrupts, kept exceptions, finalizers, calls within calls; who waits for whom; and the
-modes of a thread, which are as they were."""
+"""A turn is always given back: after interrupts, kept exceptions, finalizers, calls within calls. Also the order of
+waiting threads, and that a thread's torch modes are restored."""
 
 import gc
 import random

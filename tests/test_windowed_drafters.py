@@ -12,7 +12,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.kvcache.layout import FULL_ATTENTION, KEEP_ALL, ByGroup, GroupId, KVLayout
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
-from specdec.runtime.rounds.unread import MAX_UNREAD
+from specdec.runtime.rounds.drafter_lag import MAX_LAG
 
 from marks import deep, examples, is_deep
 from stand_ins import watch_proposals
@@ -99,7 +99,7 @@ def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch
     token = 2 * 2 * 8 * 4  # K and V of one layer
     room = sizing.PromptBudget.from_config(config, "cpu")
     need = token * (
-        8 * (64 - 1 + MAX_UNREAD + spec.num_nodes) + max(room.while_idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
+        8 * (64 - 1 + MAX_LAG + spec.num_nodes) + max(room.while_idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
     )
     assert need <= kept["window 64"] <= 1.05 * need
     assert kept["full"] == (2 + 1) * token * (8 * (length + spec.num_nodes) + 1)
@@ -125,15 +125,15 @@ def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
     assert out.stats.cached_tokens == (0 if lost else 39)
 
 
-def test_a_match_ends_where_a_late_reader_has_read(make_target, random_prompt) -> None:
-    """Rounds without drafts leave tokens of an answer unread: another request begins with the pages before them."""
+def test_a_match_ends_where_a_lagging_drafter_has_read(make_target, random_prompt) -> None:
+    """Rounds without drafts leave a lag at the end of an answer: another request begins with the pages before them."""
     model, spec = make_target("llama"), SpecConfig(3, adaptive=True)
     engine = engine_of(TargetModel(model), random_eagle3(model, windows=(5, None)), spec, max_batch_size=1)
     engine.steps.draft_policy.choose = lambda *_, **__: engine.steps.draft_policy.shapes[0]
     release_rows, read = engine.prefixes.release_rows, []
 
     def noting(requests: Any) -> None:
-        read.append(int(engine.state.unread.read[0]))
+        read.append(int(engine.state.lag.read[0]))
         release_rows(requests)
 
     engine.prefixes.release_rows = noting

@@ -435,8 +435,8 @@ def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., Sequence[int]
     """greedy_oracle(model, ids, n, guess=()): the n tokens of greedy decoding, by full HF forwards without a cache.
 
     One forward for each token, or one over `ids` and a guess (what an engine says) for all of it that is right: the
-    tokens are the same whatever the guess is. Without a guess, of a model that nobody changes, what they are compared
-    with first is one.
+    tokens are the same for any guess. Without a guess, for a model that no test changes, the first tokens they are
+    compared with are the guess.
     """
     known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     alive: list[PreTrainedModel] = []  # an id is only a key while its model lives

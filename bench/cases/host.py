@@ -7,7 +7,7 @@ gap     steps of streams while parts of a long prompt run. The prompt is not rea
         not counted
 wrong   a drafter that is never right. Three engines have the same requests and take turns step by step: plain, plain
         again (how far its ratio is from 1 says what the noise is), and with drafts, which are made wrong. By the
-        table: the engine's rounds at what its cost table says of them, catching up included
+        table: the engine's rounds at what its cost table says of them, reading of the lag included
 """
 
 import cProfile
@@ -217,7 +217,7 @@ def gap_rows(
 
 WARM = 24
 """Tokens of each request before anything is timed: what torch makes at the first product of a size is the process's, a
-plain engine's as well as a drafting one's. Enough for a draft and for catching up."""
+plain engine's as well as a drafting one's. Enough for a draft and for reading a lag."""
 PROMPT = 16
 
 

@@ -88,9 +88,9 @@ class CountedRouting:
             self.counts.append(len(routing.experts.unique()))
             return routing
 
-        def counted_both(fork: Any, mlp: Any, router: Router, experts: Any) -> Any:
-            counted_route(fork.router, router)
-            return own_both(fork, mlp, router, experts)
+        def counted_both(inputs: Any, mlp: Any, router: Router, experts: Any) -> Any:
+            counted_route(inputs.router, router)
+            return own_both(inputs, mlp, router, experts)
 
         self.ops = ops.replacing({route: counted_route, mlp_and_experts: counted_both})
 

@@ -26,6 +26,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, naming_file, require_one_of
+from specdec.evaluation.accuracy_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.data_sets import (
     DATA_SETS,
@@ -37,7 +38,6 @@ from specdec.evaluation.data_sets import (
     load_data,
     question_text,
 )
-from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.timed_comparison import Record, first_difference, run_interleaved
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.described_model import context_length

@@ -11,9 +11,9 @@ from typing import Any
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
+from specdec.evaluation.accuracy_report import final_number, is_correct
 from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.data_sets import batches_of
-from specdec.evaluation.gsm8k_report import final_number, is_correct
 from specdec.evaluation.timed_comparison import (
     Record,
     Way,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError, first_line, require_one_of
-from specdec.evaluation.gsm8k_report import final_number
+from specdec.evaluation.accuracy_report import final_number
 from specdec.models.published import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import Problem, json_lines, parse_problem, read_prompts
 from specdec.text.prompts import chat_ids

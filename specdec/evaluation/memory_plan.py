@@ -31,8 +31,8 @@ from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import stored_tensors, without_quantization
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.calls.arguments import fitted_spec, require_kv_dtype
-from specdec.runtime.rounds.unread import MAX_UNREAD
-from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_nodes
+from specdec.runtime.rounds.drafter_lag import MAX_LAG
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds, longest_sequence, lookahead_slots
 
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names by which configs count their MTP modules."""
@@ -98,8 +98,8 @@ def planned_needs(
     device_type: str,
 ) -> CacheNeeds:
     """Needs of a full batch of requests of `max_len` tokens. drafts: None: there is no drafter."""
-    nodes = lookahead_nodes(drafts or SpecConfig(), drafts=drafts is not None, captured=device_type == "cuda")
-    sizes = {"max_len": max_len, "num_nodes": nodes}
+    lookahead = lookahead_slots(drafts or SpecConfig(), drafts=drafts is not None, captured=device_type == "cuda")
+    sizes = {"max_len": max_len, "lookahead": lookahead}
     return CacheNeeds(model.layout, drafter.needs, model.dtype, config, **sizes, device_type=device_type)
 
 
@@ -158,7 +158,7 @@ def plan_drafter(
 
 def own_needs(layout: KVLayout, spec: SpecConfig, reread: int = 0) -> DraftNeeds:
     """Needs of a drafter with K/V of its own, which may read tokens rounds after their commit."""
-    return DraftNeeds(layout, reread=reread, max_lag=MAX_UNREAD if spec.adaptive else 0)
+    return DraftNeeds(layout, reread=reread, max_lag=MAX_LAG if spec.adaptive else 0)
 
 
 def model_needs(name: str, model: PreTrainedModel, target: ModelOnMeta, spec: SpecConfig) -> DraftNeeds:

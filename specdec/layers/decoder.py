@@ -39,13 +39,13 @@ from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import apply_experts
-from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
+from specdec.layers.moe.fork_join import BranchInputs, fork_norm, join_norm
 from specdec.layers.moe.routing import route
 from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
 from specdec.layers.rope_store import Rotary, RotatedQKV, rope_store, rotary
-from specdec.modules.weight_watch import DescribedModule
+from specdec.modules.weight_watch import RepointableModule
 
 
 class SharedInputs(NamedTuple):
@@ -203,7 +203,9 @@ class FusedLayer(nn.Module):
         if parts.parallel:
             normed = x
         if moe is not None and parts.mlp is not None:
-            shared, added = yield from self._mlp_and_experts(Fork(hidden, normed, normed, normed), parts.mlp, moe)
+            shared, added = yield from self._mlp_and_experts(
+                BranchInputs(hidden, normed, normed, normed), parts.mlp, moe
+            )
             end["addend"] = shared
         elif moe is not None:
             added = yield from self._chosen(normed, normed, moe)
@@ -222,25 +224,25 @@ class FusedLayer(nn.Module):
         parts, ops = self.parts, self.ops
         assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
-        fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
-        dense, chosen = yield from self._mlp_and_experts(fork, parts.mlp, moe)
+        inputs = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
+        dense, chosen = yield from self._mlp_and_experts(inputs, parts.mlp, moe)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
-        return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
+        return ops(join_norm)(dense, chosen, **gains, residual=inputs.hidden, **end)
 
     def _mlp_and_experts(
-        self, fork: Fork, mlp: Mlp, moe: MoeParts
+        self, inputs: BranchInputs, mlp: Mlp, moe: MoeParts
     ) -> Generator[RankShare, Product, tuple[Product, Product]]:
         ops, split_ks = self.ops, self.parts.split_ks
         if split_ks is None:
-            dense, chosen = ops(mlp_and_experts)(fork, mlp, moe.router, moe.experts)
+            dense, chosen = ops(mlp_and_experts)(inputs, mlp, moe.router, moe.experts)
         else:
-            gated = ops(gated_linear)(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit)
+            gated = ops(gated_linear)(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit)
             dense = yield from self._last_sum(gated, mlp.down, None, split_ks.down)
             dense = Product.from_value(ops(finish)(dense))  # copied before a later exchange may overwrite it
-            chosen = yield from self._chosen(fork.experts, fork.router, moe)
+            chosen = yield from self._chosen(inputs.experts, inputs.router, moe)
         if moe.shared_gate is not None:
             whole = ops(finish)(dense)[:, None]  # [T, 1, H]
-            dense = Product.from_value(ops(gate_heads)(whole, ops(linear)(fork.mlp, moe.shared_gate))[:, 0])
+            dense = Product.from_value(ops(gate_heads)(whole, ops(linear)(inputs.mlp, moe.shared_gate))[:, 0])
         return dense, chosen
 
 
@@ -249,7 +251,7 @@ def described_layers(parts: DecoderParts, ops: Operations) -> list[FusedLayer]:
     return [FusedLayer(i, layer, next_norm, ops) for i, (layer, next_norm) in enumerate(layers)]
 
 
-class FusedDecoder(DescribedModule):
+class FusedDecoder(RepointableModule):
     """Replaces a Hugging Face text model. It takes the same keywords, but ignores masks and caches.
 
     `source` is that model, whose parameters the layers read; `embedding` replaces its embedding. describe: makes the

@@ -34,7 +34,7 @@ from specdec.layers.gemm.linear import Mlp, linear, reference_gated_linear, refe
 from specdec.layers.gemm.product import Product, SplitK, split_k_of
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
-from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.fork_join import BranchInputs
 from specdec.layers.moe.routing import Router, Routing, reference_route
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.models.probe import ProbeContext, Run
@@ -143,9 +143,11 @@ def rowwise_linear(
     return reference_linear_parts(x, weight, split_k)._replace(bias=bias)
 
 
-def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    dense = rowwise_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
-    return dense, rowwise_apply_experts(fork.experts, reference_route(fork.router, router), experts)
+def rowwise_mlp_and_experts(
+    inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts
+) -> tuple[Product, Product]:
+    dense = rowwise_linear(reference_gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
+    return dense, rowwise_apply_experts(inputs.experts, reference_route(inputs.router, router), experts)
 
 
 ROWWISE = REFERENCE.replacing(

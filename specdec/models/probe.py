@@ -288,7 +288,7 @@ class ProbeResult:
     rule: LogitRule
     alone: Sequence[ProbeContext]
     states: torch.Tensor
-    closeness: Tolerance
+    tolerance: Tolerance
 
     def difference(self, run: Run) -> str | None:
         """The difference if the rows of both texts run mixed in two forwards, as the end of a sentence."""
@@ -307,9 +307,9 @@ class ProbeResult:
             for layer in sorted(mixed.rows):
                 for kind, what in enumerate(("queries", "keys", "values")):
                     expected = torch.cat([context.rows[layer][kind] for context in self.alone])[rows]
-                    if not self.closeness.holds(mixed.rows[layer][kind][:-1], expected, layer):
+                    if not self.tolerance.holds(mixed.rows[layer][kind][:-1], expected, layer):
                         return f"the {what} of layer {layer}"
-            if not self.closeness.holds(found, self.states[rows], len(layout.layers)):
+            if not self.tolerance.holds(found, self.states[rows], len(layout.layers)):
                 return "the final states"
             past = mixed
         return None
@@ -343,18 +343,18 @@ def prove(
     @cache
     def noise() -> float:
         crowd = own(texts.repeat(CROWD, 1))[: len(texts)]
-        return closeness.difference(_centred(crowd.flatten(0, 1)), own_logits)
+        return tolerance.difference(_centred(crowd.flatten(0, 1)), own_logits)
 
-    closeness = Tolerance(exact and states[0].dtype in (torch.float32, torch.float64), noise)
+    tolerance = Tolerance(exact and states[0].dtype in (torch.float32, torch.float64), noise)
     raw = head(torch.cat(states))
-    errors = [closeness.difference(_centred(rule(raw)), own_logits) for rule in rules]
+    errors = [tolerance.difference(_centred(rule(raw)), own_logits) for rule in rules]
     best = errors.index(min(errors))
-    if not closeness.is_within(errors[best], EXACT_BOUND if closeness.exact else COARSE_LOGITS_BOUND):
+    if not tolerance.is_within(errors[best], EXACT_BOUND if tolerance.exact else COARSE_LOGITS_BOUND):
         raise UnsupportedModelError(
             f"{name}: its logits through the attention interface of transformers differ from those of its own forward "
             f"by {errors[best]:.1%}, so something in it is not plain causal attention, and it cannot be served exactly"
         )
-    proof = ProbeResult(name, texts, rules[best], alone, torch.cat(states), closeness)
+    proof = ProbeResult(name, texts, rules[best], alone, torch.cat(states), tolerance)
     what = proof.difference(run)
     if what == "the final states":
         raise UnsupportedModelError(

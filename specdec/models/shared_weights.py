@@ -102,9 +102,9 @@ def difference_on_ranks(
 ) -> str | None:
     """The difference if ranks run a split decoder and its head, as the end of a sentence."""
     home, device = proof.states.device, ranks.devices[0]
-    closeness = proof.closeness if home.type == device.type else replace(proof.closeness, exact=False)
-    what = replace(proof, closeness=closeness).difference(on_ranks(run, ranks))
+    tolerance = proof.tolerance if home.type == device.type else replace(proof.tolerance, exact=False)
+    what = replace(proof, tolerance=tolerance).difference(on_ranks(run, ranks))
     if what is not None:
         return what
     found = head(proof.states.to(device)).to(home)
-    return None if closeness.holds(found, plain_head(proof.states), 0) else "the logits"
+    return None if tolerance.holds(found, plain_head(proof.states), 0) else "the logits"

@@ -288,7 +288,7 @@ class TargetModel(DescribedModel):
                 self.decoder, self.head = fuse(decoder, ops), fuse_linear(head, ops)
                 with torch.autocast(self.device.type, enabled=False):
                     what = proof.difference(self.run)
-                    if what is None and not proof.closeness.holds(self.head(proof.states), head(proof.states), 0):
+                    if what is None and not proof.tolerance.holds(self.head(proof.states), head(proof.states), 0):
                         what = "the logits"
             reason = None if what is None else f"{what} of its fused layers are not {type(decoder).__name__}'s own"
         except UnsupportedModelError as error:

@@ -98,7 +98,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-class DescribedModule(nn.Module):
+class RepointableModule(nn.Module):
     """A module that has noted where the weights of another module are."""
 
     def describe_again(self) -> None:
@@ -109,7 +109,7 @@ class DescribedModule(nn.Module):
 class Weights:
     """The weights that one or more modules read. Other code may re-point them at any time.
 
-    Ask for `generation` before each forward: if weights have moved, each `DescribedModule` is described again. A
+    Ask for `generation` before each forward: if weights have moved, each `RepointableModule` is described again. A
     holder of addresses, such as a captured graph, remembers its generation.
 
     original: the user's modules, if the modules are a private copy. If these change (another active adapter, a hook, a
@@ -188,7 +188,7 @@ class Weights:
             )
         try:
             for module in chain.from_iterable(root.modules() for root in self._modules):
-                if isinstance(module, DescribedModule):
+                if isinstance(module, RepointableModule):
                     module.describe_again()
         except UnsupportedModelError as reason:
             raise UnsupportedModelError(

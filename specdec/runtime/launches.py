@@ -69,14 +69,15 @@ def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class Launch:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
     batch: the requests; if one has lost its row since the launch, its result is ignored. drawing: batch indices of the
     requests whose prompt ends here and that draw their first token; None for a round. packed: the result; `shape` says
     how to read it. draft_depth [B]: deepest draft that each request could accept. forced [B]: number of tokens that
     each request's grammar forced. scores: requested log-probabilities of prompt tokens, copied to the host before
-    `packed`. catch_up_seconds: host time of the drafter's catch-up before the round; 0 if rounds are captured.
+    `packed`. lag_seconds: host time in which the drafter read its lag before the round; 0 if rounds are
+    captured.
     """
 
     batch: RequestBatch
@@ -86,7 +87,7 @@ class LaunchedStep:
     draft_depth: IntArray
     forced: IntArray
     scores: tuple[ChunkScoring, torch.Tensor] | None = None
-    catch_up_seconds: float = 0.0
+    lag_seconds: float = 0.0
 
     @property
     def is_round(self) -> bool:
@@ -121,7 +122,7 @@ class Launches:
     def __init__(
         self, scheduler: Scheduler, state: DeviceState, draft_policy: DraftPolicy | None, *, captured: bool
     ) -> None:
-        self.unsettled: deque[LaunchedStep] = deque()
+        self.unsettled: deque[Launch] = deque()
         self.row_totals = RowTotals(scheduler.table.max_requests)
         self.totals = EngineStats()
         self._scheduler = scheduler
@@ -188,7 +189,7 @@ class Launches:
             self._scheduler.release_requests(*finished)
         return finished
 
-    def _settle_chunks(self, launched: LaunchedStep, present: Sequence[int]) -> None:
+    def _settle_chunks(self, launched: Launch, present: Sequence[int]) -> None:
         """For the requests at indices `present`, which still have their rows: add the scores of their prompt chunks,
         and the first output token if the chunk ended the prompt."""
         if not present:
@@ -206,7 +207,7 @@ class Launches:
                 self._state.tokens.adopt((request.row, len(request.prompt)), first)
                 _settle(request, [first], result.logprobs[place])
 
-    def _settle_round(self, launched: LaunchedStep, present: Sequence[int]) -> None:
+    def _settle_round(self, launched: Launch, present: Sequence[int]) -> None:
         batch, shape, result = launched.batch, launched.shape, launched.result()
         requests, rows = _select_present(batch.requests, present), _select_present(batch.rows, present)
         if len(present) < len(batch.requests):
@@ -219,7 +220,7 @@ class Launches:
         seconds = sum(result.seconds.values())
         if self._captured and last is not None:
             seconds = (result.ended - last) / 1e9
-        self._learn(shape, requests, result, gained, seconds + launched.catch_up_seconds)
+        self._learn(shape, requests, result, gained, seconds + launched.lag_seconds)
         self._count(requests, result, by_lookup=shape.draft.by_lookup)
 
     def _learn(

@@ -194,14 +194,14 @@ class Request:
             return self.prefill_target - 1
         return self.scores.known - 1
 
-    def seat(self, row: int) -> None:
-        """Give it this row. Next, its prompt is read."""
+    def assign_row(self, row: int) -> None:
+        """The request gets this row. Next, its prompt is read."""
         self.row, self.state = row, RequestState.PREFILL
         if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
             self.stats.queue_seconds = time.perf_counter() - self.submit_time
 
     def lose_row(self) -> None:
-        """It waits, without a row. Results launched for the row are not its any more."""
+        """It waits, without a row. Results of launches that used the old row are ignored."""
         self.settled = self.settled._replace(stats=self.stats, row_totals=None)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1

@@ -34,7 +34,7 @@ MAX_BATCHES = 3
 
 
 class RequestBatch:
-    """Requests, with the epochs, rows [B] and parameters that they had. max_total_len [B]: their lengths if only
+    """A snapshot of some requests: their epochs, rows [B] and parameters. max_total_len [B]: their lengths if only
     max_new_tokens ends them. constrained: those with a grammar or rules about tokens. fixed [B]: do they fix their
     draft?"""
 
@@ -148,7 +148,7 @@ class Scheduler:
                 message = asked if least_needed[group] <= available else prompt
                 option = "full_slots" if group == PRIMARY else "swa_slots"
                 raise CapacityError(
-                    f"{message} needs {need} {pool.name} KV slots (with {self.table.lookahead} nodes a verify step and "
+                    f"{message} needs {need} {pool.name} KV slots (with {self.table.lookahead} lookahead slots and "
                     f"page size {allocator.page_size}), but the {pool.name} pool has {available}; raise {option} "
                     "or ask for less"
                 )
@@ -183,7 +183,7 @@ class Scheduler:
                 break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
             self.prefixes.adopt_prefix(request, rank(request))
-            request.seat(request.row)
+            request.assign_row(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
             insort(numbers, request.id)

@@ -15,7 +15,7 @@ from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.described_model import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompts.prompt_budget import PromptBudget
-from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
+from specdec.runtime.rounds.drafter_lag import MAX_LAG, lag_allowed
 
 KV_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free after the weights are loaded."""
@@ -28,7 +28,7 @@ FALLBACK_MODEL_LEN = 4096
 
 class DraftNeeds(NamedTuple):
     """KV requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
-    committed tokens that it has not read yet."""
+    committed tokens that it has not read yet (`rounds/drafter_lag.py`)."""
 
     layout: KVLayout | None = None
     extra_keys: int = 0
@@ -39,7 +39,7 @@ class DraftNeeds(NamedTuple):
     def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
         if drafter is None:
             return cls()
-        max_lag = MAX_UNREAD if reads_late(drafter, spec.adaptive) else 0
+        max_lag = MAX_LAG if lag_allowed(drafter, spec.adaptive) else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property
@@ -58,8 +58,8 @@ class CacheNeeds:
     """Slots and bytes of K/V that a full batch of requests needs if memory is unlimited. Lists are by group.
 
     layouts: of the target, and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one token
-    in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch while prompts
-    are read (cached prefixes use the windowed ones in between). state_bytes: recurrent states of one request.
+    in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch during
+    prefill; between prefills, spare window slots hold cached prefixes. state_bytes: recurrent states of one request.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class CacheNeeds:
         config: EngineConfig,
         *,
         max_len: int,
-        num_nodes: int,
+        lookahead: int,
         device_type: str,
     ) -> None:
-        """layout: the target's. max_len: tokens of each request. num_nodes: see `lookahead_nodes`."""
+        """layout: the target's. max_len: tokens of each request. lookahead: see `lookahead_slots`."""
         layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
         self.layouts = layouts if config.kv_dtype is None else [each.in_fp8() for each in layouts]
         self.groups = groups = cache_groups(self.layouts)
@@ -83,13 +83,13 @@ class CacheNeeds:
         self.slot_bytes = [sum(each.slot_bytes(retention, dtype) for each in self.layouts) for retention in groups]
         self.state_bytes = sum(each.state_bytes(dtype) for each in self.layouts)
         budget = PromptBudget.from_config(config, device_type, recurrent=layout.recurrent)
-        full_each = whole_pages(max_len + num_nodes, page_size)
+        full_each = whole_pages(max_len + lookahead, page_size)
         self.held, self.slots = [full_each], [full_each * batch]
         for group, retention in groups.items():
-            if (window := retention.num_kept(num_nodes)) is None:
+            if (window := retention.num_kept(lookahead)) is None:
                 continue
             kept = window - 1 + drafts.beyond_windows + self.max_lag[group]
-            keys = window_slots_held(kept, num_nodes, page_size)
+            keys = window_slots_held(kept, lookahead, page_size)
             # keys that it holds and the slack; chunks in flight are added below
             each = min(whole_pages(keys + page_size, page_size), full_each)
             # a step reads `while_idle`; prefixes use the rest
@@ -118,7 +118,7 @@ def whole_pages(slots: int, page_size: int) -> int:
     return -(-slots // page_size) * page_size
 
 
-def lookahead_nodes(spec: SpecConfig, *, drafts: bool, captured: bool) -> int:
+def lookahead_slots(spec: SpecConfig, *, drafts: bool, captured: bool) -> int:
     """Slots of a request for uncommitted tokens: those of one round, or of two if rounds are captured, since the next
     round is then launched before the previous one is settled."""
     return (2 if captured else 1) * (spec.num_nodes if drafts else 1)
@@ -137,12 +137,12 @@ def make_cache(
     drafter: Drafter | None,
     spec: SpecConfig,
     config: EngineConfig,
-    num_nodes: int,
+    lookahead: int,
     operations: KVOperations,
 ) -> tuple[KVCache, int]:
     """Make the slots and request table of one engine, without stores yet. Also returns the longest sequence in tokens.
 
-    num_nodes: verify width, the root included.
+    lookahead: slots of a request for uncommitted tokens, see `lookahead_slots`.
     """
     page_size, drafts = config.page_size, DraftNeeds.from_drafter(drafter, spec)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
@@ -152,7 +152,7 @@ def make_cache(
         target.dtype,
         config,
         max_len=max_len,
-        num_nodes=num_nodes,
+        lookahead=lookahead,
         device_type=target.device.type,
     )
     share = config.memory_share or KV_SHARE.get(target.device.type, 0.5)
@@ -161,7 +161,7 @@ def make_cache(
         budget //= len(target.devices)  # on a CPU they are one
     slots = needs.slots_within(config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
-        max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
+        max_len = max(min(max_len, slots[PRIMARY] - lookahead), 1)
     pools = ", ".join(f"{count} {retention.name}" for retention, count in zip(needs.groups, slots, strict=True))
     if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
         raise CapacityError(
@@ -170,12 +170,12 @@ def make_cache(
             "max_batch_size, or raise memory_share"
         )
     for (group, _), there, held in zip(needs.groups.items(), slots, needs.held, strict=True):
-        needed = min(whole_pages(1 + num_nodes, page_size), held)
+        needed = min(whole_pages(1 + lookahead, page_size), held)
         if there // page_size * page_size < needed:
             option = "full_slots" if group == PRIMARY else "swa_slots"
             raise CapacityError(
                 f"{option}={there} can hold no request: a prompt of one token takes {needed} slots, with "
-                f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
+                f"{lookahead} lookahead slots and page size {page_size}; give {needed} or more, or leave it None, "
                 f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
             )
     needed = sum(count * size for count, size in zip(slots, needs.slot_bytes, strict=True)) + needs.all_state_bytes
@@ -190,7 +190,7 @@ def make_cache(
         allocator,
         max_requests=batch,
         max_len=max_len,
-        lookahead=num_nodes,
+        lookahead=lookahead,
         extra_keys=drafts.beyond_windows,
         reread=drafts.reread,
         max_lag=needs.max_lag,

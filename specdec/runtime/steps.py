@@ -25,7 +25,7 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.drafts.draft_policy import DraftPolicy
 from specdec.runtime.engine_stats import NO_DRAFT_STATS, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, load_forced, prepare_masks
-from specdec.runtime.launches import HostCopy, LaunchedStep, Launches
+from specdec.runtime.launches import HostCopy, Launch, Launches
 from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prefixes import salt_of
 from specdec.runtime.request import Request, restricted, table_rows
@@ -112,11 +112,11 @@ class Steps:
         state.sampling.load(rows, [(request.params, request.seed) for request in requests])
         state.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
         state.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
-        if state.unread is not None:
-            state.unread.clear_rows(rows)
+        if state.lag is not None:
+            state.lag.clear_rows(rows)
         if state.finished is not None:
             for request in requests:
-                state.finished.seat(request.row, salt_of(request))
+                state.finished.set_salt(request.row, salt_of(request))
         if state.seen_bits is not None:
             held = [request for request in requests if request.params.repetition_penalty != 1]
             state.seen_bits.load(table_rows(held), [request.tokens for request in held])
@@ -173,7 +173,7 @@ class Steps:
         self.state.flush()
         self.threads.fit(shape.batch * shape.width)
         draft_depth = self.state.max_drafts.host[rows].clip(max=shape.draft.depth)
-        catch_up_seconds = self._catch_up(shape, rows, ending)
+        lag_seconds = self._read_lag(shape, rows, ending)
         between = None
         if masked:
             between = GrammarSteps(self.state, shape, [request.grammar_state for request in requests]).between
@@ -182,18 +182,18 @@ class Steps:
         else:
             packed = self.captured_rounds.run(shape, between)
         result = HostCopy(packed, self.state.target.ranks)
-        launched = LaunchedStep(batch, None, shape, result, draft_depth, forced, catch_up_seconds=catch_up_seconds)
+        launched = Launch(batch, None, shape, result, draft_depth, forced, lag_seconds=lag_seconds)
         self.launches.unsettled.append(launched)
 
-    def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> float:
-        """Let the drafter read these rows' unread tokens if a round of this shape requires it. Returns the seconds that
-        it took; 0 if rounds are captured."""
-        begin, unread = time.perf_counter(), self.state.unread
-        if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
+    def _read_lag(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> float:
+        """Let the drafter read these rows' lag if a round of this shape requires it. Returns the seconds that it
+        took; 0 if rounds are captured."""
+        begin, lag = time.perf_counter(), self.state.lag
+        if lag is not None and (most := lag.before_round(shape, rows, ending)):
             if self.captured_rounds is None:
-                self.state.catch_up(shape, num_unread)
+                self.state.read_lag(shape, most)
             else:
-                self.captured_rounds.catch_up(shape)
+                self.captured_rounds.read_lag(shape)
         return 0.0 if self.captured_rounds is not None else time.perf_counter() - begin
 
     def shape_for(self, batch: RequestBatch, remaining: Sequence[int]) -> RoundShape:

@@ -59,10 +59,10 @@ def warm_up(steps: Steps) -> None:
         for width in prefix_buckets(steps.table.slots.host.shape[1] - 1)[1:]:
             for shape in shapes[: len(drafts)]:
                 _run(steps, captured_rounds, shape._replace(max_committed_len=width))
-        if state.unread is not None:
+        if state.lag is not None:
             for shape in shapes[:: len(drafts)]:  # one shape per batch size
                 for _ in range(2):
-                    captured_rounds.catch_up(shape)
+                    captured_rounds.read_lag(shape)
     if state.cache.sanitizer is None:  # the sanitizer does not know rows without slots
         with state.on_device():
             if steps.draft_policy is not None:

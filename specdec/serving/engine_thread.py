@@ -25,7 +25,7 @@ import torch
 from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
 from specdec.runtime.calls.handle import Handle
-from specdec.serving.fair_pool import settle
+from specdec.serving.fair_pool import complete_future
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class EngineThread:
 
         def work() -> None:
             if future.set_running_or_notify_cancel():
-                settle(future, function)
+                complete_future(future, function)
 
         with self._guard:
             if queued := not self.stopped:

@@ -34,7 +34,7 @@ class Job(Generic[T]):
     begun: bool = False
 
 
-def settle(future: Future[T], function: Callable[[], T]) -> None:
+def complete_future(future: Future[T], function: Callable[[], T]) -> None:
     """Set the future to the result or the error of this function."""
     try:
         future.set_result(function())
@@ -129,7 +129,7 @@ class FairPool:
         while job is not None:
             function, job.function = job.function, None
             if job.begun and function is not None:
-                settle(job.future, function)
+                complete_future(job.future, function)
             del function
             with self._lock:
                 self._running -= Counter((job.client,))

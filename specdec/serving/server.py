@@ -27,7 +27,7 @@ from fastapi import FastAPI
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.fair_pool import settle
+from specdec.serving.fair_pool import complete_future
 from specdec.serving.http.probes import EngineWatch
 from specdec.serving.logs import describe, report_traffic
 from specdec.serving.server_settings import ServeSettings
@@ -111,7 +111,7 @@ def run_app(
     served: Future[str | None] = Future()
 
     def serve() -> None:
-        settle(served, lambda: asyncio.run(_serve(server, bound, app, ready, deadline)))
+        complete_future(served, lambda: asyncio.run(_serve(server, bound, app, ready, deadline)))
 
     thread = threading.Thread(target=serve, name="specdec-http")
     with _settings_of_process(), _signals(server):

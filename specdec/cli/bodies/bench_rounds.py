@@ -23,9 +23,9 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
+from specdec.evaluation.accuracy_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.bench_run import markdown_table, run_bench
 from specdec.evaluation.data_sets import DATA_SETS, choose, load_data
-from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import require_distinct, write_report
 from specdec.evaluation.phases.phase_report import drawn_phases, phase_table

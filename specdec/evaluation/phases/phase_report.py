@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.evaluation.gsm8k_report import png_of
+from specdec.evaluation.accuracy_report import png_of
 from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 from specdec.evaluation.timed_comparison import table_lines

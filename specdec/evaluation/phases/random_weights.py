@@ -258,7 +258,7 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
     the module's own."""
     layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
     names = [family_name(part) for part in (decoder or module).modules()]
-    gain = 0.0 if any(name in FAMILIES and FAMILIES[name].gain.plus_one for name in names) else 1.0
+    gain = 0.0 if any(name in FAMILIES and FAMILIES[name].norm_form.plus_one for name in names) else 1.0
     for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
         owner, _, name = path.rpartition(".")
         mean, std = gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
-from specdec.runtime.launches import LaunchedStep
+from specdec.runtime.launches import Launch
 from specdec.runtime.request_output import StreamDelta
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
@@ -68,12 +68,12 @@ class _ArrivedRound(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WatchedRound(LaunchedStep):
+class _WatchedRound(Launch):
     passed: list[_ArrivedRound]
 
     def result(self) -> RoundResult:
         start = perf_counter()
-        result = LaunchedStep.result(self)
+        result = Launch.result(self)
         end = perf_counter()
         self.passed.append(_ArrivedRound(end, end - start, result))
         return result

@@ -81,12 +81,12 @@ class LlamaLike:
     multipliers of embeddings and residuals, rotary tables by kind of layer; and for Gemma 4 per-layer embeddings,
     shared K/V, keys as values, experts next to an MLP. The defaults are Llama's.
 
-    gain: the form of its norms.   norms: their attribute names.   parallel: MLP and attention read one input.
+    norm_form: the form of its norms.   norms: their attribute names.   parallel: MLP and attention read one input.
     interleaved: RoPE rotates channels 2 j and 2 j + 1.   rotates: does a layer's attention use RoPE?
     softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: see `DecoderParts`.
     """
 
-    gain: Norm = ROUNDED
+    norm_form: Norm = ROUNDED
     norms: NormNames = PRE_NORMS
     parallel: bool = False
     interleaved: bool = False
@@ -223,7 +223,7 @@ class LlamaLike:
 
     def gain_of(self, norm: Any) -> Norm:
         weight = norm.weight if getattr(norm, "with_scale", True) else None
-        return self.gain._replace(weight=weight, eps=norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        return self.norm_form._replace(weight=weight, eps=norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
 def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
@@ -320,23 +320,27 @@ def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, 
 
 
 FAMILIES: dict[str, LlamaLike] = {
-    "cohere.CohereModel": LlamaLike(gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
+    "cohere.CohereModel": LlamaLike(norm_form=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
     "cohere2.Cohere2Model": LlamaLike(
-        gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
+        norm_form=CENTRED,
+        norms=ONE_NORM,
+        parallel=True,
+        interleaved=True,
+        rotates=lambda a: a.sliding_window is not None,
     ),
     "deepseek_v3.DeepseekV3Model": LlamaLike(),
     "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
     "exaone4.Exaone4Model": LlamaLike(norms=POST_NORMS, rotates=rotates_in_windows),
     "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=rotates_in_windows),
-    "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
-    "gemma3.Gemma3TextModel": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS),
-    "gemma4.Gemma4TextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
-    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
+    "gemma2.Gemma2Model": LlamaLike(norm_form=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
+    "gemma3.Gemma3TextModel": LlamaLike(norm_form=PLUS_ONE, norms=GEMMA_NORMS),
+    "gemma4.Gemma4TextModel": LlamaLike(norm_form=FLOAT, norms=GEMMA_NORMS),
+    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(norm_form=FLOAT, norms=GEMMA_NORMS),
     "glm.GlmModel": LlamaLike(interleaved=True),
     "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
     "glm4_moe.Glm4MoeModel": LlamaLike(),
     "glm4_moe_lite.Glm4MoeLiteModel": LlamaLike(),
-    "gpt_oss.GptOssModel": LlamaLike(gain=FLOAT),
+    "gpt_oss.GptOssModel": LlamaLike(norm_form=FLOAT),
     "granite.GraniteModel": LlamaLike(),
     "hy_v3.HYV3Model": LlamaLike(),
     "llama.LlamaModel": LlamaLike(),
@@ -344,16 +348,16 @@ FAMILIES: dict[str, LlamaLike] = {
     "mimo_v2_flash.MiMoV2FlashModel": LlamaLike(),
     "mistral.MistralModel": LlamaLike(),
     "mixtral.MixtralModel": LlamaLike(),
-    "olmo2.Olmo2Model": LlamaLike(gain=FLOAT, norms=POST_NORMS),
+    "olmo2.Olmo2Model": LlamaLike(norm_form=FLOAT, norms=POST_NORMS),
     "phi3.Phi3Model": LlamaLike(),
     "qwen2.Qwen2Model": LlamaLike(),
     "qwen2_moe.Qwen2MoeModel": LlamaLike(),
     "qwen3.Qwen3Model": LlamaLike(),
-    "qwen3_5.Qwen3_5TextModel": LlamaLike(gain=PLUS_ONE),
-    "qwen3_5_moe.Qwen3_5MoeTextModel": LlamaLike(gain=PLUS_ONE),
+    "qwen3_5.Qwen3_5TextModel": LlamaLike(norm_form=PLUS_ONE),
+    "qwen3_5_moe.Qwen3_5MoeTextModel": LlamaLike(norm_form=PLUS_ONE),
     "qwen3_moe.Qwen3MoeModel": LlamaLike(),
-    "qwen3_next.Qwen3NextModel": LlamaLike(gain=PLUS_ONE),
+    "qwen3_next.Qwen3NextModel": LlamaLike(norm_form=PLUS_ONE),
     "smollm3.SmolLM3Model": LlamaLike(),
-    "step3p7.Step3p7TextModel": LlamaLike(gain=PLUS_ONE),
+    "step3p7.Step3p7TextModel": LlamaLike(norm_form=PLUS_ONE),
 }
 """All text models that run fused: transformers' class -> the function that describes it for `FusedDecoder`."""

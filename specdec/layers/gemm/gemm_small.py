@@ -261,12 +261,12 @@ def gemm_small(
     tiles: Tiles,
     split: bool,
     *,
-    holds: bool = False,
+    hold_next: bool = False,
 ) -> None:
     """Write x [M, K] times the weight [N, K] to `out`: [S, M, N] if split, otherwise [1, M, N] or, if gated, [M, N /
     2].
 
-    holds: no later kernel starts before x is written.
+    hold_next: no later kernel starts before x is written.
     """
     require_operands(x, weight, bias)
     (num_rows, k), n = x.shape, len(weight)
@@ -291,7 +291,7 @@ def gemm_small(
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,
         TAIL_M=tiles.tail_m,
-        START="holds" if holds else "usual",
+        START="holds" if hold_next else "usual",
         **tiles.options,
         **pdl_options(x.device),
     )

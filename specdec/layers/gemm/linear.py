@@ -180,16 +180,16 @@ def linear(
     in_order: bool = True,
     tiles: Tiles | None = None,
     keep_parts: bool = False,
-    holds: bool = False,
+    hold_next: bool = False,
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
     split_k: that of a larger weight to which these rows belong; None: the weight's own. in_order: see above; in any
-    order it is faster. keep_parts: ranges of K always stay separate float32 parts. holds: no later kernel starts before
-    x is written.
+    order it is faster. keep_parts: ranges of K always stay separate float32 parts. hold_next: no later kernel starts
+    before x is written.
     """
     split_k = split_k or split_k_of(weight)
-    if tiles is None and not keep_parts and not holds:
+    if tiles is None and not keep_parts and not hold_next:
         product = _by_other_kernels(x, weight, bias, None, split_k, in_order)
         if product is not None:
             return product
@@ -201,7 +201,7 @@ def linear(
     split = split_k.splits > 1 and (keep_parts or few)
     shape = (split_k.splits if split else 1, len(x), len(weight))
     parts = torch.empty(shape, dtype=torch.float32 if split or keep_parts else x.dtype, device=x.device)
-    gemm_small(x, weight, None if split else bias, parts, None, split_k, tiles, split, holds=holds)
+    gemm_small(x, weight, None if split else bias, parts, None, split_k, tiles, split, hold_next=hold_next)
     return Product(parts, bias if split else None, x.dtype)
 
 

@@ -36,15 +36,17 @@ from specdec.layers.moe.experts import (
     product_kernel,
     reference_apply_experts,
 )
-from specdec.layers.moe.fork_join import Fork
+from specdec.layers.moe.fork_join import BranchInputs
 from specdec.layers.moe.routing import Router, reference_route, route
 from specdec.layers.packed.packed_tile import tile_columns, weight_constants, weight_pointers
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 
 
-def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    dense = reference_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
-    return dense, reference_apply_experts(fork.experts, reference_route(fork.router, router), experts)
+def reference_mlp_and_experts(
+    inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts
+) -> tuple[Product, Product]:
+    dense = reference_linear(reference_gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
+    return dense, reference_apply_experts(inputs.experts, reference_route(inputs.router, router), experts)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_dense", "num_slots"])
@@ -131,28 +133,28 @@ def _both_kernel(
 
 @op(reference=reference_mlp_and_experts, has_orders=True)
 def mlp_and_experts(
-    fork: Fork, mlp: Mlp, router: Router, experts: Experts, *, in_order: bool = True
+    inputs: BranchInputs, mlp: Mlp, router: Router, experts: Experts, *, in_order: bool = True
 ) -> tuple[Product, Product]:
-    """Outputs of the MLP and of the experts for the fork, each [T, H]. in_order: see `linear`."""
-    num_rows, hidden = fork.mlp.shape
+    """Outputs of the MLP and of the experts for these inputs, each [T, H]. in_order: see `linear`."""
+    num_rows, hidden = inputs.mlp.shape
     width = len(mlp.gate_up) // 2
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
     pairs = (mlp.gate_up, SplitK(1, hidden), experts.gate_up), (mlp.down, split_k_of(mlp.down), experts.down)
-    alike = all(_tiles_alike(*pair, num_rows, fork.mlp.dtype) for pair in pairs)
+    alike = all(_tiles_alike(*pair, num_rows, inputs.mlp.dtype) for pair in pairs)
     if num_rows == 0 or not alike or not are_few(num_rows, router.top_k) or mlp.limit < inf:
-        routing = route(fork.router, router)
-        gated = gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit, in_order=in_order)
+        routing = route(inputs.router, router)
+        gated = gated_linear(inputs.mlp, mlp.gate_up, mlp.activation, mlp.limit, in_order=in_order)
         dense = linear(gated, mlp.down, in_order=in_order)
-        return dense, apply_experts(fork.experts, routing, experts)
+        return dense, apply_experts(inputs.experts, routing, experts)
     # an early program may write while the router's input is read: allocate memory that was not freed since the fork
-    gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)
-    routing = route(fork.router, router, holds=True)
-    (gate_up, down), result = list_products(fork.experts, routing, experts, few=True)
-    _launch_both(fork.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), gate_up, start="early")
+    gated = torch.empty((num_rows, width), dtype=inputs.mlp.dtype, device=inputs.mlp.device)
+    routing = route(inputs.router, router, hold_next=True)
+    (gate_up, down), result = list_products(inputs.experts, routing, experts, few=True)
+    _launch_both(inputs.mlp, mlp.gate_up, gated, mlp.activation, SplitK(1, hidden), gate_up, start="early")
     split_k = split_k_of(mlp.down)
-    parts = torch.empty((split_k.splits, num_rows, hidden), dtype=torch.float32, device=fork.mlp.device)
+    parts = torch.empty((split_k.splits, num_rows, hidden), dtype=torch.float32, device=inputs.mlp.device)
     _launch_both(gated, mlp.down, parts, None, split_k, down, start="usual")
-    return Product(parts, None, fork.mlp.dtype), result
+    return Product(parts, None, inputs.mlp.dtype), result
 
 
 def _tiles_alike(dense: Weight, split_k: SplitK, experts: Weight, num_rows: int, dtype: torch.dtype) -> bool:

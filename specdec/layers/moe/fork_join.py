@@ -19,7 +19,7 @@ from specdec.layers.gemm.product import Product, sum_parts
 from specdec.layers.norm import ABSENT, Norm, reference_norm, reference_rms_norm, rms_norm, row_options, scale_row
 
 
-class Fork(NamedTuple):
+class BranchInputs(NamedTuple):
     """The residual stream and its normed forms, each [M, H]."""
 
     hidden: torch.Tensor
@@ -30,9 +30,9 @@ class Fork(NamedTuple):
 
 def reference_fork_norm(
     product: Product, *, post: Norm, residual: torch.Tensor, mlp: Norm, experts: Norm, router: Norm, factor: float
-) -> Fork:
+) -> BranchInputs:
     hidden, x = reference_norm(product, post=post, residual=residual, pre=mlp)
-    return Fork(hidden, x, reference_rms_norm(hidden, experts), reference_rms_norm(hidden, router) * factor)
+    return BranchInputs(hidden, x, reference_rms_norm(hidden, experts), reference_rms_norm(hidden, router) * factor)
 
 
 def reference_join_norm(
@@ -147,7 +147,7 @@ def _join_norm_kernel(
 @op(reference=reference_fork_norm)
 def fork_norm(
     product: Product, *, post: Norm, residual: torch.Tensor, mlp: Norm, experts: Norm, router: Norm, factor: float
-) -> Fork:
+) -> BranchInputs:
     """residual [M, H], rows of any stride."""
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
@@ -160,7 +160,7 @@ def fork_norm(
             *(num_rows, width, residual.stride(0), post.eps, mlp.eps, experts.eps, router.eps, factor),
             **row_options(product, width),
         )
-    return Fork(*out)
+    return BranchInputs(*out)
 
 
 @op(reference=reference_join_norm)

@@ -226,8 +226,8 @@ def pick_kernel(
 
 
 @op(reference=reference_route)
-def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
-    """Choose experts for normed x [T, H]. holds: no later kernel starts before x is written."""
+def route(x: torch.Tensor, router: Router, *, hold_next: bool = False) -> Routing:
+    """Choose experts for normed x [T, H]. hold_next: no later kernel starts before x is written."""
     num_rows, num_experts = len(x), len(router.weight)
     in_group = num_experts // router.groups
     assert 1 <= router.top_k <= router.kept_groups * in_group, f"{router.top_k=} {num_experts=} {router.kept_groups=}"
@@ -242,7 +242,7 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
         block_m = min(max(16, triton.next_power_of_2(num_rows)), MAX_SMALL_ROWS)
         tiles = Tiles(64, block_m, WIDE_RANGE, 4, 1, MIN_TILE_HEIGHT)
     # apart: the same parts for any number of rows, so the same bits
-    logits = linear(x, router.weight, router.bias, split_k, tiles=tiles, keep_parts=True, holds=holds)
+    logits = linear(x, router.weight, router.bias, split_k, tiles=tiles, keep_parts=True, hold_next=hold_next)
     block_groups = triton.next_power_of_2(router.groups)
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.correction, router.expert_scale, experts, weights, num_rows, num_experts),

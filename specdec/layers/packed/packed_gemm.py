@@ -10,9 +10,9 @@ The last row tile ends with the last row, and so recomputes some rows: a descrip
 slower (in tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
 If one tile size would load the multiprocessors unevenly, a launch mixes two: tall tiles of x for some tiles of the
-weight, and small ones (`fine`) for the others. Example: gate and up of Gemma 4 E4B at 256 rows. Tall tiles alone are
-320 programs, so some of the 132 multiprocessors run three and others two. Mixed, there are 264 tall programs, two for
-each, and 224 small ones with a quarter of the rows.
+weight, and short ones (`FINE_M` rows) for the others. Example: gate and up of Gemma 4 E4B at 256 rows. Tall tiles
+alone are 320 programs, so some of the 132 multiprocessors run three and others two. Mixed, there are 264 tall
+programs, two for each, and 224 short ones with a quarter of the rows.
 
 A sum over a range of K has the bits of `gemm_small` for any tile (`packed_launch.py`). In order, the ranges are those
 of `gemm_small`; each has a program, or one program adds all ranges.
@@ -189,27 +189,27 @@ def packed_gemm(
     """x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
     require_operands(x, weight, bias)
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
-    tiles, split_k, fine = launch.tiles, launch.split_k, launch.fine
+    tiles, split_k, short = launch.tiles, launch.split_k, launch.short_tiles
     assert split_k.splits == 1 or (not gated and split_k.split_len % tiles.block_k == 0), f"{split_k=} {tiles=}"
-    assert not (launch.summed or fine) or tiles.tail_m == 0, f"{launch=}"
-    assert fine is None or (fine.block_n == tiles.block_n and not launch.summed), f"{launch=}"
+    assert not (launch.summed or short) or tiles.tail_m == 0, f"{launch=}"
+    assert short is None or (short.block_n == tiles.block_n and not launch.summed), f"{launch=}"
     split = launch.parts > 1
     shape = (launch.parts, num_rows, n // 2 if gated else n)
     out = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
 
-    other = (fine.block_m, fine.block_k) if fine else (tiles.tail_m, tiles.block_k)
-    row_tiles, high = launch.row_tiles(num_rows), launch.high if fine else triton.cdiv(n, tiles.block_n)
+    other = (short.block_m, short.block_k) if short else (tiles.tail_m, tiles.block_k)
+    row_tiles, num_tall = launch.row_tiles(num_rows), launch.num_tall if short else triton.cdiv(n, tiles.block_n)
     packed_gemm_kernel[(launch.programs(num_rows, n), launch.parts)](
         *(descriptor(x, tiles.block_m, tiles.block_k), descriptor(x, *other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),
-        *(num_rows, row_tiles, high, n, k, split_k.split_len if split_k.splits > 1 else k, s_w, s_scales),
+        *(num_rows, row_tiles, num_tall, n, k, split_k.split_len if split_k.splits > 1 else k, s_w, s_scales),
         **weight_constants(weight, x.dtype),
         SUMMED=launch.summed,
         ACTIVATION=activation,
         EVEN_K=k % max(tiles.block_k, other[1]) == 0,
         TAIL_M=tiles.tail_m,
-        FINE_M=fine.block_m if fine else 0,
+        FINE_M=short.block_m if short else 0,
         FINE_K=other[1],
         **tiles.options,
         **pdl_options(x.device),

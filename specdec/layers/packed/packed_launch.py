@@ -68,7 +68,7 @@ PACES: dict[Tiles, dict[str, Pace]] = {
 """Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. In two runs the
 model's choice takes on average 0.3 %, and at most 4 %, longer than the fastest timed launch."""
 
-FINE: dict[Tiles, tuple[Tiles, ...]] = {
+SHORT_TILES: dict[Tiles, tuple[Tiles, ...]] = {
     Tiles(64, 256, 64, 4, 3, 64): (Tiles(64, 64, 128, 4, 3, 64), Tiles(64, 128, 64, 4, 3, 64)),
 }
 """Smaller tiles that a launch may mix with the key's: they differ in rows of x alone. Next to tiles of 64 x 128 they
@@ -180,38 +180,38 @@ class PackedShape(NamedTuple):
 class PackedLaunch(NamedTuple):
     """One launch. summed: one program adds all ranges of K; otherwise each range has a program.
 
-    fine: shorter tiles. They cover the rows of x after the last whole tile, and all rows of x for the weight's tiles
-    numbered `high` and above.
+    short_tiles: shorter tiles. They cover the rows of x after the last whole tile, and all rows of x for the weight's
+    tiles numbered `num_tall` and above.
     """
 
     tiles: Tiles
     split_k: SplitK
     summed: bool = False
-    fine: Tiles | None = None
-    high: int = 0
+    short_tiles: Tiles | None = None
+    num_tall: int = 0
 
     @property
     def parts(self) -> int:
         return 1 if self.summed else self.split_k.splits
 
     def row_tiles(self, num_rows: int) -> int:
-        """Tiles of x, the last of which ends with the last row; with fine ones, those that are nearly whole."""
+        """Tiles of x, the last of which ends with the last row; with short ones, those that are nearly whole."""
         each = self.tiles.block_m + self.tiles.tail_m
-        return max(1, _rounded(num_rows) // each) if self.fine else triton.cdiv(num_rows, each)
+        return max(1, _rounded(num_rows) // each) if self.short_tiles else triton.cdiv(num_rows, each)
 
-    def fine_programs(self, num_rows: int, n: int) -> int:
-        """Programs of fine tiles for each range of K of a weight of n rows."""
-        if self.fine is None:
+    def short_programs(self, num_rows: int, n: int) -> int:
+        """Programs of short tiles for each range of K of a weight of n rows."""
+        if self.short_tiles is None:
             return 0
         rest = max(0, num_rows - self.row_tiles(num_rows) * self.tiles.block_m)
-        low = triton.cdiv(n, self.tiles.block_n) - self.high
-        fine: int = triton.cdiv(rest, self.fine.block_m) * self.high + triton.cdiv(num_rows, self.fine.block_m) * low
-        return fine
+        block_m, num_short = self.short_tiles.block_m, triton.cdiv(n, self.tiles.block_n) - self.num_tall
+        programs: int = triton.cdiv(rest, block_m) * self.num_tall + triton.cdiv(num_rows, block_m) * num_short
+        return programs
 
     def programs(self, num_rows: int, n: int) -> int:
         """Programs for each range of K."""
-        high = triton.cdiv(n, self.tiles.block_n) if self.fine is None else self.high
-        return self.row_tiles(num_rows) * high + self.fine_programs(num_rows, n)
+        num_tall = triton.cdiv(n, self.tiles.block_n) if self.short_tiles is None else self.num_tall
+        return self.row_tiles(num_rows) * num_tall + self.short_programs(num_rows, n)
 
 
 def _rounded(num_rows: int) -> int:
@@ -260,21 +260,21 @@ def _launches(
         if some.splits == 1 or few:
             yield PackedLaunch(tiles, some)
         if some.splits == 1:
-            for fine in FINE.get(tiles, ()):
-                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, fine=fine), multiprocessors)
+            for short in SHORT_TILES.get(tiles, ()):
+                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, short_tiles=short), multiprocessors)
     if split_k is not None and split_k.splits > 1 and shape.bits == 4 and tiles in SUMMED:
         yield PackedLaunch(tiles, split_k, summed=True)
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
-    """Launches whose high tiles make 1, 2, ... programs for each multiprocessor, or all if rows are left over."""
+    """Launches whose tall tiles make 1, 2, ... programs for each multiprocessor, or all if rows are left over."""
     row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
     if num_rows > row_tiles * launch.tiles.block_m:
-        yield launch._replace(high=weight_tiles)
+        yield launch._replace(num_tall=weight_tiles)
     for each in range(1, row_tiles * weight_tiles // multiprocessors + 1):
-        high = each * multiprocessors // row_tiles
-        if 0 < high < weight_tiles:
-            yield launch._replace(high=high)
+        num_tall = each * multiprocessors // row_tiles
+        if 0 < num_tall < weight_tiles:
+            yield launch._replace(num_tall=num_tall)
 
 
 def _equal_ranges(k: int, ranges: int) -> SplitK:
@@ -296,12 +296,12 @@ def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multi
     tiles, split_k, parts = launch.tiles, launch.split_k, launch.parts
     pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(split_k.split_len, shape.k)
-    if launch.fine is None:
+    if launch.short_tiles is None:
         for_128 = pace.microseconds(each)
     else:
-        fine = launch.fine_programs(num_rows, shape.n) / multiprocessors
-        high = launch.programs(num_rows, shape.n) / multiprocessors - fine
-        for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(high, PACES[launch.fine][shape.kind], fine)
+        short = launch.short_programs(num_rows, shape.n) / multiprocessors
+        tall = launch.programs(num_rows, shape.n) / multiprocessors - short
+        for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(tall, PACES[launch.short_tiles][shape.kind], short)
     begun = triton.cdiv(each, pace.programs) * WAVE_US + each * PROGRAM_US
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + parts * (PART_US + num_rows * shape.n * 8 / L2_BANDWIDTH)

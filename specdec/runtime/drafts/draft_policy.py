@@ -114,8 +114,8 @@ class DraftAcceptance:
 
     @property
     def chance(self) -> FloatArray:
-        """The engine's chances [C, D]. As a prior, two drafts are added to the counts of a class, accepted as often as
-        the drafts of the source's other classes; the prior of these is one right and one wrong draft."""
+        """The engine's chances [C, D]. Each class starts with two pseudo-drafts, accepted at the rate of the source's
+        other classes. That rate starts with one accepted and one rejected pseudo-draft."""
         (right, tried), (other_right, other_tried) = self._counts, self._others @ self._counts
         chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
         return chance
@@ -278,8 +278,9 @@ class DraftPolicy:
         return self.shapes[chosen]
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
-        """Learn from a settled round. seconds: includes a catch-up before it. drafted: see `DraftAcceptance.learn`.
-        brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing is charged."""
+        """Learn from a settled round. seconds: includes reading the lag before it. drafted: see
+        `DraftAcceptance.learn`. brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing
+        is charged."""
         index, times = self._index_of(shape), self.times_of(batch)
         if shape == self.shapes[index]:
             times.learn(index, seconds)

@@ -23,7 +23,7 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
-from specdec.runtime.launches import HostCopy, LaunchedStep, copy_to_host
+from specdec.runtime.launches import HostCopy, Launch, copy_to_host
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
@@ -139,7 +139,7 @@ class Prefill:
             reading.earlier = end - begin if reading.earlier is None else reading.earlier + (end - begin)
         return reading
 
-    def launch(self, reading: PromptReading) -> LaunchedStep:
+    def launch(self, reading: PromptReading) -> Launch:
         """Launch the draws and the commit after all parts have run. Requests whose prompts end with these chunks draw
         their first token."""
         batch, chunk_len, done, state = reading.batch, reading.chunk_len, reading.done, self._state
@@ -161,7 +161,7 @@ class Prefill:
             state, chunk, chosen, max_prompt_len, shape, masks, reading.earlier, first_position=int(done.min())
         )
         none = np.zeros_like(chosen)  # no drafts, and no forced tokens
-        launched = LaunchedStep(batch, drawing, shape, HostCopy(packed, state.target.ranks), none, none, scores)
+        launched = Launch(batch, drawing, shape, HostCopy(packed, state.target.ranks), none, none, scores)
         self._scheduler.commit_chunks(requests, chunk_len)
         return launched
 

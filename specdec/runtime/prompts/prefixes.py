@@ -101,16 +101,16 @@ class PrefixPolicy:
     """Prefix-cache policy of one engine.
 
     cache: the K/V cache, with the stores of all models; None turns prefix caching off. weights_version: returns another
-    value once weights have changed, so that cached K/V are no longer valid. unread: for each row, how many of its
-    newest tokens may lack the drafter's K/V; these are not cached. None: every token has them.
+    value once weights have changed, so that cached K/V are no longer valid. lag: for each row, upper bound on
+    its newest tokens that lack the drafter's K/V; these are not cached. None: every token has them.
     """
 
     def __init__(
-        self, cache: KVCache | None, weights_version: Callable[[], object], unread: IntArray | None = None
+        self, cache: KVCache | None, weights_version: Callable[[], object], lag: IntArray | None = None
     ) -> None:
         self._cache: PrefixCache | None = None
         self._weights_version = weights_version
-        self._unread = unread
+        self._lag = lag
         self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
             pairs = len(cache.models) > 1  # a drafter's K/V may depend on the next token
@@ -222,9 +222,9 @@ class PrefixPolicy:
 
     def _whole_key(self, request: Request) -> IntArray:
         """Key of the request's tokens whose K/V target and drafter have both made."""
-        if self._unread is None or not (unread := int(self._unread[request.row])):
+        if self._lag is None or not (lag := int(self._lag[request.row])):
             return self._key(request)
-        return self._key(request)[: max(int(self._table.committed_len.host[request.row]) - unread, 0)]
+        return self._key(request)[: max(int(self._table.committed_len.host[request.row]) - lag, 0)]
 
     def _key(self, request: Request) -> IntArray:
         """Key of all the request's tokens; extended as tokens are added."""

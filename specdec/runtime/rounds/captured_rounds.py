@@ -1,7 +1,7 @@
 """Captured rounds: the device side of a round is recorded once per shape, then replayed without Python.
 
     1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
-    2nd                    is captured, then replayed; a rare shape only after RARE_RUNS_BEFORE_CAPTURE more
+    2nd                    is captured, then replayed; a rare shape first has RARE_RUNS_BEFORE_CAPTURE eager runs in all
     later                  replayed
 
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
@@ -32,9 +32,9 @@ from specdec.gpu.captures import (
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.drafter_lag import MAX_LAG
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round_shapes import is_rare
-from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class CaptureSet:
         raise NotImplementedError
 
     def patience(self, shape: Hashable) -> int:
-        """Number of eager runs of a new shape, after the first, before its capture."""
-        return 0
+        """Number of eager runs of a new shape before its capture, at least 1."""
+        return 1
 
     def programs_to_run(self, shape: Hashable, programs: Sequence[Program]) -> Sequence[Program]:
         """Replays of the captured programs of this shape, or `programs`, to be run eagerly."""
@@ -162,15 +162,15 @@ class CapturedRounds(CaptureSet):
         return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
 
     def patience(self, shape: Hashable) -> int:
-        return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 0
+        return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 1
 
     def run(self, shape: RoundShape, between: HostWorkBetween | None = None) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
         return run_programs(self.programs_to_run(shape, decode_programs(self.state, shape)), between)
 
-    def catch_up(self, shape: RoundShape) -> None:
-        """Let the drafter read unread tokens of the rows seated for a round of this shape."""
-        program = partial(self.state.catch_up, shape, MAX_UNREAD)
+    def read_lag(self, shape: RoundShape) -> None:
+        """Let the drafter read the lag of the rows seated for a round of this shape."""
+        program = partial(self.state.read_lag, shape, MAX_LAG)
         run_programs(self.programs_to_run((shape.batch, shape.max_committed_len), [program]))
 
 

@@ -18,9 +18,9 @@ from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.device_state import DeviceState
+from specdec.runtime.rounds.drafter_lag import added_lag
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
-from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler, RootMaskedSampler
 from specdec.sampling.token_bitmaps import mark_seen
@@ -143,8 +143,8 @@ class DecodeRound:
         path = nodes[:, : shape.depth]  # no path is longer
         if state.seen_bits is not None and shape.features.penalty:
             mark_seen(state.seen_bits.bits, rows.index, tokens, length)
-        if state.unread is not None and unread_tokens(shape):
-            state.unread.keep_states(rows, opened.committed_len, *self.states, path)
+        if state.lag is not None and added_lag(shape):
+            state.lag.keep_states(rows, opened.committed_len, *self.states, path)
         else:
             hidden, aux_states = self.states
             seen = Observation(

@@ -26,9 +26,9 @@ from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
 from specdec.models.target import StatesNeeded, TargetModel
 from specdec.modules.weight_watch import watched_weights
+from specdec.runtime.rounds.drafter_lag import DrafterLag, lag_allowed
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.unread import UnreadTokens, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable
@@ -80,7 +80,7 @@ class WeightVersions:
 class DeviceState:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
 
-    If drafts are adaptive and the drafter can, it reads the tokens of rounds without drafts later (`unread.py`).
+    If drafts are adaptive, the drafter may lag: it reads the tokens of rounds without drafts later (`drafter_lag.py`).
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class DeviceState:
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
         self.draft_seats = self.seats  # the drafter's seats: padding replaces rows past its last position
-        self.unread: UnreadTokens | None = None
+        self.lag: DrafterLag | None = None
         self.max_positions = None if drafter is None else drafter.max_positions
-        if reads_late(drafter, spec.adaptive):
-            self.unread = UnreadTokens(len(self.tokens.host), target, len(self.aux_layers))
+        if lag_allowed(drafter, spec.adaptive):
+            self.lag = DrafterLag(len(self.tokens.host), target, len(self.aux_layers))
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self.weights = WeightVersions(target, drafter)
 
@@ -127,8 +127,8 @@ class DeviceState:
         """Clear the state of all rows after an interrupted step, and detach all views."""
         if self.worker is not None:
             self.worker.view = None
-        if self.unread is not None:
-            self.unread.clear_rows(slice(None))
+        if self.lag is not None:
+            self.lag.clear_rows(slice(None))
         for mirrored in self._mirrored():
             mirrored.clear()
         if self.finished is not None:
@@ -159,9 +159,9 @@ class DeviceState:
         seats[: len(rows)] = rows
         if (self.seats.host != seats).any():
             self.seats[:] = seats
-        if self.unread is None:
+        if self.lag is None:
             return
-        seats[: len(rows)][self.unread.ended[rows]] = padding
+        seats[: len(rows)][self.lag.ended[rows]] = padding
         if (self.draft_seats.host != seats).any():
             self.draft_seats[:] = seats
 
@@ -213,16 +213,15 @@ class DeviceState:
         """Show the drafter the target's states at the rows' new tokens, and the token after them."""
         if self.worker is None:
             return
-        if self.unread is not None:
-            self.unread.read[seen.rows.index] = seen.start + seen.length
+        if self.lag is not None:
+            self.lag.read[seen.rows.index] = seen.start + seen.length
         self.worker.observe(seen)
 
     @torch.inference_mode()
-    def catch_up(self, shape: RoundShape, max_tokens: int) -> torch.Tensor:
-        """Let the drafter read at most `max_tokens` unread tokens of each seated row. Returns the number of tokens
-        [B]."""
-        assert self.unread is not None, "this drafter reads every round"
+    def read_lag(self, shape: RoundShape, max_tokens: int) -> torch.Tensor:
+        """Let the drafter read the lag of each seated row, `max_tokens` at most. Returns the number of tokens [B]."""
+        assert self.lag is not None, "this drafter reads every round"
         seats = self.draft_seats.tensor[: shape.batch]
-        seen = self.unread.observation(self.cache.table, self.tokens.tensor, seats, shape.max_committed_len, max_tokens)
+        seen = self.lag.observation(self.cache.table, self.tokens.tensor, seats, shape.max_committed_len, max_tokens)
         self.observe(seen)
         return seen.length

@@ -213,8 +213,8 @@ def _observe_prompts(state: DeviceState, chunk: Chunk, last_hidden: torch.Tensor
     if state.worker is None:
         return
     pack = chunk.pack
-    if state.unread is not None:
-        state.unread.read[pack.rows] = pack.start + pack.length
+    if state.lag is not None:
+        state.lag.read[pack.rows] = pack.start + pack.length
     if state.max_positions is not None and first_position >= state.max_positions:
         return
     column = (pack.positions + 1).clamp(max=state.tokens.tensor.shape[1] - 1)

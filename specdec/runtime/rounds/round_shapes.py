@@ -67,7 +67,7 @@ def end_drafts(state: DeviceState, rows: IntArray, ahead: int) -> IntArray:
         return rows[:0]
     reached = rows[state.cache.table.committed_len.host[rows] + ahead > state.max_positions]
     state.max_drafts[reached[state.max_drafts.host[reached] > 0]] = 0
-    return rows[:0] if state.unread is None else reached[~state.unread.ended[reached]]
+    return rows[:0] if state.lag is None else reached[~state.lag.ended[reached]]
 
 
 def with_forced(

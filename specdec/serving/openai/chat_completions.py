@@ -15,7 +15,7 @@ from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, refused
-from specdec.serving.openai.reply import MessageFold, Reply, whole_delta, whole_message
+from specdec.serving.openai.reply import MessageBuilder, Reply, whole_delta, whole_message
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, StateDep
@@ -45,9 +45,9 @@ class ChatTextAnswer(TextAnswer):
         super().__init__(body, state, "chatcmpl", "chat.completion")
 
     @cached_property
-    def _folds(self) -> list[MessageFold]:
+    def _builders(self) -> list[MessageBuilder]:
         """One per choice, once it is certain that there may be so many."""
-        return [MessageFold(thoughts=self.body.include_reasoning is not False) for _ in self.replies]
+        return [MessageBuilder(thoughts=self.body.include_reasoning is not False) for _ in self.replies]
 
     async def submit(self) -> None:
         body = self.body
@@ -102,7 +102,7 @@ class ChatTextAnswer(TextAnswer):
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
         delta, reply = whole_delta(output), self.replies[index]
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        message |= whole_message(self._folds[index].deltas(reply.read(delta)))
+        message |= whole_message(self._builders[index].deltas(reply.read(delta)))
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output)}
@@ -113,7 +113,7 @@ class ChatTextAnswer(TextAnswer):
 
     def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         """The first has the details next to the text."""
-        deltas = self._folds[index].deltas(self.replies[index].read(delta))
+        deltas = self._builders[index].deltas(self.replies[index].read(delta))
         details = self._details(index, delta)
         if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
             deltas.append({"content": ""})

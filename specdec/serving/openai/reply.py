@@ -95,7 +95,7 @@ FIELDS = {"thought": "reasoning_content", "content": "content"}
 Delta = dict[str, Any]
 
 
-class MessageFold:
+class MessageBuilder:
     """Builds one message from events. thoughts: include thoughts?"""
 
     def __init__(self, *, thoughts: bool = True) -> None:
