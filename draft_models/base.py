@@ -222,7 +222,7 @@ class Drafter(Protocol):
 
 
 class StatelessDrafter(Drafter, DraftWorker, Protocol):
-    """A drafter that needs only each batch. It is its own worker in every engine, and observes nothing."""
+    """A drafter that is its own worker in every engine: engines share its state, if it has any."""
 
     view: KVView | None = None
 

@@ -1,7 +1,7 @@
-"""The list of drafters with a format or a word of their own, and the parts of a user's drafter argument.
+"""Drafters that have a config.json or a word of their own: how each is recognised, and how it is made.
 
-MTP modules and language models, which a config.json shows only next to the target's, are recognised in
-`drafter_loading.py`. To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
+To add one, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without). `specdec/drafter_loading.py` recognises
+MTP modules, language models, and drafters that depend on the target.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,5 +98,6 @@ def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
 def not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} has model_type {config.get('model_type')!r}; supported are "
-        f"{', '.join(family.title for family in FAMILIES)}, causal language models, and by name {', '.join(NAMES)}"
+        f"{', '.join(family.title for family in FAMILIES)}, MTP modules, causal language models, "
+        f"and by name {', '.join(NAMES)}"
     )

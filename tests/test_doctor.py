@@ -19,7 +19,6 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.doctor import diagnose
 from specdec.doctor.causes import changed_block, possible_masks
-from specdec.doctor.dense_drafts import dense_drafts, record
 from specdec.doctor.diagnosis import Measured, Trial
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -29,6 +28,7 @@ from specdec.load_check import warn_at_load
 from specdec.models import published
 from specdec.models.published import ACCEPTED, HELD_OUT_PROBLEMS, PAIRS_BY_TITLE, published_acceptance
 from specdec.models.weight_storage import NONE, grid_of
+from specdec.runtime.drafts.dense_drafts import dense_drafts, record
 from specdec.text.prompt_files import read_prompts
 
 from inside import REFERENCE, TargetModel

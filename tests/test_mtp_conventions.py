@@ -142,9 +142,8 @@ def test_the_kind_of_layer_that_a_block_is_like_is_measured(
         assert warnings_of(small, module, caplog) == [] and conventions_found(small, module) is None
     write_conventions(module, MtpFamily(form="T", like=-1))
     [said] = warnings_of(small, module, caplog)
-    assert (
-        "a block of full attention -> a block of sliding attention" in said and "over 496 tokens" in said
-    )  # of 512, two a text lack drafts
+    assert "a block of full attention -> a block of sliding attention" in said
+    assert "over 496 tokens" in said  # of 512, two a text lack drafts
     found = conventions_found(small, module)
     assert found is not None and found["like"] == 1 and found["form"] == "T"
     write_conventions(module, MtpFamily(**found))
@@ -167,8 +166,8 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
     it, for 144 steps of 16 requests."""
     done: list[int] = []
 
-    def judge(target: TargetModel, drafter: Any, texts: list[convention_watch.AnsweredText]) -> Iterator[None]:
-        assert sum(len(text.tokens) - text.first for text in texts) >= 512 and all(text.first == 4 for text in texts)
+    def judge(target: TargetModel, drafter: Any, texts: list[tuple[list[int], int]]) -> Iterator[None]:
+        assert sum(len(tokens) - first for tokens, first in texts) >= 512 and all(first == 4 for _, first in texts)
         for part in range(100):
             done.append(part)
             yield
@@ -194,7 +193,7 @@ def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
         return SimpleNamespace(prompt=tokens[:prompt], tokens=[*tokens, -1], settled=settled, num_output=answer)
 
     read = filter(convention_watch.is_long_enough, [answered(300, 9), answered(4, 8), answered(4, 7)])
-    assert [*map(convention_watch.AnsweredText.from_request, read)] == [
+    assert [*map(convention_watch.answered_text, read)] == [
         (list(range(300 - 256, 309)), 256),
         (list(range(12)), 4),
     ]

@@ -26,7 +26,7 @@ import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
-from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
+from specdec.draft_models.native_mtp.conventions import all_conventions
 from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily, module_tensors
 from specdec.draft_models.native_mtp.mtp_module import beside
@@ -34,6 +34,7 @@ from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
 from specdec.runtime.calls import arguments
+from specdec.runtime.drafts.dense_drafts import dense_drafts, record
 
 from marks import deep, deep_cases, examples, is_deep, slow, usual_cases
 from proved_models import SHARED
@@ -495,13 +496,13 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
     for file, tensors in zip(files, (packed, values), strict=True):
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
     drafts, measured, kinds = [], [], []
-    tokens, states = torch.tensor(texts(3, (9,))[0]), torch.randn((9, 32), generator=torch.Generator().manual_seed(3))
     for folder in (quantised, plain):
         engine = engine_of(folder, spec=CHAIN, dtype="float32")
         seen = watch_proposals(engine)
         engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=examples(3, 5)))
         drafts.append([each[:3] for each in seen])
-        measured.append([accepted(each, tokens, states, 4) for each in all_conventions(engine.drafter)])
+        text = record(engine.target, [1], texts(3, (9,))[0])
+        measured.append([dense_drafts(each, text, 3).log_p for each in all_conventions(engine.drafter)])
         kinds.append({type(part).__name__ for module in engine.drafter.modules for part in module.modules()})
     assert drafts[0] == drafts[1]
     assert len(measured[1]) == (12 if name == "exaone4" else 6)  # also with blocks like other layers

@@ -13,11 +13,11 @@ from block_heads import random_head
 from mtp_checkpoints import publish
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.doctor.dense_drafts import DENSE_FORMS, record
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.models.target import TargetModel
+from specdec.runtime.drafts.dense_drafts import DENSE_FORMS, record
 from specdec.training.assistant_training import TrainableAssistant, new_assistant
 from specdec.training.draft_loss import TrainableDrafter
 from specdec.training.head_training import TrainableBlock, TrainableEagle3
@@ -110,7 +110,7 @@ def test_the_dense_forwards_are_what_an_engine_drafts_from(
     for each in texts:
         text = record(target, each.text, each.tokens[1:])
         found = DENSE_FORMS[type(drafter)](drafter, text, torch.tensor([len(each.text) - 1]), steps)
-        torch.testing.assert_close(torch.cat(found), each.logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.cat([*found]), each.logits, atol=1e-4, rtol=1e-4)
     if trainable is None:
         return
     documents = [(np.array(each.text + each.tokens[1:], np.int32), 1) for each in texts]

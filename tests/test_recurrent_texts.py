@@ -7,9 +7,9 @@ from mtp_checkpoints import publish
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.doctor import diagnose
-from specdec.doctor.dense_drafts import record
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
+from specdec.runtime.drafts.dense_drafts import record
 from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 

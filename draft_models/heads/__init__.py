@@ -1,1 +1,1 @@
-"""Code shared by EAGLE-3 heads, block drafters, MTP modules and language models that draft."""
+"""Code shared by EAGLE-3 heads, block drafters, MTP modules, Gemma 4 assistants and language models that draft."""

@@ -1,4 +1,4 @@
-"""Measures, on texts, under which conventions an MTP module's drafts are accepted most. No tensor states conventions.
+"""Compares how well an MTP module drafts texts under different conventions. No tensor states conventions.
 
     state    read after the target's final norm, or before it         affects the first draft
     carry    after the module's norm, before it, or form T            affects the second draft, and later ones more
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import CheckpointError
 
@@ -34,8 +34,6 @@ MIN_OBSERVATIONS = 32
 """Minimum number of observations at which means are treated as normally distributed."""
 ROUNDING = 1e-4
 """Upper bound on the standard deviation of probabilities that differ only by rounding."""
-PLACES_AT_ONCE = 64
-"""Number of places whose logits are computed at one time."""
 STATES = {True: "the target's state after its final norm", False: "the target's state before its final norm"}
 CARRIES = {
     ("C", True): "the carry after the module's norm",
@@ -83,25 +81,6 @@ def difference(now: NativeMtpDrafter, other: NativeMtpDrafter) -> str:
     """Describe the difference, such as "the carry after the module's norm -> the carry before the module's norm"."""
     pairs = zip(conventions_in_words(now), conventions_in_words(other), strict=True)
     return "; ".join(f"{before} -> {after}" for before, after in pairs if before != after)
-
-
-def accepted(drafter: NativeMtpDrafter, tokens: torch.Tensor, states: torch.Tensor, first: int) -> torch.Tensor:
-    """Observations (see `by_token`) of the tokens of a text [T] from index `first` on.
-
-    states [T, H]: the target's states that the drafter reads.
-    """
-    steps = min(MEASURED_STEPS, drafter.max_steps or MEASURED_STEPS)
-    pos = torch.arange(len(tokens), device=tokens.device)
-    places = pos[max(0, first - 1 - steps) : -2]
-    rows_of = chained_rows(drafter, tokens[None], states[None], pos[None], steps, places)
-    found = []
-    for step, rows in enumerate(rows_of):
-        drafted = tokens.roll(-2 - step)[places]
-        for begin in range(0, len(places), PLACES_AT_ONCE):
-            part = type(rows)(*(of_all[:, begin : begin + PLACES_AT_ONCE] for of_all in rows))
-            logits = drafter.logits(min(step, len(drafter.modules) - 1), part)[0]
-            found.append(logits.float().softmax(-1).gather(1, drafted[begin : begin + PLACES_AT_ONCE, None])[:, 0])
-    return by_token(torch.cat(found).view(steps, -1).T)
 
 
 def by_token(p: torch.Tensor) -> torch.Tensor:

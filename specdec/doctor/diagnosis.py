@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.doctor.dense_drafts import Drafts, ReferenceCheck
 from specdec.draft_models.native_mtp.conventions import by_token
 from specdec.models.published import PublishedAcceptance
+from specdec.runtime.drafts.dense_drafts import Drafts
 from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 MIN_GAIN = 0.01
@@ -28,6 +28,10 @@ T_LIMIT = 4.0
 """Least mean gain of a clear change, in standard errors."""
 POSITIVE = 0.87
 """Least share of the prompts that gain from a clear change."""
+EXACT = 1e-3
+"""Largest relative difference of logits in float32 on a CPU."""
+COARSE = 0.1
+"""Largest relative difference of logits elsewhere, since products of other shapes round differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,33 @@ def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
     """Lengths from the engine's own rounds, for drafts without probabilities: the greedy length stands for both."""
     lengths = Acceptance.from_outputs(outputs).lengths
     return Measured(lengths, lengths)
+
+
+class ReferenceCheck(NamedTuple):
+    """Comparison of the worker's logits with the dense reference.
+
+    difference: relative difference of the logits, their means subtracted. bound: the largest that rounding explains.
+    same_token: is the likeliest token the same?
+    """
+
+    difference: float
+    bound: float
+    same_token: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.bound  # NaN does not hold
+
+    @classmethod
+    def from_drafts(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
+        """proposed [V]: the worker's logits at the first root of `dense`."""
+        first, bound = dense.first_logits, EXACT if exact else COARSE
+        both, either = first.isfinite() & proposed.isfinite(), first.isfinite() | proposed.isfinite()
+        if both.sum() < (1.0 if exact else 0.9) * either.sum():
+            return cls(float("inf"), bound, False)
+        expected, found = (x[both] - x[both].mean() for x in (first, proposed))
+        difference = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+        return cls(difference, bound, int(proposed.argmax()) == int(first.argmax()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,17 +13,17 @@ from typing import Any
 
 from specdec.config import SamplingParams
 from specdec.doctor.causes import CAUSES, Cause, Change, visible_symptoms
-from specdec.doctor.dense_drafts import DENSE_FORMS, RecordedText, ReferenceCheck, Watched, dense_drafts, record
 from specdec.doctor.diagnosis import (
     Acceptance,
     Diagnosis,
     Finding,
     Measured,
+    ReferenceCheck,
     Trial,
     measured_by_engine,
     measured_densely,
 )
-from specdec.doctor.examined_pair import ExaminedPair, pair_facts
+from specdec.doctor.examined_pair import ExaminedPair, Watched, pair_facts
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, is_clearly_better, is_worth_more
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -32,6 +32,7 @@ from specdec.errors import ConfigError
 from specdec.load_check import CheckedPair, Symptom, drafter_path
 from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
+from specdec.runtime.drafts.dense_drafts import DENSE_FORMS, RecordedText, dense_drafts, record
 from specdec.runtime.request_output import GenerationOutput
 from specdec.settings.declared_fields import require_int
 from specdec.text.prompt_files import read_prompts

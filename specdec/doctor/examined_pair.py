@@ -5,10 +5,14 @@ A change of a pair is another `ExaminedPair`; the target is never changed.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
+import torch
+
+from specdec.attention.trees.tree import DraftTree
 from specdec.config import SamplingParams
-from specdec.draft_models.base import Drafter
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -74,6 +78,33 @@ class ExaminedPair:
         if self.chat and self.has_template:
             return self.engine.chat_prompt(prompt, **self.template)
         return self.engine.encode(prompt)
+
+
+class Watched:
+    """Wraps a drafter and keeps the first logits of its first draft after `root` in `seen`: [V] float32."""
+
+    def __init__(self, drafter: Drafter, root: int) -> None:
+        self._drafter, self._root = drafter, root
+        self.seen: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        worker = self._drafter.bind(binding)
+        propose = worker.propose
+
+        def watched(batch: DraftBatch) -> DraftTree:
+            sample, best = (partial(self._note, batch, draw) for draw in (batch.sample, batch.best))
+            return propose(replace(batch, sample=sample, best=best, params=None))
+
+        worker.propose = watched  # type: ignore[method-assign]
+        return worker
+
+    def _note(self, batch: DraftBatch, draw: Callable[..., Any], logits: torch.Tensor, *given: Any) -> Any:
+        if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
+            self.seen = logits[0, 0].float().clone()
+        return draw(logits, *given)
 
 
 def pair_facts(pair: ExaminedPair) -> dict[str, str]:

@@ -241,7 +241,7 @@ def problem_seed(seed: int, index: int) -> int:
 
 
 def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
-    """A hash of all questions and reference answers."""
+    """A hash of the chosen questions and their reference answers."""
     return hashlib.sha256(json.dumps([(index, asdict(problems[index])) for index in chosen]).encode()).hexdigest()
 
 

@@ -1,12 +1,12 @@
 """A target's forward that can pause between two layers, so that other work can run in between.
 
-    walk = enter(...)  ->  walk.advance(4)  ->  ...  ->  walk.advance(walk.num_layers)  ->  walk.finish()
+    walk = start(...)  ->  walk.advance(4)  ->  ...  ->  walk.advance(walk.num_layers)  ->  walk.finish()
 
-A fused decoder is our own loop, which can stop anywhere. A transformers decoder runs twice with stand-ins for its
-layers. In the first run each stand-in notes its layer's arguments. Then the real layers are called, a few at a time. In
-the second run the last stand-in returns their result. So embeddings, rotary tables and the final norm are the model's
-own; the result is checked when the target is made. Invariant: no module changes, so several forwards may be in
-progress.
+`start_forward_of` returns `start`. A fused decoder is our own loop, which can stop anywhere. A transformers decoder
+runs twice with stand-ins for its layers. In the first run each stand-in notes its layer's arguments. Then the real
+layers are called, a few at a time. In the second run the last stand-in returns their result. So embeddings, rotary
+tables and the final norm are the model's own; the result is checked when the target is made. Invariant: no module
+changes, so several forwards may be in progress.
 """
 
 import copy

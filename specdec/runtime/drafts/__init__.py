@@ -1,1 +1,1 @@
-"""Drafts: which each round has, what is reported of them, and a watch over the conventions of MTP modules."""
+"""Drafts: which each round has, what is reported of them, their dense reference, and a watch over MTP conventions."""

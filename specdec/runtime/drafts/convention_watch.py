@@ -11,24 +11,23 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import NamedTuple, Unpack
 
 import torch
 
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import (
-    accepted,
+    MEASURED_STEPS,
     all_conventions,
+    by_token,
     difference,
     is_clearly_better,
     is_worth_more,
 )
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.kvcache.layer_context import OwnRows, ScoreOptions
-from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel
+from specdec.runtime.drafts.dense_drafts import dense_drafts, record
 from specdec.runtime.request import Request, RequestState
 
 logger = logging.getLogger("specdec")
@@ -43,26 +42,13 @@ MAX_CONTEXT = 256
 """How many of a prompt's last tokens are read."""
 
 
-class AnsweredText(NamedTuple):
-    """Tokens of a prompt and its answer. The answer begins at index `first`."""
-
-    tokens: list[int]
-    first: int
-
-    @classmethod
-    def from_request(cls, request: Request) -> "AnsweredText":
-        prompt = len(request.prompt)
-        cut = max(0, prompt - MAX_CONTEXT)
-        return cls(request.tokens[cut : request.settled.num_tokens], prompt - cut)
-
-
 class ConventionWatch:
     """Collects answers until they have WATCHED tokens, then judges them. is_done: there is nothing to judge, or it has
     judged."""
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         self._target, self._model = target, None if drafter is None else model_of(drafter)
-        # dense forwards support neither recurrent layers nor several devices
+        # a dense forward runs on one device, and recurrent layers block by block, too slowly for a step of an engine
         is_watched = isinstance(self._model, NativeMtpDrafter) and not target.recurrent and target.ranks is None
         self.is_done = not is_watched
         self._ended: list[Request] = []
@@ -79,7 +65,7 @@ class ConventionWatch:
             if sum(request.num_output for request in answered) < WATCHED:
                 return
             assert isinstance(self._model, NativeMtpDrafter)
-            self._parts = judge(self._target, self._model, list(map(AnsweredText.from_request, answered)))
+            self._parts = judge(self._target, self._model, list(map(answered_text, answered)))
             self._ended = []
         self._waited += 1
         if running and self._waited < PAUSE:
@@ -99,17 +85,25 @@ def is_long_enough(request: Request) -> bool:
     return request.num_output >= MIN_WATCHED_ANSWER
 
 
+def answered_text(request: Request) -> tuple[list[int], int]:
+    """Tokens of its prompt's end and its answer, and the index at which the answer begins."""
+    first = len(request.prompt)
+    cut = max(0, first - MAX_CONTEXT)
+    return request.tokens[cut : request.settled.num_tokens], first - cut
+
+
 @torch.inference_mode()
-def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[AnsweredText]) -> Iterator[None]:
-    """Warn if other conventions agree clearly better with these texts. Yields after each forward."""
-    tried = all_conventions(drafter)
+def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[tuple[list[int], int]]) -> Iterator[None]:
+    """Warn if other conventions agree clearly better with these texts (`answered_text`). Yields after each forward."""
+    tried, steps = all_conventions(drafter), min(MEASURED_STEPS, drafter.max_steps or MEASURED_STEPS)
     found: list[list[torch.Tensor]] = [[] for _ in tried]
-    for text in texts:
-        tokens = torch.tensor(text.tokens, device=target.device)
-        states = target_states(target, tokens)
+    for tokens, first in texts:
+        # an answer's first tokens are drafted in its prompt; at its last ones, drafts run past the end, unobserved
+        root, padded = max(1, first - steps), tokens + tokens[-1:] * (steps - 1)
+        text = record(target, padded[:root], padded[root:], layers=[len(target.layout.layers)])
         yield
         for each, observed in zip(tried, found, strict=True):
-            observed.append(accepted(each, tokens, states[each.family.normed_state], text.first))
+            observed.append(by_token(dense_drafts(each, text, steps).log_p.exp()))
             yield
     own, *others = (torch.cat(observed) for observed in found)
     best, most = drafter, own
@@ -128,26 +122,3 @@ def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[Answer
             CONVENTIONS,
             json.dumps(asdict(best.family)),
         )
-
-
-def target_states(target: TargetModel, tokens: torch.Tensor) -> dict[bool, torch.Tensor]:
-    """States [T, H] of tokens [T] after the final norm (True) and before it (False)."""
-    pos = torch.arange(len(tokens), device=tokens.device)
-    states: dict[int, torch.Tensor | None] = {len(target.layout.layers): None}
-    context = StateContext(target.layout, torch.zeros_like(pos), pos, states=states)
-    normed = target.run(tokens[None], pos[None], context)[0]
-    [raw] = states.values()
-    assert raw is not None, "the last layer leaves a state"
-    return {True: normed, False: raw.view_as(normed)}
-
-
-class StateContext(ProbeContext):
-    """A dense forward that keeps K/V only for layers that share them."""
-
-    def attend_tokens(
-        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
-    ) -> torch.Tensor:
-        out = super().attend_tokens(layer, q, k, v, **options)
-        if not any(spec.owner == layer for spec in self.layout.layers[layer + 1 :]):
-            del self.rows[layer]
-        return out

@@ -9,33 +9,46 @@ engine's worker.
 
 A greedy draft is accepted up to its first prediction that differs from the text. All roots run at once, as rows. A
 block at root r holds the token at r and MASK tokens; it sees its own rows, and K/V of [0, r) made from the target's
-states. An engine's worker is compared with this by the first logits that it draws from (`Watched`, `ReferenceCheck`).
+states. The doctor compares an engine's worker with this, and tries changes of a drafter; an engine watches by it the
+conventions of MTP modules.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Unpack
 
 import torch
 
 from specdec.attention.dense import bias_of
 from specdec.attention.draft_attention import ChainAttention, in_float32
-from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
 from specdec.draft_models.heads.head_modules import embed_raw
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
-from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
 from specdec.models.probe import ProbeContext
 from specdec.models.recurrent_probe import convolved_text, recurred_text
 from specdec.models.target import TargetModel
 
+SCORED_AT_ONCE = 64
+"""Number of roots whose logits are float32 at one time."""
+
 
 class RecordingContext(ProbeContext):
     """The context of one whole text."""
+
+    keeps_kv = True  # False: only until the last layer that shares them has run
+
+    def attend_tokens(
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        out = super().attend_tokens(layer, q, k, v, **options)
+        if not self.keeps_kv and not any(spec.owner == layer for spec in self.layout.layers[layer + 1 :]):
+            del self.rows[layer]
+        return out
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -75,12 +88,15 @@ class RecordedText:
 
 
 @torch.inference_mode()
-def record(target: TargetModel, prompt: list[int], answer: list[int]) -> RecordedText:
-    """Run prompt and answer through the target once."""
+def record(
+    target: TargetModel, prompt: list[int], answer: list[int], layers: Iterable[int] | None = None
+) -> RecordedText:
+    """Run prompt and answer through the target once. layers: keep only the states that enter these, and no K/V."""
     tokens = torch.tensor([*prompt, *answer], device=target.device)
     steps = torch.arange(len(tokens), device=target.device)
-    states: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(target.layout.layers) + 1))
+    states: dict[int, torch.Tensor | None] = dict.fromkeys(layers or range(len(target.layout.layers) + 1))
     context = RecordingContext(target.layout, torch.zeros_like(steps), steps, states=states)
+    context.keeps_kv = layers is None
     hidden = target.run(tokens[None], steps[None], context)[0]
     return RecordedText(tokens, len(prompt), hidden, context)
 
@@ -107,7 +123,7 @@ class Drafts(NamedTuple):
         return self.log_p.cumsum(1).exp().sum(1)
 
 
-Dense = Callable[[Any, RecordedText, torch.Tensor, int], list[torch.Tensor]]
+Dense = Callable[[Any, RecordedText, torch.Tensor, int], Iterable[torch.Tensor]]
 """(drafter, text, roots [R], K) -> logits [R, V] of each depth; fewer than K depths if the drafter drafts no more."""
 
 
@@ -116,13 +132,14 @@ def dense_drafts(drafter: Drafter, text: RecordedText, num_steps: int) -> Drafts
     """Drafts of `num_steps` depths after every place of the answer that is followed by as many tokens."""
     last = len(text.tokens) - num_steps - 1
     roots = torch.arange(text.prompt_len, last + 1, device=text.tokens.device)
-    logits = DENSE_FORMS[type(drafter)](drafter, text, roots, num_steps)
-    right, log_p = [], []
-    for depth, scores in enumerate(logits):
+    first, right, log_p = list[torch.Tensor](), [], []
+    for depth, logits in enumerate(DENSE_FORMS[type(drafter)](drafter, text, roots, num_steps)):
         true = text.tokens[roots + 1 + depth]
-        right.append(scores.argmax(-1) == true)
-        log_p.append(scores.float().log_softmax(-1).gather(1, true[:, None])[:, 0])
-    return Drafts(roots, logits[0][0].float(), torch.stack(right, 1), torch.stack(log_p, 1))
+        first = first or [logits[0].float()]
+        right.append(logits.argmax(-1) == true)
+        parts = zip(logits.split(SCORED_AT_ONCE), true[:, None].split(SCORED_AT_ONCE), strict=True)
+        log_p.append(torch.cat([part.float().log_softmax(-1).gather(1, tokens)[:, 0] for part, tokens in parts]))
+    return Drafts(roots, first[0], torch.stack(right, 1), torch.stack(log_p, 1))
 
 
 def frozen_drafts(
@@ -182,12 +199,12 @@ def block_drafts(drafter: BlockDrafter, text: RecordedText, roots: torch.Tensor,
 
 def module_drafts(
     drafter: NativeMtpDrafter, text: RecordedText, roots: torch.Tensor, num_steps: int
-) -> list[torch.Tensor]:
+) -> Iterator[torch.Tensor]:
     """`Dense` of MTP modules."""
     states, levels = text.aux_states(drafter.aux_layers)[None], min(num_steps, drafter.max_steps or num_steps)
     rows = chained_rows(drafter, text.tokens[None], states, text.positions[None], levels, roots - 1)
     last = len(drafter.modules) - 1
-    return [drafter.logits(min(level, last), out)[0] for level, out in enumerate(rows)]
+    return (drafter.logits(min(level, last), out)[0] for level, out in enumerate(rows))
 
 
 DENSE_FORMS: dict[type, Dense] = {
@@ -197,64 +214,3 @@ DENSE_FORMS: dict[type, Dense] = {
     BlockDrafter: block_drafts,
 }
 """Other kinds of drafters have no reference and are measured in engines only."""
-
-EXACT = 1e-3
-"""Largest relative difference of logits in float32 on a CPU."""
-COARSE = 0.1
-"""Largest relative difference of logits elsewhere, since products of other shapes round differently."""
-
-
-class Watched:
-    """Wraps a drafter and keeps the first logits of its first draft after `root` in `seen`: [V] float32."""
-
-    def __init__(self, drafter: Drafter, root: int) -> None:
-        self._drafter, self._root = drafter, root
-        self.seen: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def bind(self, binding: Binding) -> DraftWorker:
-        worker = self._drafter.bind(binding)
-        propose = worker.propose
-
-        def watched(batch: DraftBatch) -> DraftTree:
-            def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
-                def noted(logits: torch.Tensor, *given: Any) -> Any:
-                    if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
-                        self.seen = logits[0, 0].float().clone()
-                    return draw(logits, *given)
-
-                return noted
-
-            return propose(replace(batch, sample=noting(batch.sample), best=noting(batch.best), params=None))
-
-        worker.propose = watched  # type: ignore[method-assign]
-        return worker
-
-
-class ReferenceCheck(NamedTuple):
-    """Comparison of the worker's logits with the dense reference.
-
-    difference: relative difference of the logits, their means subtracted. bound: the largest that rounding explains.
-    same_token: is the likeliest token the same?
-    """
-
-    difference: float
-    bound: float
-    same_token: bool
-
-    @property
-    def holds(self) -> bool:
-        return self.difference <= self.bound  # NaN does not hold
-
-    @classmethod
-    def from_drafts(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
-        """proposed [V]: the worker's logits at the first root of `dense`."""
-        first, bound = dense.first_logits, EXACT if exact else COARSE
-        both, either = first.isfinite() & proposed.isfinite(), first.isfinite() | proposed.isfinite()
-        if both.sum() < (1.0 if exact else 0.9) * either.sum():
-            return cls(float("inf"), bound, False)
-        expected, found = (x[both] - x[both].mean() for x in (first, proposed))
-        difference = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
-        return cls(difference, bound, int(proposed.argmax()) == int(first.argmax()))
