@@ -9,12 +9,13 @@
 
 A drafter cannot read a pool with slot numbers of another pool, or slots that are changing:
 
-    group       attention takes the group (its page table) and the pools of a layer from the same `LayerKV`
-                (`_attend_own` in `attention/bridge.py`), so table and pool belong together
-    slots       only `HybridAllocator.translate` and the kernel in `attention/kernels/page_table.py` turn a `PrimaryLoc`
-                into a `GroupLoc`; a drafter has no slots to convert
-    lifetime    a view raises `FrozenKVError` once its block has ended
-    changes     while FROZEN, every allocation, eviction, commit and write raises `FrozenKVError`
+    group       attention takes the group of a layer and its pools from one `LayerKV` (`_attend_own` in
+                `attention/bridge.py`), and the page table from the plan by that group: table and pool belong together
+    slots       only the allocator and `attention/kernels/page_table.py` (the kernel and its reference) turn a
+                `PrimaryLoc` into a `GroupLoc`, before the drafter runs; a drafter's code converts none
+    lifetime    a view gives out no layer once its block has ended: `FrozenKVError`
+    changes     while FROZEN, every allocation, eviction, move and commit raises `FrozenKVError`, and so does a forward
+                that would write, since a view gives out no layer to write to
 
 Which layer a drafter's layer reads is the drafter's choice; `frozen_kv` checks that this layer stores K/V. The checks
 run in Python, so a round is checked when it is captured, and a replay repeats only launches that passed. A view holds

@@ -20,8 +20,8 @@ pool with a slot number of another is the class of bugs that these types exclude
     GroupLoc     slots of the pool of one group; for the primary group, the same numbers
 
 Both are `NewType`s over int64 tensors, so mixing them is a type error under `mypy --strict` and costs nothing at run
-time. A `PrimaryLoc` becomes a `GroupLoc` in `HybridAllocator.translate`, and in the kernel that makes the page tables
-of a forward (`attention/kernels/page_table.py`), which reads the same maps; plans and drafts only reshape the slots
+time. A `PrimaryLoc` becomes a `GroupLoc` in `HybridAllocator.translate`, and where the page tables of a forward are
+made (`attention/kernels/page_table.py`), from the same maps; plans and drafts only reshape the slots
 that they are given. No type checks that the group is the right one. So values by group are a `ByGroup`, indexed with
 the layer's own `GroupId`, and the sanitizer compares each plan with the table.
 

@@ -1,7 +1,7 @@
 """The inbox of an engine: submitted requests and ids to abort, until a turn processes them; and its live requests.
 
     submit    arrived  -- the next turn -->  live, in the scheduler  -- settled to its end -->  counted
-    abort     aborted  -- the next turn -->  ended with the tokens it has, row and slots freed, counted
+    abort     aborted  -- a turn -------->  ended with the tokens it has, row and slots freed, counted
 
 Any thread may submit and abort, even the garbage collector within a turn, and none of them waits for a turn. `process`,
 `remove_ended`, `restart` and `close` run in a turn. Each may be interrupted anywhere; the next turn repeats it.

@@ -2,16 +2,16 @@
 
 What happens when a client disconnects, streaming or not:
 
-    event loop      `while_connected` receives "http.disconnect" and cancels the task that answers. As this leaves
-                    `async with Streams`, `Streams.abort` calls `EngineThread.abort`, which queues a call of
-                    `Handle.abort` for each unfinished sample and wakes the engine's thread. It waits for no step
+    event loop      `while_connected` receives "http.disconnect" and cancels the task that answers. As that
+                    task leaves `async with Streams`, `Streams.abort` calls `EngineThread.abort`, which queues a call
+                    of `Handle.abort` for each unfinished sample, wakes the engine's thread and waits for no step
     engine thread   makes the queued calls between two steps: `Handle.abort`, `Engine.abort`, `Inbox.abort`. The last
-                    one runs `Inbox.process`, unless another thread has a turn of the engine; then the next turn does
+                    one runs `Inbox.process`; if another thread has a turn or waits for one, that turn does
     in that turn    the request ends with reason "abort". `Scheduler.release_requests` leaves its prefix in the cache,
                     frees its row and slots, and increments `row_epoch`, so a launched round brings it nothing more
     engine thread   tells the observers of the end after the next step
 
-The log has such a request with status 499, or with "(client gone)" if a status had been sent.
+The log has such a request with "(client gone)", and with status 499 if no status had been sent.
 
 A failure after the first event is sent as an error event, since the status has been sent already.
 """
