@@ -91,6 +91,7 @@ def test_a_client_that_never_reads_is_given_up_and_its_request_with_it(monkeypat
         never_reads.sendall(request(asked))
         until(lambda: len(running.samples) == 4)
         until(lambda: not running.samples)
+        assert engine.stats().aborted == 4  # none was served to its end
 
 
 @pytest.mark.slow
