@@ -16,7 +16,16 @@ from specdec.draft_models.base import Drafter, with_defaults
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
-from specdec.draft_models.registry import AUTO, MTP, NAMES, WORDS, drafter_family, drafter_parts, not_a_drafter
+from specdec.draft_models.registry import (
+    AUTO,
+    MTP,
+    NAMES,
+    WORDS,
+    drafter_family,
+    drafter_parts,
+    is_drafter_config,
+    not_a_drafter,
+)
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
@@ -146,7 +155,7 @@ def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[
     """
     if is_mtp_speculator(config):
         return True
-    if drafter_family(config) is not None or not continues_text(config):
+    if is_drafter_config(config) or not continues_text(config):
         return False
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
@@ -156,7 +165,7 @@ def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[
 
 def require_drafter(what: str, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError unless this config.json is a drafter's or a language model's."""
-    if drafter_family(config) is None and not continues_text(config):
+    if not is_drafter_config(config) and not continues_text(config):
         raise not_a_drafter(what, config)
 
 

@@ -88,8 +88,8 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
 
 
 def newest_inputs(rows: ForwardRows, taps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Locate the newest inputs of each row's path, its own last -> slots and back, [n, taps] each. An input is recorded
-    at its slot, or where back > 0 in the state, so many places before its end."""
+    """Locate the newest inputs of each row's path, its own last -> slots and back, [n, taps] each. An input lies
+    in the record at its slot; where back > 0, it lies in the state instead, `back` places before its end."""
     slots = np.zeros((len(rows.paths), taps), dtype=np.int64)
     for line, path in zip(slots, rows.paths, strict=True):
         line[taps - len(path[-taps:]) :] = path[-taps:]

@@ -46,7 +46,7 @@ class ChatTextAnswer(TextAnswer):
 
     @cached_property
     def _builders(self) -> list[MessageBuilder]:
-        """One per choice, once it is certain that there may be so many."""
+        """A builder per choice. Made after the number of choices was checked."""
         return [MessageBuilder(thoughts=self.body.include_reasoning is not False) for _ in self.replies]
 
     async def submit(self) -> None:

@@ -127,7 +127,7 @@ class CharacterReader:
             sink(read[0])
 
     def _text_until(self, end: str, most: int = 1 << 30) -> Reading[str]:
-        """Read the text before this string, of at most so many characters, and the string."""
+        """Read the text before the string `end`, at most `most` characters, and the string itself."""
         read: list[str] = []
 
         def sink(char: str) -> None:
