@@ -23,7 +23,7 @@ from specdec.draft_models.native_mtp.conventions import by_token, is_clearly_bet
 from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
-from specdec.draft_models.native_mtp.mtp_module import MtpModule
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, read_parts
 from specdec.loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
@@ -60,7 +60,8 @@ def trainer(
         state, drawn = new_state(target, family), torch.Generator().manual_seed(1)
         for part in ("enorm.weight", "hnorm.weight", "norm.weight"):
             state[part] = torch.rand(state[part].shape, generator=drawn) * 1.5 + 0.5
-        module = MtpModule(state, target.user_decoder, family.like, 0)
+        parts = read_parts(state, target.user_decoder, family.like)
+        module = MtpModule(parts, target.user_decoder, family.like, 0)
         trainable = TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
         optimizer = MixedOptimizer(nn.ModuleDict(trainable.trained), 3e-3, 3e-2)
         for step in range(steps):

@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.mtp_families import (
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, read_parts
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
@@ -83,7 +83,8 @@ def native_mtp_drafter(
                 if (tensor := state.get(f"{part}.weight")) is not None and equals_weight(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's weight
             with about(f"its MTP module {number}"):
-                made.append(MtpModule(state, decoder, family.like, number, names, load_packed))
+                parts = read_parts(state, decoder, family.like, names, load_packed)
+                made.append(MtpModule(parts, decoder, family.like, number))
     drafter = NativeMtpDrafter(made, family, target)
     drafter.source = str(folder)
     return drafter

@@ -22,7 +22,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
 )
 from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter, chained_rows
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
-from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.loading import Checkpoint
 from specdec.models.target import TargetModel
@@ -79,7 +79,8 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
         return TrainableNativeMtp(drafter, target)
     known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
     family = stated or by_config(next(known, MtpFamily()), target)
-    module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
+    parts = read_parts(new_state(target, family), target.user_decoder, family.like)
+    module = MtpModule(parts, target.user_decoder, family.like, 0)
     return TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
 
 
