@@ -197,7 +197,9 @@ def read_parts(
         tensors["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B stores it transposed
     try:
         if load_packed is not None and not all(map(is_unquantised, tensors.values())):
-            info = load_packed(holder, tensors, {_in_holder(place): key for place, key in (keys or {}).items()}, mapping)
+            info = load_packed(
+                holder, tensors, {_in_holder(place): key for place, key in (keys or {}).items()}, mapping
+            )
         else:
             config = LoadStateDictConfig(weight_mapping=mapping)
             info, _ = convert_and_load_state_dict_in_model(model=holder, state_dict=tensors, load_config=config)

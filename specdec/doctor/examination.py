@@ -25,7 +25,7 @@ from specdec.doctor.diagnosis import (
 )
 from specdec.doctor.examined_pair import ExaminedPair, Watched, pair_facts
 from specdec.draft_models.model_and_lookup import model_of
-from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, is_clearly_better, is_worth_more
+from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -179,16 +179,19 @@ class Examination:
             update(2 + number)
             if cause.name in done or not isinstance(self.pair.drafter, cause.kinds):
                 continue
-            changes = list(cause.changes(self.pair.drafter, self.pair))
-            for change in changes:
-                measured = self._measure(change.pair, change.prompts)
-                trial = Trial.compare(cause.name, change.what, measured, self.measured, cause.least)
+            tried = [
+                (each, self._measure(each.pair, each.prompts)) for each in cause.changes(self.pair.drafter, self.pair)
+            ]
+            winner = (
+                clear_winner(self.measured.by_token, [now.by_token for _, now in tried]) if cause.by_token else None
+            )
+            for turn, (change, now) in enumerate(tried):
+                trial = Trial.compare(cause.name, change.what, now, self.measured, cause.least)
                 if cause.by_token:
-                    better = is_clearly_better(measured.by_token, self.measured.by_token, len(changes))
-                    trial = replace(trial, named=better)
+                    trial = replace(trial, named=turn == winner)
                 trials.append(trial)
-                if trial.named and (best is None or _is_better(cause, measured, best)):
-                    best = cause, change, measured
+                if trial.named and (best is None or now.length > best[2].length):
+                    best = cause, change, now
         return best
 
     def _measure(self, pair: ExaminedPair, new_prompts: bool = False) -> Measured:
@@ -202,12 +205,6 @@ class Examination:
 
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
-
-
-def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Measured]) -> bool:
-    if cause.by_token and best[0] is cause:
-        return is_worth_more(measured.by_token, best[2].by_token)
-    return measured.length > best[2].length
 
 
 def default_prompts(engine: Engine) -> list[str | list[int]]:
