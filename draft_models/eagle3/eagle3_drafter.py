@@ -80,7 +80,7 @@ class Eagle3Worker(StoreWorker):
             beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
-            hidden = continued(out.normed if drafter.spec.norm_output else out.state, origin)
+            hidden = continued(drafter.form.feedback(out), origin)
             block.enter_level(origin if level else None)
             context = DraftContext(block, backend, topk, range(drafter.spec.num_layers))
             out = drafter.form.run(beam, hidden, node_pos[level], context)

@@ -10,7 +10,7 @@
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
 Row i combines the feature of position i with the next token, so K/V of position i can be computed once token i + 1 is
-known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `HeadContext`). If
+known. A head holds no K/V and knows no requests: the caller decides where K/V are (`HeadContext`). If
 fused layers cannot express a head (biases in the MLP, other activations), it runs as a `PlainHead`.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.draft_attention import DraftAttend
+from specdec.attention.bridge import AttentionContext
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
@@ -31,7 +31,6 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    attend_in,
     embed_raw,
     llama_config,
 )
@@ -79,12 +78,12 @@ class FirstLayer(HeadLayer):
         self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def run_with_embeddings(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, attend: DraftAttend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, context: AttentionContext
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H] -> [B, N, H]."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.add_layer_output(normed if self.norm_before_residual else hidden, x, rotary, attend)
+        return self.add_layer_output(normed if self.norm_before_residual else hidden, x, rotary, context)
 
 
 class Eagle3Head(HeadModule):
@@ -122,19 +121,15 @@ class Eagle3Head(HeadModule):
         return states if self.fc is None else self.fc(states)
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: DraftAttend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
         first: Any = self.layers[0]
-        hidden = first.run_with_embeddings(embeds, hidden, rotary, attend)
+        hidden = first.run_with_embeddings(embeds, hidden, rotary, context)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, rotary, attend)
+            hidden = layer(hidden, rotary, context)
         return hidden
-
-    def feedback(self, a: torch.Tensor) -> torch.Tensor:
-        """a -> hidden state of the next draft step."""
-        return self.norm(a) if self.spec.norm_output else a
 
 
 class HeadOutput(NamedTuple):
@@ -156,9 +151,12 @@ class PlainHead(HeadForm):
 
     def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
         """Run rows of `features`, or a level of a draft: hidden [B, N, H] is the head's feedback."""
-        embeds = embed_raw(self.table.weight, tokens)
-        state = self.head(embeds, hidden, positions, attend_in(context, self.head.spec.scaling))
+        state = self.head(embed_raw(self.table.weight, tokens).to(hidden.dtype), hidden, positions, context)
         return HeadOutput(state, self.norm(state))
+
+    def feedback(self, out: HeadOutput) -> torch.Tensor:
+        """Hidden state of the next draft step."""
+        return out.normed if self.head.spec.norm_output else out.state
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.head.norm(state)

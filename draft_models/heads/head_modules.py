@@ -18,7 +18,6 @@ from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
-from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
 from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
@@ -124,15 +123,6 @@ class HeadForm(ABC):
         """Results [R, W] float32 for random rows, by which two forms are compared."""
 
 
-def attend_in(context: HeadContext, scaling: float) -> DraftAttend:
-    """The attention of a forward in the form that a head's modules call."""
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
-
-    return attend
-
-
 def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Stored rows of an embedding table, without the scaling or norm of its module, since most heads are trained
     without these."""
@@ -185,9 +175,10 @@ class HeadAttention(nn.Module):
         v = k if self.v_proj is None else self.v_proj(x)
         return apply_rotary_pos_emb(self._by_head(k, self.k_norm), *rotary), self._by_head(v, self.v_norm)
 
-    def forward(self, x: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
         q = apply_rotary_pos_emb(self._by_head(self.q_proj(x), self.q_norm), *rotary)
-        out: torch.Tensor = self.o_proj(attend(self.layer, q, *self.keys_values(x, rotary)).flatten(2))
+        call = AttentionCall(self.layer, q, *self.keys_values(x, rotary), self.scaling, None, None, None, {})
+        out: torch.Tensor = self.o_proj(context.attend(call).flatten(2))
         return out
 
     def _by_head(self, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
@@ -207,13 +198,13 @@ class HeadLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
 
-    def forward(self, hidden: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
-        return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, attend)
+    def forward(self, hidden: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
+        return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, context)
 
     def add_layer_output(
-        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, attend: DraftAttend
+        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, context: AttentionContext
     ) -> torch.Tensor:
         """Residual + attention(x), then + MLP of the sum."""
-        y = residual + self.self_attn(x, rotary, attend)
+        y = residual + self.self_attn(x, rotary, context)
         out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
         return out

@@ -18,12 +18,12 @@ For training and measurement, `chained_rows` drafts from every place of texts in
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, Unpack
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import ChainAttention
 from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
@@ -33,7 +33,6 @@ from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.modules.weight_watch import Weights
 
@@ -208,29 +207,6 @@ class NativeMtpWorker(StoreWorker):
         return builder.select()
 
 
-class ChainContext:
-    """A forward context for modules over positions [B, T], whose layers run packed rows."""
-
-    def __init__(self, windows: Sequence[int | None], pos: torch.Tensor) -> None:
-        self.batch = len(pos)
-        self.chains = ChainAttention(windows, 1.0, pos)
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.answer(self, *call.rows())
-
-    def destination(self, layer: int) -> None:
-        """None: nothing is stored."""
-
-    def attend_tokens(
-        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
-    ) -> torch.Tensor:
-        """q [B * T, Hq, D], k and v [B * T, Hkv, D] -> [B * T, Hq, D]."""
-        assert k is not None and v is not None, "a module has K/V of its own"
-        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
-        out = self.chains(layer, q * options["scaling"], k, v, options.get("softcap"), options.get("sinks"))
-        return out.flatten(0, 1).contiguous()
-
-
 def chained_rows(
     drafter: NativeMtpDrafter,
     tokens: torch.Tensor,
@@ -250,17 +226,17 @@ def chained_rows(
     drafter's conventions require. places [P]: only these places are used.
     """
     recurrent = drafter.form == "R"
-    context = ChainContext(drafter.windows, pos)
+    context = ChainAttention(drafter.windows, pos)
     at: slice | torch.Tensor = slice(None) if places is None else places
     here: slice | torch.Tensor = slice(None) if recurrent else at
     for step in range(num_steps):
-        context.chains.step = step if recurrent else 0
+        context.step = step if recurrent else 0
         row_tokens, row_pos = tokens.roll(-1 - step, 1), pos + step
         if recurrent and step:
             row_tokens, row_pos = row_tokens[:, at], row_pos[:, at]
         out = drafter.run(0 if recurrent else step, row_tokens, states, row_pos, context)
         if recurrent and not step:
-            context.chains.rows = places
+            context.rows = places
             out = ModuleRows(*(part[:, at] for part in out))
         yield ModuleRows(*(part[:, here] for part in out))
         states = drafter.carried_state(out)

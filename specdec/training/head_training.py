@@ -22,8 +22,7 @@ from specdec.attention.draft_attention import ChainAttention
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states, spread_layers
 from specdec.draft_models.eagle3.checkpoint import write_head
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.heads.head_modules import embed_raw
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, PlainHead
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
@@ -52,21 +51,17 @@ class TrainableEagle3(TrainableDrafter):
             head.lm_head.weight.data.copy_(weight)
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
-        head = self.module
-        table: Any = self.target.embed.weight if head.embed_tokens is None else head.embed_tokens.weight
-        attention = ChainAttention(head.spec.windows, head.spec.scaling, batch.pos)
-        hidden = head.features(known["states"])
+        form = PlainHead(self.module, self.target.embed, self.target.head)
+        context = ChainAttention(self.module.spec.windows, batch.pos)
+        hidden = form.features(known["states"])
         for step in range(steps):
-            attention.step = step
-            token = batch.ids.roll(-1 - step, 1)
-            a = head(embed_raw(table, token).to(hidden.dtype), hidden, batch.pos + step, attention)
-            yield a
-            hidden = head.feedback(a)
+            context.step = step
+            out = form.run(batch.ids.roll(-1 - step, 1), hidden, batch.pos + step, context)
+            yield out.normed
+            hidden = form.feedback(out)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        lm_head = self.module.lm_head or self.target.head
-        scores: torch.Tensor = lm_head(self.module.norm(states))
-        return scores
+        return PlainHead(self.module, self.target.embed, self.target.head).logits(states)
 
     def save(self, folder: Path) -> None:
         write_head(folder, self.module, self.target)
