@@ -67,7 +67,7 @@ class BlockSpec(HeadSpec):
     token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
     from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
     successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
-    are Gemma 4's; keys_are_values and softcap (of logits) then apply.
+    are Gemma 4's; keys_are_values then applies.
     """
 
     block_size: int
@@ -84,7 +84,6 @@ class BlockSpec(HeadSpec):
     successor_rank: int = 0
     is_gemma4: bool = False
     keys_are_values: bool = False
-    softcap: float | None = None
 
     def has_bias(self, name: str) -> bool:
         return self.attention_bias and ".self_attn." in name
@@ -119,10 +118,7 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 class BlockHead(HeadModule):
-    """A head of this spec, randomly initialised. `read_block` loads one from a checkpoint.
-
-    embed_tokens, lm_head: None if the head shares the target's.
-    """
+    """A head of this spec, randomly initialised. `read_block` loads one from a checkpoint."""
 
     spec: BlockSpec
 
@@ -138,13 +134,8 @@ class BlockHead(HeadModule):
         self.rotary_emb = rotary(config)
         self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
         self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
-        self.embed_tokens: nn.Embedding | None = None
         if spec.owns_embed and spec.is_gemma4:
             self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
-        elif spec.owns_embed:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
-        rows = spec.draft_vocab_size
-        self.lm_head = None if rows is None else nn.Linear(hidden, rows, bias=False)
         self.markov_head = None if spec.successor is None else SuccessorHead(spec)
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
@@ -237,20 +228,11 @@ class PlainBlock(HeadForm):
         states: torch.Tensor = self.head(self.table(tokens), positions, context)
         return states
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """States after the final norm [B, N, H] -> [B, N, V], without a successor head's bias."""
-        logits: torch.Tensor = self.lm_head(states)
-        cap = self.head.spec.softcap
-        return logits if cap is None else (logits / cap).tanh() * cap
-
     def probed(self) -> torch.Tensor:
         """For six random rows: their K/V, and the states and logits of a block."""
-        spec, weight = self.head.spec, self.head.fc.weight
-        random = torch.Generator().manual_seed(0)
-        states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
-        tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
+        states, tokens = self.random_rows(self.head.fc.in_features)
         taps = self.read_taps(states, tokens * 100)
-        kept = [x for layer in range(spec.num_layers) for x in self.keys_values(layer, *taps, EchoContext())]
+        kept = [x for layer in range(self.head.spec.num_layers) for x in self.keys_values(layer, *taps, EchoContext())]
         block = self.run(tokens, tokens * 100, EchoContext())
         out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
         parts = [x.float() for x in (torch.cat(kept, dim=1).flatten(1), out)]

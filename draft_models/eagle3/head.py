@@ -87,10 +87,7 @@ class FirstLayer(HeadLayer):
 
 
 class Eagle3Head(HeadModule):
-    """A head of this spec, randomly initialised. `checkpoint.read_head` loads one from a checkpoint.
-
-    embed_tokens, lm_head: None if the head shares the target's.
-    """
+    """A head of this spec, randomly initialised. `checkpoint.read_head` loads one from a checkpoint."""
 
     spec: Eagle3Spec
 
@@ -98,7 +95,6 @@ class Eagle3Head(HeadModule):
         super().__init__(spec)
         self.config = config = llama_config(spec)
         hidden, eps, states = spec.hidden_size, spec.rms_norm_eps, max(1, len(spec.aux_layers))
-        self.embed_tokens = nn.Embedding(spec.vocab_size, hidden) if spec.owns_embed else None
         self.input_norm = LlamaRMSNorm(spec.feature_size, eps) if spec.norm_before_fc else None
         norms = [LlamaRMSNorm(spec.target_hidden_size, eps) for _ in range(states)]
         self.fc_norm = nn.ModuleList(norms) if spec.fc_norm else None
@@ -107,8 +103,6 @@ class Eagle3Head(HeadModule):
             [FirstLayer(spec, config), *(HeadLayer(spec, i, config) for i in range(1, spec.num_layers))]
         )
         self.norm: nn.Module = LlamaRMSNorm(hidden, eps) if spec.final_norm else nn.Identity()
-        size = spec.draft_vocab_size
-        self.lm_head = None if size is None else nn.Linear(hidden, size, bias=spec.has_bias("lm_head"))
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
@@ -162,17 +156,9 @@ class PlainHead(HeadForm):
         normed: torch.Tensor = self.head.norm(state)
         return normed
 
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """norm(a) [B, N, H] -> [B, N, draft V]."""
-        logits: torch.Tensor = self.lm_head(normed)
-        return logits
-
     def probed(self) -> torch.Tensor:
         """States and logits of six rows of random features, then of the feedback: [12, H + draft V]."""
-        spec, weight = self.head.spec, next(self.head.parameters())
-        random = torch.Generator().manual_seed(0)
-        states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
-        tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
+        states, tokens = self.random_rows(self.head.spec.feature_size)
         first = self.run(tokens, self.features(states), tokens * 100, EchoContext())
         second = self.run(tokens, first.state, tokens * 100, EchoContext())
         rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]

@@ -33,7 +33,7 @@ class HeadSpec:
 
     aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
     layer; None: full attention. owns_embed: it has its own embedding table. draft_vocab_size: rows of its own lm_head;
-    None: it uses the target's.
+    None: it uses the target's. softcap: of logits.
     """
 
     hidden_size: int
@@ -51,6 +51,7 @@ class HeadSpec:
     qk_norm: bool = False
     owns_embed: bool = False
     draft_vocab_size: int | None = None
+    softcap: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -94,14 +95,17 @@ class HeadContext(AttentionContext, LayerContext, Protocol):
 
 
 class HeadModule(nn.Module):
-    """The modules of a head. target_ids [draft V]: target token of each token that it drafts; None: full vocabulary."""
+    """The modules of a head. target_ids [draft V]: target token of each token that it drafts; None: full vocabulary.
+    embed_tokens, lm_head: None if the head shares the target's."""
 
     target_ids: torch.Tensor | None
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, rows = spec, spec.draft_vocab_size
         self.register_buffer("target_ids", None, persistent=False)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if spec.owns_embed else None
+        self.lm_head = None if rows is None else nn.Linear(spec.hidden_size, rows, bias=spec.has_bias("lm_head"))
 
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move the head. RoPE frequencies stay float32: `.to(dtype)` would round them."""
@@ -117,6 +121,19 @@ class HeadForm(ABC):
         self.head = head
         self.table: Any = table if head.embed_tokens is None else head.embed_tokens
         self.lm_head = lm_head if head.lm_head is None else head.lm_head
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """States after the final norm [B, N, H] -> [B, N, draft V], without a successor head's bias."""
+        logits: torch.Tensor = self.lm_head(states)
+        cap = self.head.spec.softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def random_rows(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Six random target states [2, 3, width] and tokens [2, 3], for `probed`."""
+        weight: torch.Tensor = next(self.head.parameters())
+        states = torch.randn((2, 3, width), generator=torch.Generator().manual_seed(0))
+        tokens = torch.arange(6, device=weight.device).view(2, 3) % self.head.spec.vocab_size
+        return states.to(weight.device, weight.dtype), tokens
 
     @abstractmethod
     def probed(self) -> torch.Tensor:
