@@ -15,7 +15,7 @@ fused layers cannot express a head (biases in the MLP, other activations), it ru
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.attention.bridge import AttentionContext
+from specdec.draft_models.heads.feedback_drafts import ModuleRows
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
@@ -126,42 +127,36 @@ class Eagle3Head(HeadModule):
         return hidden
 
 
-class HeadOutput(NamedTuple):
-    """a [B, N, H], and norm(a), which lm_head reads."""
-
-    state: torch.Tensor
-    normed: torch.Tensor
-
-
 class PlainHead(HeadForm):
-    """A head that runs its own modules. `FusedHead` is the other form.
+    """A head that runs its own modules, as a `FeedbackModel`. `FusedHead` is the other form."""
 
-    tokens, positions: [B, N]. The token of a row is the one after its position.
-    """
+    num_modules, applied_again = 1, True
 
-    def features(self, states: torch.Tensor) -> Any:
-        """Target states [B, N, A * Ht] -> g, from which `run` computes rows that the target has processed."""
+    def __init__(self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__(head, table, lm_head)
+        self.windows, self.width = head.spec.windows, head.spec.hidden_size
+
+    def first_state(self, states: torch.Tensor) -> Any:
+        """Target states [B, N, A * Ht] -> g."""
         return self.head.features(states)
 
-    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
-        """Run rows of `features`, or a level of a draft: hidden [B, N, H] is the head's feedback."""
+    def run(
+        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext
+    ) -> ModuleRows:
+        """Run rows of g, or a level of a draft: hidden [B, N, H] is the head's feedback."""
         state = self.head(embed_raw(self.table.weight, tokens).to(hidden.dtype), hidden, positions, context)
-        return HeadOutput(state, self.norm(state))
+        return self.rows(state, self.head.norm(state))
 
-    def feedback(self, out: HeadOutput) -> torch.Tensor:
-        """Hidden state of the next draft step."""
-        return out.normed if self.head.spec.norm_output else out.state
-
-    def norm(self, state: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.head.norm(state)
-        return normed
+    def rows(self, state: torch.Tensor, normed: torch.Tensor) -> ModuleRows:
+        """a and norm(a) [B, N, H] of rows."""
+        return ModuleRows(normed if self.head.spec.norm_output else state, normed)
 
     def probed(self) -> torch.Tensor:
         """States and logits of six rows of random features, then of the feedback: [12, H + draft V]."""
         states, tokens = self.random_rows(self.head.spec.feature_size)
-        first = self.run(tokens, self.features(states), tokens * 100, EchoContext())
-        second = self.run(tokens, first.state, tokens * 100, EchoContext())
-        rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
+        first = self.run(0, tokens, self.first_state(states), tokens * 100, EchoContext())
+        second = self.run(0, tokens, first.carried, tokens * 100, EchoContext())
+        rows = [torch.cat([out.carried, self.logits(out.z)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()
 
 
@@ -183,10 +178,7 @@ class FusedHead(PlainHead):
         self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
         self.layers = FusedLayers(head, self.final_gain, weights, ops, beside=list(head.fc_norm or ()))
 
-    def norm(self, state: torch.Tensor) -> torch.Tensor:
-        return self.ops(norm)(Product.from_value(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
-
-    def features(self, states: torch.Tensor) -> Product:
+    def first_state(self, states: torch.Tensor) -> Product:
         """g [T, H], before fc's split sum is finished."""
         self.layers.keep_in_step()
         head, ops, states = self.head, self.ops, states.flatten(0, 1)
@@ -198,8 +190,10 @@ class FusedHead(PlainHead):
             _, states = ops(norm)(Product.from_value(states), pre=LLAMA.gain_of(head.input_norm))
         return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
-    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
-        if not isinstance(hidden, Product):  # else `features` looked for weights that have moved
+    def run(
+        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext
+    ) -> ModuleRows:
+        if not isinstance(hidden, Product):  # else `first_state` looked for weights that have moved
             self.layers.keep_in_step()
             hidden = Product.from_value(hidden.flatten(0, 1))
         spec = self.head.spec
@@ -209,4 +203,4 @@ class FusedHead(PlainHead):
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
         state, x = self.layers.run(state, x, angles, context)
-        return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
+        return self.rows(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))

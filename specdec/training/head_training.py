@@ -18,11 +18,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from specdec.attention.draft_attention import ChainAttention
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states, spread_layers
 from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, PlainHead
+from specdec.draft_models.heads.feedback_drafts import chained_rows
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
@@ -52,13 +52,8 @@ class TrainableEagle3(TrainableDrafter):
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         form = PlainHead(self.module, self.target.embed, self.target.head)
-        context = ChainAttention(self.module.spec.windows, batch.pos)
-        hidden = form.features(known["states"])
-        for step in range(steps):
-            context.step = step
-            out = form.run(batch.ids.roll(-1 - step, 1), hidden, batch.pos + step, context)
-            yield out.normed
-            hidden = form.feedback(out)
+        for out in chained_rows(form, batch.ids, known["states"], batch.pos, steps):
+            yield out.z
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
         return PlainHead(self.module, self.target.embed, self.target.head).logits(states)

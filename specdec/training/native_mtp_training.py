@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.draft_models.heads.feedback_drafts import ModuleRows, chained_rows
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     by_config,
     module_count,
@@ -20,7 +21,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     stated_family,
     write_module,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter, chained_rows
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
 from specdec.errors import ConfigError, UnsupportedModelError
@@ -57,7 +58,7 @@ class TrainableNativeMtp(TrainableDrafter):
             yield out.z
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        return self.drafter.logits(0, ModuleRows(states, states, states))
+        return self.drafter.logits(0, ModuleRows(states, states))
 
     def save(self, folder: Path) -> None:
         write_module(folder, self.drafter, self.target.model)
