@@ -125,4 +125,5 @@ class BlocksAttention:
         ]
         weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)  # [B, Hq, A, K, T + K]
         out: torch.Tensor = weights[..., :length].flatten(2, 3) @ old_v  # [B, Hq, A * K, D]
-        return (out + (weights[..., length:] @ v).flatten(2, 3)).transpose(1, 2).to(call.query.dtype)
+        out = out + (weights[..., length:] @ v).flatten(2, 3)
+        return out.transpose(1, 2).to(call.query.dtype)

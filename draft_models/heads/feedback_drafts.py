@@ -13,7 +13,7 @@ l, or the only module, at the nodes of depth l. Invariant: after `observe`, K/V 
 prefill, as far as windows reach.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +43,7 @@ class FeedbackModel(Protocol):
 
     num_modules: int
     applied_again: bool
-    windows: Sequence[int | None]
+    windows: tuple[int | None, ...]
     width: int
 
     def first_state(self, states: torch.Tensor) -> Any:

@@ -19,7 +19,6 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
-    REQUIRED,
     SPECULATORS,
     MtpFamily,
     module_tensors,
@@ -74,11 +73,6 @@ def native_mtp_drafter(
                         f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
                         "read next to it says how; give drafter=DIR of the unquantised checkpoint"
                     )
-            lacking = [part for part in REQUIRED if not any(place.startswith(f"{part}.") for place in state)]
-            if lacking:
-                raise CheckpointError(
-                    f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}"
-                )
             for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and equals_weight(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's weight

@@ -213,7 +213,10 @@ def read_parts(
     ]
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise CheckpointError(f"its block is no layer like the target's layer {like}: tensor {faults[0]}{more}")
+        raise CheckpointError(
+            f"it is no MTP module with a block like the target's layer {like}: tensor {faults[0]}{more}; it has "
+            f"{', '.join(sorted(state))}"
+        )
     for name, param in holder.named_parameters():
         param.data = param.data.to(expected.get(name, decoder.norm.weight))
         param.requires_grad_(False)
