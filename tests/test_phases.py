@@ -5,7 +5,6 @@ import json
 from dataclasses import fields
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -20,11 +19,17 @@ from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import check_parity, output_gaps
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, phase_table
 from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, round_time, tokens_of_rounds
+from specdec.evaluation.phases.timed_rounds import (
+    SettledRound,
+    drive,
+    gaps_between_stamps,
+    idle_within,
+    round_time,
+    tokens_of_rounds,
+)
 from specdec.evaluation.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
-from specdec.runtime.rounds.result import RoundResult
 
 from marks import deep_cases
 
@@ -85,7 +90,7 @@ def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, mak
         assert min(one.draft, one.verify, one.other) > 0
         assert one.draft + one.verify + one.other <= one.wall
         assert one.host <= one.wall
-        assert 2 <= one.emitted <= 6
+    assert 1 <= driven.acceptance_length <= 3
 
 
 def ignoring_ends(count):
@@ -101,11 +106,11 @@ def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
 
 
 def test_the_host_part_is_what_is_not_spent_waiting():
-    seconds = {"draft": 0.2, "verify": 0.3, "other": 0.1}
-    result = RoundResult(np.array([2, 1]), None, None, [], np.ones(2), seconds, np.zeros(2))
-    passed = SimpleNamespace(at=11.0, waiting=0.75, result=result)
-    on_gpu, on_cpu = (round_time(10.0, passed, on_cpu) for on_cpu in (False, True))
-    assert (on_gpu.wall, on_gpu.host, on_gpu.emitted) == (1.0, 0.25, 3)
+    shares = [0.1, 0.15, 0.05]  # of each of two requests
+    before = SettledRound(SimpleNamespace(settled_at=10.0), 4.0)
+    settled = SettledRound(SimpleNamespace(settled_at=11.0, shares=shares), 4.75)
+    on_gpu, on_cpu = (round_time(before, settled, 2, on_cpu) for on_cpu in (False, True))
+    assert on_gpu == (1.0, 0.2, 0.3, 0.1, 0.25)
     assert on_cpu.host == pytest.approx(0.4)
 
 

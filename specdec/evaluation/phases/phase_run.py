@@ -184,8 +184,7 @@ def _timed(cell: Cell, driven: TimedRun, subject: BenchSubject) -> Cell:
     ms = {"round": Spread.of([one.wall for one in rounds])}
     for stage in STAGES if spec else STAGES[1:]:  # plain decoding drafts nothing
         ms[stage] = Spread.of([getattr(one, stage) for one in rounds])
-    emitted = sum(one.emitted for one in rounds) / (len(rounds) * cell.batch)
-    lengths = {"measured": emitted}
+    lengths = {"measured": driven.acceptance_length}
     if subject.assumed:
         supposed = [length for length in subject.assumed if length <= spec.num_steps + 1] if spec else [1.0]
         lengths = {f"if AL {length:g}": length for length in supposed}
@@ -196,7 +195,7 @@ def _timed(cell: Cell, driven: TimedRun, subject: BenchSubject) -> Cell:
         uncaptured=driven.uncaptured,
         ms=ms,
         idle_ms=None if driven.idle is None else 1e3 * driven.idle,
-        acceptance_length=emitted,
+        acceptance_length=driven.acceptance_length,
         tokens_per_second={words: per_second * length for words, length in lengths.items()},
     )
 
