@@ -17,7 +17,7 @@ from specdec.attention.path_attention import ROWS
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, folded, run_blocks
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.evaluation.phases.random_weights import FORMS, random_packed
+from specdec.evaluation.phases.random_weights import FORMS, empty_packed, fill_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import Recurrence
@@ -158,7 +158,7 @@ def test_a_small_step_is_exact() -> None:
 
 def packed(linear: torch.nn.Linear) -> PackedLinear:
     draw = torch.Generator(DEVICE).manual_seed(len(linear.weight))
-    return PackedLinear(random_packed(FORMS["int4-g32"], draw, linear.weight.shape))
+    return PackedLinear(fill_packed(empty_packed(FORMS["int4-g32"], DEVICE, linear.weight.shape), draw))
 
 
 @ON_KERNELS

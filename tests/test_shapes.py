@@ -1,7 +1,6 @@
 """Published shapes without weights: their sizes against published ones, their floor by hand, and smaller ones."""
 
 import functools
-from functools import partial
 
 import pytest
 import torch
@@ -16,12 +15,14 @@ from specdec.evaluation.phases.random_weights import (
     FORMS,
     count_weights,
     drafter_of,
+    empty_packed,
+    fill_packed,
     find_form,
     leave_meta,
     make_target,
     pack_layers,
-    random_packed,
     require_room,
+    target_on_meta,
 )
 from specdec.layers.description.moe_families import router_of
 from specdec.layers.moe.routing import reference_route
@@ -139,7 +140,7 @@ def test_weights_are_seeded_and_keep_activations_near_one():
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
     """Their scales differ, their mean is 0, and they are finite: of e4m3 two of 256 patterns are no number."""
-    weight = random_packed(FORMS[name], torch.Generator().manual_seed(0), torch.Size((512, columns)))
+    weight = fill_packed(empty_packed(FORMS[name], CPU, torch.Size((512, columns))), torch.Generator().manual_seed(0))
     plain = dequantised(weight, torch.float32) * columns**0.5
     assert plain.isfinite().all()
     assert 0.97 < float(plain.std()) < 1.03
@@ -160,9 +161,7 @@ def packed_target(shape, form):
 def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
     """`specdec recipe` has the floor that `specdec bench` prints."""
     model = packed_target(shape, form)
-    there = ModelOnMeta(shape, weights.build_model(SHAPES[shape].target(PACKED), weights.META, torch.float32))
-    if form is not None:
-        pack_layers(there.model, FORMS[form], partial(weights.empty_packed, FORMS[form], weights.META))
+    there = ModelOnMeta(shape, target_on_meta(SHAPES[shape], PACKED, torch.float32, form and FORMS[form]))
     assert step_bytes(there, 2, 3, 40) == step_bytes(TargetModel(model), 2, 3, 40)
 
 
@@ -311,7 +310,8 @@ def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name)
 def test_packed_weights_are_read_as_words_and_scales():
     def counted(form, rows):
         model = weights.build_model(mixture(32, 16), CPU, torch.float32)
-        pack_layers(model, FORMS[form], partial(random_packed, FORMS[form], torch.Generator().manual_seed(0)))
+        pack_layers(model, FORMS[form], lambda shape: empty_packed(FORMS[form], CPU, shape))
+        weights.randomise(model, 0)
         return step_bytes(TargetModel(model), 1, rows, 10)
 
     biases, numbers = (64 + 32) * 4, (64 + 32) * 32
