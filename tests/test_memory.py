@@ -30,7 +30,7 @@ from specdec.models.weight_storage import stored_weights
 from specdec.runtime import sizing
 
 from marks import deep
-from tiny_models import TARGETS
+from tiny_families import TARGETS
 
 CPU = torch.device("cpu")
 GIB, MIB = 1 << 30, 1 << 20

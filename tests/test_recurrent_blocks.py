@@ -37,7 +37,7 @@ from specdec.runtime.calls.arguments import require_recurrent
 
 from devices import DEVICE, close
 from marks import slow, usual_cases
-from tiny_models import BASE, build_target
+from tiny_families import BASE, build_target
 
 HEADS, KEY_HEADS, K_DIM, V_DIM = 4, 2, 8, 12
 ON_KERNELS = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")

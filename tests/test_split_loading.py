@@ -24,7 +24,7 @@ from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 
 from marks import deep, deep_cases, is_deep
-from tiny_models import FULL, build_target, random_eagle3, spread
+from tiny_families import FULL, build_target, random_eagle3, spread
 
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
 NARROW |= {"num_key_value_heads": 4, "num_hidden_layers": 2}  # one range of K, and three

@@ -4,7 +4,7 @@ The engine itself notes when a round was settled, its stage times as the device 
 waited for results; here they are read after each step. It does not know what is compared with these times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -24,6 +24,8 @@ PROFILED = 8
 """Rounds under the profiler."""
 UNSETTLED = 4
 """More rounds than are ever in flight."""
+Span = tuple[str, float, float]
+"""Name of a kernel, and seconds of its begin and end."""
 
 
 class RoundTime(NamedTuple):
@@ -118,16 +120,23 @@ def gaps_within_rounds(engine: Engine) -> float:
     Gaps between rounds are not taken from here, since the profiler itself delays launches: `drive` adds the wall time
     of rounds without the profiler, minus their stages.
     """
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step_rounds(engine, PROFILED)
-        torch.cuda.synchronize()
-    events = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
-    spans = [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
+    spans = profiled_spans(lambda: step_rounds(engine, PROFILED), engine.target.device)
     return gaps_between_stamps(spans, len(DECODE_STAGES) + 1)
 
 
-def gaps_between_stamps(spans: Sequence[tuple[str, float, float]], stamps: int) -> float:
+def profiled_spans(work: Callable[[], object], device: torch.device) -> list[Span]:
+    """Spans of the kernels that `work` runs on the device; on a CPU, of its operators."""
+    on_gpu = device.type == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else lambda _: None
+    wait(device)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        work()
+        wait(device)
+    events = [event for event in profiler.events() or [] if (event.device_type.name == "CUDA") == on_gpu]
+    return [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events]
+
+
+def gaps_between_stamps(spans: Sequence[Span], stamps: int) -> float:
     """Mean uncovered time of a round, which reaches from the first to the last of `stamps` spans of the clock."""
     taken = sorted((begin, end) for name, begin, end in spans if STAMP in name)
     rounds = [(taken[i][0], taken[i + stamps - 1][1]) for i in range(0, len(taken) - stamps + 1, stamps)]
