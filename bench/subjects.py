@@ -3,7 +3,7 @@
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
-from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_target
+from specdec.evaluation.phases.phase_run import BenchSubject
+from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_target, random_subject
 from specdec.gpu.operations import FAST, REFERENCE
 from specdec.models.target import TargetModel
 
@@ -73,6 +74,19 @@ def pair_of(
     shrink = Shrink(on_cpu if ON_CPU else layers or None, DIVISOR, multiple=32 if form else 8)
     model = make_target(shape, shrink, DEVICE, DTYPE, 0, form)
     return Pair(pair, shape, shrink, model, TargetModel(model, operations, deterministic=deterministic))
+
+
+def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> BenchSubject:
+    """Such a pair for the phase benchmark, with the drafter that is published for the shape."""
+    name, _, weights = pair.partition(":")
+    return random_subject(
+        find_shape(name),
+        drafts,
+        weights=weights or None,
+        layers=2 if ON_CPU else layers or None,
+        divisor=DIVISOR,
+        config=EngineConfig(device=DEVICE, tensor_parallel=devices, fused=devices > 1 or "auto"),
+    )
 
 
 def few_layers(pair: str) -> int:

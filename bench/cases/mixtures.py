@@ -20,9 +20,9 @@ from bench.device import ON_CPU, free_memory  # isort: skip - before triton
 import torch
 
 from bench.cases.adaptive import speed_rows
-from bench.cases.rounds import cell_row, measured, subject_of
+from bench.cases.rounds import cell_row, measured
 from bench.report import Row
-from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms
+from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms, subject_of
 from bench.verify import answers_row, attempt_all
 from specdec.config import SamplingParams, SpecConfig
 from specdec.evaluation.phases.phase_run import PLAIN
@@ -45,7 +45,7 @@ def floor_rows(shapes: Sequence[str], batches: Sequence[int], context: int, roun
         def rows(pair: str = pair) -> Iterator[Row]:
             subject = subject_of(pair, {PLAIN: None}, layers)
             for batch in batches:
-                cell = measured(subject, PLAIN, batch, context, rounds)
+                [cell] = measured(subject, batch, context, rounds)
                 ok = ON_CPU or layers > 0 or (cell.x_floor is not None and cell.x_floor <= MAX_FLOORS)
                 yield cell_row(_shown(pair, layers), cell, f"at most {MAX_FLOORS}x its floor", ok=ok)
 
@@ -55,7 +55,7 @@ def floor_rows(shapes: Sequence[str], batches: Sequence[int], context: int, roun
 
 def gain_rows(shape: str, requests: int, context: int, rounds: int, layers: int) -> Iterator[Row]:
     subject = subject_of(shape, {PLAIN: None, "mtp1": SpecConfig(1)}, layers)
-    cells = [measured(subject, draft, requests, context, rounds) for draft in (PLAIN, "mtp1")]
+    cells = measured(subject, requests, context, rounds)
     took = [cell.ms["round"].median if "round" in cell.ms else float("inf") for cell in cells]
     yield cell_row(_shown(shape, layers), cells[0])
     note = f"{took[1] / took[0]:.3f}x plain, at most {MAX_GAIN}x"

@@ -99,7 +99,7 @@ class PhaseReport:
 def phase_table(report: PhaseReport) -> str:
     """The title, and a Markdown table with one row per cell."""
     lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
-    rows = [_row(cell, lengths) for cell in report.cells]
+    rows = [cell_figures(cell, lengths) for cell in report.cells]
     if not any(row[NO_KERNEL] for row in rows):
         rows = [{head: text for head, text in row.items() if head != NO_KERNEL} for row in rows]
     return "\n".join([bench_title(report), "", *table_lines(rows)])
@@ -115,8 +115,8 @@ def bench_title(report: PhaseReport) -> str:
     return f"{report.subject}{shrunk}; {weights}, {read}; {known}{supposed}"
 
 
-def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
-    """Texts of a row by heading; empty if the cell has no such figure."""
+def cell_figures(cell: Cell, lengths: Sequence[str] = ()) -> dict[str, str]:
+    """Texts of a row by heading; empty if the cell has no such figure. lengths: the tokens/s that are shown."""
     times = cell.ms.get("round")
     stages = {stage: cell.ms[stage].median if stage in cell.ms else None for stage in STAGES}
     figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages, NO_KERNEL: cell.idle_ms}
