@@ -9,7 +9,6 @@ from typing import Any
 
 from bench.device import DEVICE, DIVISOR, DTYPE, ON_CPU  # isort: skip - before triton
 import torch
-from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
@@ -46,10 +45,8 @@ Answer = tuple[list[int], Any]
 class Pair:
     """A target of random weights at a published shape."""
 
-    name: str
     shape: ModelShape
     shrink: Shrink
-    model: PreTrainedModel
     target: TargetModel
 
     def drafter(self, kind: str, seed: int = 1) -> Drafter | None:
@@ -73,7 +70,7 @@ def pair_of(
     shape, form = find_shape(name), find_form(weights or UNPACKED)
     shrink = Shrink(on_cpu if ON_CPU else layers or None, DIVISOR, multiple=32 if form else 8)
     model = make_target(shape, shrink, DEVICE, DTYPE, 0, form)
-    return Pair(pair, shape, shrink, model, TargetModel(model, operations, deterministic=deterministic))
+    return Pair(shape, shrink, TargetModel(model, operations, deterministic=deterministic))
 
 
 def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> BenchSubject:

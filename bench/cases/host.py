@@ -12,7 +12,6 @@ wrong   a drafter that is never right. Three engines have the same requests and 
 
 import cProfile
 import pstats
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -254,8 +253,7 @@ def wrong_rows(drafter: str, batches: Sequence[int], tokens: int, repeats: int) 
             target = Engine.from_pretrained("tiny-gemma4", None, config=sizes).target
         wrong = change_drafts(load_any_drafter(drafter, target), never_right)
         plain = [Engine(target, config=sizes) for _ in range(2)]
-        draw = random.Random(0)
-        prompts = [[draw.randrange(target.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
+        prompts = prompts_of([PROMPT] * batch, target.vocab_size, 0)
         with Engine(target, wrong, spec=SpecConfig(4), config=sizes) as another:
             in_turns([*plain, another], prompts, min(WARM, tokens))
         seconds, each, tables = np.zeros(3), [], []

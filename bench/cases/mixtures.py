@@ -148,7 +148,7 @@ def unfused_rows(without: Sequence[str], few_layers: int, tokens: int) -> Iterat
             params = [SamplingParams(max_new_tokens=tokens, ignore_eos=True)] * len(prompts)
             with mock.patch.dict(FAMILIES):
                 del FAMILIES[family_name(pair.target.user_decoder)]
-                target = TargetModel(pair.model, pair.target.ops)
+                target = TargetModel(pair.target.model, pair.target.ops)
             want = answers(engine_of(target, max_batch_size=4, cuda_graphs=False), prompts, params)
             engine = engine_of(target, max_batch_size=4)
             found = answers(engine, prompts, params)

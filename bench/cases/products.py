@@ -8,6 +8,7 @@ tiles   of many rows, in other tiles, which must have the same bits
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from bench.clock import bandwidth_row, best_tiles, copies_of, floor_us, microseconds
 from bench.report import Row
 from bench.verify import bits_row, company_bits, distance
+from specdec.evaluation.phases.random_weights import WeightForm, empty_packed, fill_packed
 from specdec.gpu.operations import FAST
 from specdec.layers.gemm.gemm_small import gemm_small
 from specdec.layers.gemm.linear import (
@@ -64,19 +66,13 @@ TILES = (
 def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> Any:
     """[.., N, K]; "bf16": as it is, in the dtype of models."""
     code, _, kind = form.partition("-")
-    *leading, n, k = shape
     if code == "bf16":
-        return (torch.randn(shape, device=DEVICE) * k**-0.5).to(dtype)
-    words = torch.randint(-(2**31), 2**31 - 1, (*leading, n, k * BITS[code] // 32), dtype=torch.int32, device=DEVICE)
-    if code == "e4m3":
-        words &= ~0x44004400  # no highest bit of an exponent, so no NaN
-    group = {"row": k, "block": 128, "g128": 128}.get(kind, 32)
-    size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 16.0}[code]
-    scales = (torch.rand(*leading, k // group, n, device=DEVICE) + 0.5) * k**-0.5 / size
-    scales = torch.exp2(scales.log2().round()) if code == "e2m1" else scales
-    scales = scales.to(torch.float32 if code == "e4m3" else dtype)
+        return (torch.randn(shape, device=DEVICE) * shape[-1] ** -0.5).to(dtype)
+    group = {"row": None, "block": 128, "g128": 128}.get(kind, 32)
+    weight = fill_packed(empty_packed(WeightForm(form, code, group), DEVICE, torch.Size(shape)))
+    scales = weight.scales.to(torch.float32 if code == "e4m3" else dtype)
     zeros = torch.randint(0, 17, scales.shape, device=DEVICE).to(scales.dtype) if kind == "zeros" else None
-    return PackedWeight(code, words, scales, zeros, group).with_repeated_scales()
+    return replace(weight, scales=scales, zeros=zeros).with_repeated_scales()
 
 
 def compute(x: torch.Tensor, weight: Any, activation: str | None, tiles: Tiles | None = None) -> torch.Tensor:

@@ -104,8 +104,9 @@ def empty_packed(form: WeightForm, device: torch.device, shape: torch.Size) -> P
     return PackedWeight(form.code, words, scales, None, group)
 
 
-def fill_packed(weight: PackedWeight, generator: torch.Generator) -> PackedWeight:
-    """Fill a weight in place with random numbers, on its device: nothing else is allocated there. Returns it."""
+def fill_packed(weight: PackedWeight, generator: torch.Generator | None = None) -> PackedWeight:
+    """Fill a weight in place with random numbers, on its device: nothing else is allocated there. Returns it.
+    generator: None: torch's own."""
     set_bits, kept_bits = KEPT_BITS[weight.code]
     weight.words.random_(-(2**31), 2**31, generator=generator).bitwise_or_(set_bits).bitwise_and_(kept_bits)
     middle = weight.shape[-1] ** -0.5 / root_mean_square(weight.code)
