@@ -13,8 +13,8 @@ from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.report import Row
-from specdec.evaluation.phases.memory_floor import read_bandwidth
-from specdec.evaluation.phases.timed_rounds import idle_within, profiled_spans
+from specdec.measurement.memory_floor import read_bandwidth
+from specdec.measurement.timed_rounds import idle_within, profiled_spans
 
 T = TypeVar("T")
 

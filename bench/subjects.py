@@ -15,10 +15,10 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.engine import Engine
-from specdec.evaluation.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
-from specdec.evaluation.phases.phase_run import BenchSubject
-from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_target, random_subject
 from specdec.gpu.operations import FAST, REFERENCE
+from specdec.measurement.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
+from specdec.measurement.phase_run import BenchSubject
+from specdec.measurement.random_weights import UNPACKED, drafter_of, find_form, make_target, random_subject
 from specdec.models.target import TargetModel
 
 CHAIN, TREE = SpecConfig(4, adaptive=False), SpecConfig(4, 4, 16, adaptive=False)

@@ -163,7 +163,7 @@ def test_eval_writes_its_report_three_ways(tmp_path):
 
 
 def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
-    monkeypatch.setattr("specdec.evaluation.accuracy_report.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.measurement.phase_report.find_spec", lambda name: None)
     no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
     assert no_plots.exit_code == 2
     assert "specdec-runtime[plots]" in no_plots.stderr

@@ -14,12 +14,12 @@ from specdec.cli.app import app
 from specdec.cli.bodies import bench_rounds as command
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError
-from specdec.evaluation.phases import phase_run as run_module
-from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
-from specdec.evaluation.phases.parity import check_parity, output_gaps
-from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, phase_table
-from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.timed_rounds import (
+from specdec.measurement import phase_run as run_module
+from specdec.measurement.memory_floor import StepBytes, read_bandwidth
+from specdec.measurement.parity import check_parity, output_gaps
+from specdec.measurement.phase_report import Cell, PhaseReport, Spread, phase_table
+from specdec.measurement.phase_run import BenchSubject, Plan, run_phases
+from specdec.measurement.timed_rounds import (
     SettledRound,
     drive,
     gaps_between_stamps,
@@ -27,7 +27,7 @@ from specdec.evaluation.phases.timed_rounds import (
     round_time,
     tokens_of_rounds,
 )
-from specdec.evaluation.transformers_peer import Peer, peers_for
+from specdec.measurement.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
 
@@ -148,7 +148,7 @@ def test_gaps_do_not_depend_on_the_chunks_of_the_reference(make_target, monkeypa
     model = make_target("gemma4-e2b")
     prompt, output = [i % 90 for i in range(60)], [3, 4, 5]
     whole = output_gaps(model, prompt, output)
-    monkeypatch.setattr("specdec.evaluation.phases.parity.MAX_SCORES", 1)  # 16 at a time, across windows of 8
+    monkeypatch.setattr("specdec.measurement.parity.MAX_SCORES", 1)  # 16 at a time, across windows of 8
     torch.testing.assert_close(output_gaps(model, prompt, output), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -322,7 +322,7 @@ def test_packed_weights_and_only_the_drafts_that_were_asked_for(shape, weights, 
 
 
 def test_a_shape_that_does_not_fit_says_so_before_it_is_made(monkeypatch):
-    monkeypatch.setattr("specdec.evaluation.phases.random_weights.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("specdec.measurement.random_weights.free_bytes", lambda device: 1 << 30)
     result = bench("--shape", "gemma4-31b", "--device", "cpu")
     assert result.exit_code == 2
     assert "gemma4-31b takes 124.7 GB of weights in float32 and 1.1 GB are free on cpu" in result.stderr

@@ -17,7 +17,6 @@ from specdec.attention.path_attention import ROWS
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, folded, run_blocks
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.evaluation.phases.random_weights import FORMS, empty_packed, fill_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import Recurrence
@@ -30,6 +29,7 @@ from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
+from specdec.measurement.random_weights import FORMS, empty_packed, fill_packed
 from specdec.models import recurrent_probe
 from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel

@@ -7,10 +7,14 @@ import torch
 from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 from specdec.errors import CapacityError, ConfigError
-from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
-from specdec.evaluation.phases import random_weights as weights
-from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, step_bytes
-from specdec.evaluation.phases.random_weights import (
+from specdec.layers.description.moe_families import router_of
+from specdec.layers.moe.routing import reference_route
+from specdec.layers.packed.packed_modules import packed_of
+from specdec.layers.packed.packed_weight import dequantised
+from specdec.measurement import random_weights as weights
+from specdec.measurement.memory_floor import draft_bytes, expected_experts, step_bytes
+from specdec.measurement.model_shapes import SHAPES, Shrink, find_shape
+from specdec.measurement.random_weights import (
     COLUMN_MULTIPLE,
     FORMS,
     count_weights,
@@ -24,10 +28,6 @@ from specdec.evaluation.phases.random_weights import (
     require_room,
     target_on_meta,
 )
-from specdec.layers.description.moe_families import router_of
-from specdec.layers.moe.routing import reference_route
-from specdec.layers.packed.packed_modules import packed_of
-from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights

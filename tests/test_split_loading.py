@@ -17,11 +17,11 @@ from split_engines import DETERMINISTIC, TREE, WIDE, answers
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
 from specdec.layers.description.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
+from specdec.measurement.transformers_peer import assisted_peer
 
 from marks import deep, deep_cases, is_deep
 from tiny_families import FULL, build_target, random_eagle3, spread

@@ -20,12 +20,12 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import layout_of_modules
-from specdec.evaluation.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
-from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
-from specdec.evaluation.phases.memory_floor import step_bytes
-from specdec.evaluation.phases.random_weights import FORMS, build_model, count_drafter, target_on_meta
-from specdec.evaluation.recipes import CARDS, CONTEXT, READ_BANDWIDTHS, REQUESTS, TOKENS, CardMemory, Recipe, StepTime
 from specdec.kvcache.layout import PRIMARY
+from specdec.measurement.memory_floor import step_bytes
+from specdec.measurement.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
+from specdec.measurement.model_shapes import SHAPES, MtpSpec, Shrink
+from specdec.measurement.random_weights import FORMS, build_model, count_drafter, target_on_meta
+from specdec.measurement.recipes import CARDS, CONTEXT, READ_BANDWIDTHS, REQUESTS, TOKENS, CardMemory, Recipe, StepTime
 from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.published import RECIPES, PublishedPair
 from specdec.models.weight_storage import stored_weights

@@ -25,12 +25,12 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms, subject_of
 from bench.verify import answers_row, attempt_all
 from specdec.config import SamplingParams, SpecConfig
-from specdec.evaluation.phases.phase_run import PLAIN
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.families import FAMILIES
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.routing import Router, Routing, route
+from specdec.measurement.phase_run import PLAIN
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import family_name
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from bench.clock import bandwidth_row, best_tiles, copies_of, floor_us, microseconds
 from bench.report import Row
 from bench.verify import bits_row, company_bits, distance
-from specdec.evaluation.phases.random_weights import WeightForm, empty_packed, fill_packed
 from specdec.gpu.operations import FAST
 from specdec.layers.gemm.gemm_small import gemm_small
 from specdec.layers.gemm.linear import (
@@ -31,6 +30,7 @@ from specdec.layers.gemm.product import Tiles, choose_split_k, finish, split_k_o
 from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.packed_gemm import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
+from specdec.measurement.random_weights import WeightForm, empty_packed, fill_packed
 
 SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
     "E4B gate and up": (20480, 2560, "gelu_tanh"),

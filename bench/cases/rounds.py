@@ -19,10 +19,10 @@ from bench.report import Row
 from bench.subjects import subject_of
 from bench.verify import attempt_all
 from specdec.config import SpecConfig
-from specdec.evaluation.model_shapes import ON_REQUEST, block_spec_of, find_shape
-from specdec.evaluation.phases.phase_report import Cell, cell_figures
-from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.random_weights import drafter_of
+from specdec.measurement.model_shapes import ON_REQUEST, block_spec_of, find_shape
+from specdec.measurement.phase_report import Cell, cell_figures
+from specdec.measurement.phase_run import PLAIN, BenchSubject, Plan, run_phases
+from specdec.measurement.random_weights import drafter_of
 from specdec.models.weight_storage import stored_weights
 
 BLOCK = 16

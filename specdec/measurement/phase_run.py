@@ -16,13 +16,13 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, first_line
-from specdec.evaluation.conditions import conditions
-from specdec.evaluation.phases.memory_floor import draft_bytes, read_bandwidth, step_bytes
-from specdec.evaluation.phases.parity import check_parity
-from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
-from specdec.evaluation.phases.timed_rounds import TimedRun, drive, tokens_of_rounds
-from specdec.evaluation.transformers_peer import peers_for
 from specdec.kvcache.layout import KEEP_ALL
+from specdec.measurement.conditions import conditions
+from specdec.measurement.memory_floor import draft_bytes, read_bandwidth, step_bytes
+from specdec.measurement.parity import check_parity
+from specdec.measurement.phase_report import STAGES, Cell, PhaseReport, Spread
+from specdec.measurement.timed_rounds import TimedRun, drive, tokens_of_rounds
+from specdec.measurement.transformers_peer import peers_for
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.progress import Interrupted, progress_bar

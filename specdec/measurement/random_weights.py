@@ -32,8 +32,6 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.model_shapes import ModelShape, MtpSpec, Shrink
-from specdec.evaluation.phases.phase_run import BenchSubject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
 from specdec.layers.description.families import FAMILIES
@@ -41,6 +39,8 @@ from specdec.layers.description.moe_families import experts_of
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear, packed_of
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
 from specdec.loading import pick_device, pick_dtype
+from specdec.measurement.model_shapes import ModelShape, MtpSpec, Shrink
+from specdec.measurement.phase_run import BenchSubject
 from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights

@@ -21,7 +21,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.evaluation.timed_comparison import TokenPrompts, Way
+from specdec.measurement.timed_comparison import TokenPrompts, Way
 from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 
