@@ -9,15 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
-from bench.device import ON_CPU, free_memory  # isort: skip - before triton
+from bench.device import ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.figures import E4B, readme_rows
 from bench.report import Row
 from bench.subjects import subject_of
-from bench.verify import attempt_all
+from bench.verify import rows_of_each
 from specdec.config import SpecConfig
 from specdec.measurement.model_shapes import ON_REQUEST, block_spec_of, find_shape
 from specdec.measurement.phase_report import Cell, cell_figures
@@ -60,20 +59,16 @@ def cells_rows(
     devices: int,
 ) -> Iterator[Row]:
     """A shape that does not fit or run is a row, and the others are measured."""
-    for pair in shapes:
-        shape = find_shape(pair.partition(":")[0])
-        known = {PLAIN: None, **shape.drafts, **ON_REQUEST}
-        wanted = {name: known[name] for name in drafts}
 
-        def rows(pair: str = pair, wanted: Any = wanted) -> Iterator[Row]:
-            begin = time.perf_counter()
-            subject = subject_of(pair, wanted, layers, devices)
-            yield Row(pair, about(subject), f"made in {time.perf_counter() - begin:.1f} s")
-            for context, batch in product(contexts, batches):
-                yield from (cell_row(pair, cell) for cell in measured(subject, batch, context, rounds))
+    def rows(pair: str) -> Iterator[Row]:
+        known = {PLAIN: None, **find_shape(pair.partition(":")[0]).drafts, **ON_REQUEST}
+        begin = time.perf_counter()
+        subject = subject_of(pair, {name: known[name] for name in drafts}, layers, devices)
+        yield Row(pair, about(subject), f"made in {time.perf_counter() - begin:.1f} s")
+        for context, batch in product(contexts, batches):
+            yield from (cell_row(pair, cell) for cell in measured(subject, batch, context, rounds))
 
-        yield from attempt_all(pair, rows())
-        free_memory()
+    yield from rows_of_each(shapes, rows)
 
 
 def about(subject: BenchSubject) -> str:

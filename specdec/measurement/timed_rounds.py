@@ -109,9 +109,9 @@ def step_rounds(engine: Engine, count: int) -> list[SettledRound]:
 def round_time(before: SettledRound, settled: SettledRound, batch: int, on_cpu: bool) -> RoundTime:
     """Times of a round of `batch` requests. before: the previous round."""
     wall = settled.totals.settled_at - before.totals.settled_at
-    stages = [batch * share for share in settled.totals.shares]
-    busy = sum(stages) if on_cpu else settled.waited - before.waited
-    return RoundTime(wall, *stages, host=max(0.0, wall - busy))
+    draft, verify, other = (batch * share for share in settled.totals.shares)
+    busy = draft + verify + other if on_cpu else settled.waited - before.waited
+    return RoundTime(wall, draft, verify, other, max(0.0, wall - busy))
 
 
 def gaps_within_rounds(engine: Engine) -> float:
