@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.app import app
-from specdec.cli.bodies import bench_rounds as command
+from specdec.cli.bodies import benchmarks as command
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError
 from specdec.measurement import phase_run as run_module
@@ -77,7 +77,7 @@ def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, mak
     lengths = [len(output) for output in driven.outputs]
     fresh = make_engine(model, None, max_batch_size=2)
     for prompt, output, length in zip(prompts, driven.outputs, lengths, strict=True):
-        [plain] = fresh.generate([prompt], ignoring_ends(length))
+        [plain] = fresh.generate([prompt], SamplingParams(max_new_tokens=length, ignore_eos=True))
         assert output == plain.token_ids
     for one in driven.rounds:
         assert min(one.draft, one.verify, one.other) > 0
@@ -86,13 +86,10 @@ def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, mak
     assert 1 <= driven.acceptance_length <= 3
 
 
-def ignoring_ends(count):
-    return SamplingParams(max_new_tokens=count, ignore_eos=True)
-
-
 def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
     model = make_target("llama")
-    [plain] = make_engine(model).generate([[5, 6, 7]], ignoring_ends(timed_rounds.tokens_of_rounds(4, 0)))
+    params = SamplingParams(max_new_tokens=timed_rounds.tokens_of_rounds(4, 0), ignore_eos=True)
+    [plain] = make_engine(model).generate([[5, 6, 7]], params)
     driven = timed_rounds.drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
     assert driven.outputs[0] == plain.token_ids[: len(driven.outputs[0])]
     assert timed_rounds.tokens_of_rounds(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
