@@ -63,17 +63,13 @@ class EditInputs:
         """The tokens so far [B, L], the root included; the first `length` [B] are valid."""
         return self.read_history()
 
-    def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "EditInputs":
-        """Returns these histories, with the drafts of `tree` after them and the masks `allowed`."""
-        return EditInputs(self.length, tree, lambda: self.history, self.prompt_len, allowed, self.seen)
-
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
     params, features, bias: from `SamplingTable.row_params`. noise: [B, W, V] for the W positions from first [B] on,
-    made once for all draws there (`with_noise`); None: made as needed. inputs: the histories of the requests.
+    made once for all draws there (`with_noise`); None: made as needed.
     """
 
     params: ParamVectors
@@ -81,7 +77,6 @@ class ReferenceSampler:
     bias: torch.Tensor | None = None
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
-    inputs: EditInputs | None = None
 
     def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
         """Returns this sampler with the noise of `count` positions from first [B] on, which tree nodes and draft steps
@@ -100,18 +95,6 @@ class ReferenceSampler:
     ) -> torch.Tensor:
         """The target's tokens [B, N]: `sample` after `edited`. softcap: applied first, if the logits are uncapped."""
         return self.sample(self.edited(logits, inputs, softcap), positions)
-
-    def draw_after(
-        self,
-        tree: NodePaths | None,
-        allowed: torch.Tensor | None,
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """`draw` after the requests' own histories and these drafts, under these masks (see `EditInputs`)."""
-        assert self.inputs is not None, "a sampler without histories"
-        return self.draw(logits, positions, self.inputs.before(tree, allowed), softcap)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         """The `count` best of `log_scores`, a node's children. If the filters leave fewer tokens, the lowest removed
