@@ -232,9 +232,9 @@ class GrammarState:
         matcher, rules, ends = self.matcher, self.rules, token in self.ends
         if self.over or (ends and matcher is not None and not self.may_end):
             return None
-        if rules is not None and (matcher is None or (self.remaining and token in rules.ends)):
-            if not self.mask[token // 32] >> token % 32 & 1:
-                return None
+        ruled = rules is not None and (matcher is None or (self.remaining and token in rules.ends))
+        if ruled and not self.mask[token // 32] >> token % 32 & 1:
+            return None
         if matcher is not None and not ends:
             matcher = matcher.deep_copy()
             if not matcher.consume_token(token):
