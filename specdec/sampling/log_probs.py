@@ -27,9 +27,6 @@ class TokenScores(NamedTuple):
     values: npt.NDArray[np.float32]
     ids: npt.NDArray[np.int32]
 
-    def after(self, skipped: int) -> "TokenScores":
-        return TokenScores(self.chosen[skipped:], self.values[skipped:], self.ids[skipped:])
-
 
 ALIGN = 64
 """In elements: a row that begins at a multiple of it is summed in the same order at any place of a batch."""

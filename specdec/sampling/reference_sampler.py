@@ -240,17 +240,15 @@ def output_counts(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
 
 def past_tokens(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     """Tokens that already occur before each node's continuation: [B, N, V] bool, along its own ancestor path."""
+    tree = inputs.tree
     if inputs.seen is not None:
-        return _along_paths(unpack_bits(inputs.seen, vocab_size), inputs.tree)
-    history = inputs.history
-    valid = torch.arange(history.shape[1], device=history.device) < inputs.length[:, None]
-    column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
-    seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
-    return _along_paths(seen, inputs.tree)
-
-
-def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:
-    """seen [B, V] with each node's own ancestors added: [B, N, V]; no tree: [B, 1, V]."""
+        seen = unpack_bits(inputs.seen, vocab_size)
+    else:
+        history = inputs.history
+        valid = torch.arange(history.shape[1], device=history.device) < inputs.length[:, None]
+        column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
+        empty = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device)
+        seen = empty.scatter_(1, column, True)
     if tree is None:
         return seen[:, None]
     path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]

@@ -23,7 +23,7 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
-from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
+from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
 from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bits
 from specdec.sampling.grammars.token_rules import TokenRules
@@ -81,7 +81,7 @@ class Grammars:
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
         state = GrammarState(self._compile(name, value), library, special, rules, remaining)
         if not state.may_end and not library.goes_on(state.matcher):
-            raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
+            raise cannot_follow(name, "no text does")
         return state
 
     @cached_property
@@ -103,8 +103,7 @@ class Grammars:
         try:
             found = self._library.compile(name, value)
         except ValueError as error:  # such as ConfigError
-            reason = reason_of(str(error))
-            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out") from None
+            raise cannot_follow(name, reason_of(str(error))) from None
         with self._lock:
             self._kept[name, value] = found
             while self.kept_bytes > COMPILED_BYTES:

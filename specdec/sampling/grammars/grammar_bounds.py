@@ -83,35 +83,29 @@ def compiles_in_linear_time(name: str, value: Any) -> bool:
     return all(depth <= PLAIN_DEPTH and schema.keys() <= PLAIN_KEYS for depth, schema in _schemas(whole))
 
 
+def cannot_follow(name: str, reason: str, remedy: str = "change it, or leave it out") -> ConfigError:
+    """The error for a grammar that is refused. name: one of `specdec.config.GRAMMARS`."""
+    return ConfigError(f"{name} cannot be followed ({reason}); {remedy}")
+
+
 def _require_length(name: str, length: int, limit: int) -> None:
     if length > limit:
-        raise ConfigError(
-            f"{name} cannot be followed (it has {length} characters, and {limit} are allowed); shorten it"
-        )
+        raise cannot_follow(name, f"it has {length} characters, and {limit} are allowed", "shorten it")
 
 
 def _require_depth(name: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise ConfigError(
-            f"{name} cannot be followed (it is nested {depth} deep, and {MAX_DEPTH} is allowed); flatten it"
-        )
+        raise cannot_follow(name, f"it is nested {depth} deep, and {MAX_DEPTH} is allowed", "flatten it")
 
 
 def _require_references(schema: Any) -> None:
-    found = 0
-    for key, value in members(schema):
-        if key not in REFERENCES or not isinstance(value, str):
-            continue
-        found += 1
-        if found > MAX_REFERENCES:
-            raise ConfigError(
-                f"json_schema cannot be followed (it has more than {MAX_REFERENCES} references); inline some of them"
-            )
+    found = [(key, value) for key, value in members(schema) if key in REFERENCES and isinstance(value, str)]
+    if len(found) > MAX_REFERENCES:
+        raise cannot_follow("json_schema", f"it has more than {MAX_REFERENCES} references", "inline some of them")
+    for key, value in found:
         if _is_elsewhere(value):
-            raise ConfigError(
-                f"json_schema cannot be followed ({key}={shown(value)} is elsewhere, and nothing is fetched); put the "
-                "definition into $defs"
-            )
+            reason = f"{key}={shown(value)} is elsewhere, and nothing is fetched"
+            raise cannot_follow("json_schema", reason, "put the definition into $defs")
 
 
 def _is_elsewhere(reference: str) -> bool:
