@@ -27,7 +27,7 @@ from specdec import Engine, EngineConfig, SpecConfig
 from specdec.errors import ConfigError
 from specdec.runtime.request import Request
 from specdec.sampling.grammars.grammar import GrammarState
-from specdec.sampling.grammars.mask_bits import Words, token_bits
+from specdec.sampling.grammars.token_rules import Words, token_bits
 
 from served_engine import served
 from stand_ins import ScriptedDrafter

@@ -13,7 +13,7 @@ from samplers import sampler_of
 from specdec import DraftTree, SamplingParams
 from specdec.gpu.triton_shim import tl, triton
 from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit
-from specdec.sampling.grammars.mask_bits import token_bits
+from specdec.sampling.grammars.token_rules import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens

@@ -3,9 +3,9 @@
     Grammars        the compiled grammars of one engine, with its tokenizer in the library's form
     GrammarState    the state after some tokens; `after(token)` returns another state
 
-The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. In a
-mask, token v is bit v % 32 of word v // 32. End tokens are allowed exactly where the grammar may end, other special
-tokens never. The library (llguidance) is an extra, imported with the first grammar.
+The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. End
+tokens are allowed exactly where the grammar may end, other special tokens never. The library (llguidance) is an extra,
+imported with the first grammar.
 """
 
 import copy
@@ -25,8 +25,7 @@ from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
-from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bits
-from specdec.sampling.grammars.token_rules import TokenRules
+from specdec.sampling.grammars.token_rules import TokenRules, Words, only_bit, token_bits
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
 """White space between the parts of JSON: nothing, one space, or a new line with its indent. Otherwise a small model may
