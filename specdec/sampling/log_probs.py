@@ -45,10 +45,8 @@ class TopTokens(NamedTuple):
 
     @classmethod
     def empty(cls, places: Sequence[int], count: int, device: torch.device) -> "TopTokens":
-        shape = (*places, count)
-        return cls(
-            torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
-        )
+        dtypes = torch.int64, torch.float32
+        return cls(*(torch.empty((*places, count), dtype=dtype, device=device) for dtype in dtypes))
 
 
 def top_tokens(log_p: torch.Tensor, count: int) -> TopTokens:

@@ -37,9 +37,6 @@ class NodePaths(Protocol):
     @property
     def ancestors(self) -> torch.Tensor: ...
 
-    @property
-    def num_nodes(self) -> int: ...
-
 
 @dataclass(frozen=True)
 class EditInputs:
@@ -232,7 +229,7 @@ def output_counts(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     counts = empty.scatter_add(1, torch.where(counted, inputs.history, 0), counted.float())[:, None]
     if inputs.tree is None:
         return counts
-    num_nodes = inputs.tree.num_nodes
+    num_nodes = inputs.tree.tokens.shape[1]
     drafted = inputs.tree.ancestors & (torch.arange(num_nodes, device=columns.device) > 0)  # the root is in the history
     tokens = inputs.tree.tokens[:, None, :].expand(drafted.shape)  # [B, N, N]
     return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
@@ -252,4 +249,4 @@ def past_tokens(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     if tree is None:
         return seen[:, None]
     path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]
-    return seen[:, None].repeat(1, tree.num_nodes, 1).scatter_(2, path_tokens, True)
+    return seen[:, None].repeat(1, tree.tokens.shape[1], 1).scatter_(2, path_tokens, True)

@@ -1,5 +1,5 @@
-"""Bounds on a grammar, checked before the grammar library reads it. All loops are iterative, since a hostile schema may
-be nested deeper than any stack.
+"""Bounds on a grammar, checked before the grammar library reads it. No function recurses deeper than PLAIN_DEPTH: a
+hostile schema may be nested deeper than any stack.
 
     require_bounded("json_schema", text)            raises ConfigError with the grammar's size and the bound
     compiles_in_linear_time("json_schema", text)    is the grammar plain?
@@ -10,7 +10,7 @@ schemas and regular expressions, but not the library.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -80,7 +80,7 @@ def compiles_in_linear_time(name: str, value: Any) -> bool:
     whole = json.loads(value)
     if isinstance(whole, dict) and whole.get("x-guidance") == ONE_LINE:
         del whole["x-guidance"]
-    return all(depth <= PLAIN_DEPTH and schema.keys() <= PLAIN_KEYS for depth, schema in _schemas(whole))
+    return _is_plain(whole)
 
 
 def cannot_follow(name: str, reason: str, remedy: str = "change it, or leave it out") -> ConfigError:
@@ -139,16 +139,12 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
             left.extend(one)
 
 
-def _schemas(schema: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields (depth, schema) of a schema and all schemas in it, as far as plain keys lead to them."""
-    left = [(0, schema)]
-    while left:
-        depth, one = left.pop()
-        if not isinstance(one, Mapping):
-            continue
-        yield depth, one
-        inner: list[Any] = [one.get("items"), one.get("additionalProperties")]
-        properties = one.get("properties")
-        if isinstance(properties, Mapping):
-            inner.extend(properties.values())
-        left.extend((depth + 1, each) for each in inner if not isinstance(each, Sequence))
+def _is_plain(schema: Any, depth: int = 0) -> bool:
+    """Has a schema only plain keys, and all schemas in it, down to PLAIN_DEPTH?"""
+    if not isinstance(schema, Mapping):
+        return True
+    if depth > PLAIN_DEPTH or not schema.keys() <= PLAIN_KEYS:
+        return False
+    properties = schema.get("properties")
+    named = properties.values() if isinstance(properties, Mapping) else ()
+    return all(_is_plain(each, depth + 1) for each in (*named, schema.get("items"), schema.get("additionalProperties")))
