@@ -121,7 +121,6 @@ class GrammarLibrary:
         import llguidance.numpy
 
         self._llguidance: Any = llguidance
-        self.vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
         try:
             known = max(max(tokenizer.get_vocab().values()) + 1, vocab_size)
@@ -301,10 +300,9 @@ def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]
     for number, (root, tokens, parents) in enumerate(trees):
         with _blaming(root):
             states: list[GrammarState | None] = [root]
-            for node in range(1, len(tokens)):
-                above = states[parents[node]]
-                state = None if above is None or tokens[node] < 0 else above.after(tokens[node])
-                states.append(state)
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                above = states[parent]
+                states.append(None if above is None or token < 0 else above.after(token))
             live = ((node, state) for node, state in enumerate(states) if state is not None and not state.over)
             reached += [(number, node, state) for node, state in live]
     compute_masks([state for _, _, state in reached])
