@@ -36,19 +36,15 @@ class KernelSampler(ReferenceSampler):
     ) -> torch.Tensor:
         if self.features.edits:  # edits that the kernels cannot do while they read
             return self.sample(self.edited(logits, inputs, softcap), positions)
-        seen = _seen(inputs, positions.shape) if self.features.penalty else None
+        seen, tree = None, inputs.tree
+        if self.features.penalty:
+            assert inputs.seen is not None
+            nothing = positions.new_full((*positions.shape, 1), -1)
+            seen = SeenTokens(inputs.seen, nothing if tree is None else path_tokens(tree.tokens, tree.ancestors))
         return sample(LogitRows(logits, positions, self.params, softcap, seen))
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         return best_tokens(LogitRows(logits, positions, self.params), count)
-
-
-def _seen(inputs: EditInputs, shape: torch.Size) -> SeenTokens:
-    """Tokens before each node [B, N]: a bit for each token of the histories, and the tokens on each node's path."""
-    assert inputs.seen is not None
-    if inputs.tree is None:
-        return SeenTokens(inputs.seen, inputs.length.new_full((*shape, 1), -1))
-    return SeenTokens(inputs.seen, path_tokens(inputs.tree.tokens, inputs.tree.ancestors))
 
 
 def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
