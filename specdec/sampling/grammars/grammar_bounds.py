@@ -99,10 +99,10 @@ def _require_depth(name: str, depth: int) -> None:
 
 
 def _require_references(schema: Any) -> None:
-    found = [(key, value) for key, value in members(schema) if key in REFERENCES and isinstance(value, str)]
-    if len(found) > MAX_REFERENCES:
-        raise cannot_follow("json_schema", f"it has more than {MAX_REFERENCES} references", "inline some of them")
-    for key, value in found:
+    found = ((key, value) for key, value in members(schema) if key in REFERENCES and isinstance(value, str))
+    for count, (key, value) in enumerate(found, start=1):
+        if count > MAX_REFERENCES:
+            raise cannot_follow("json_schema", f"it has more than {MAX_REFERENCES} references", "inline some of them")
         if _is_elsewhere(value):
             reason = f"{key}={shown(value)} is elsewhere, and nothing is fetched"
             raise cannot_follow("json_schema", reason, "put the definition into $defs")

@@ -79,16 +79,16 @@ def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
     Raises ApiError if parameters accept no object, or if two tools' schemas have the same address.
     """
     calls, owners = [], dict[str, Function]()
-    for number, tool in enumerate(tools):
-        arguments = _arguments(tool, number)
+    schemas = [_arguments(tool, number) for number, tool in enumerate(tools)]
+    for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         call = {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": arguments},
+            "properties": {"name": {"const": tool.name}, "arguments": schema},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         calls.append(call)
-        own = (value for key, value in members(arguments) if key == "$id" and isinstance(value, str))
+        own = (value for key, value in members(schema) if key == "$id" and isinstance(value, str))
         for address in (_address(value, number) for value in own):
             if (owner := owners.setdefault(address, tool)) is not tool:
                 message = f"tools {owner.name} and {tool.name} both have a schema with $id={shown(address)}"
