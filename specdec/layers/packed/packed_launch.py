@@ -74,10 +74,6 @@ SHORT_TILES: dict[Tiles, tuple[Tiles, ...]] = {
 """Smaller tiles that a launch may mix with the key's: they differ in rows of x alone. Next to tiles of 64 x 128 they
 gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
 
-SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
-"""Tiles that leave registers for a second sum, to which a program adds the sum of each range. For 8 bits `gemm_small`
-is as fast."""
-
 LIBRARY_ROWS = 1024
 """Above this many rows of x, products in any order use the vendor's library."""
 
@@ -93,32 +89,18 @@ MIN_RANGE = 512
 MAX_PART_ROWS = 2048
 """Most rows of all parts of a sum together: more would take much memory."""
 
-BANDWIDTH = 2.8e6
-"""Memory bandwidth in bytes per microsecond."""
-
-L2_BANDWIDTH = 5e6
-"""L2 cache bandwidth in bytes per microsecond."""
-
-ARITHMETIC = 7e8
-"""Operations per microsecond of the vendor's products."""
-
 SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
-WAVE_US = 0.8
-"""Microseconds to start and end the programs that a multiprocessor runs at once."""
-
-PROGRAM_US = 0.4
-"""Additional microseconds for each program of such a wave (see WAVE_US)."""
-
-TWO_TILES_FACTOR = 1.03
-"""Factor on the predicted time of a launch with two tile sizes, so that it is chosen only if clearly faster."""
-
-PART_US = 0.7
-"""Fixed microseconds for each part that the next kernel adds."""
-
-LIBRARY_US = 9.0
-"""Microseconds for two additional launches and for what every product takes."""
+# The costs of a launch on an H100, in microseconds (us).
+WAVE_US = 0.8  # to start and end the programs that a multiprocessor runs at once
+PROGRAM_US = 0.4  # more for each program of such a wave
+PART_US = 0.7  # for each part that the next kernel adds, besides its bytes
+LIBRARY_US = 9.0  # for the library's two additional launches and for what every product takes
+TWO_TILES_FACTOR = 1.03  # on the time of a launch with two tile sizes: it is chosen only if clearly faster
+BANDWIDTH = 2.8e6  # bytes of memory per us
+L2_BANDWIDTH = 5e6  # bytes of the L2 cache per us
+ARITHMETIC = 7e8  # operations of the vendor's products per us
 
 DEEP_RANGE = 2560
 """If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
@@ -252,18 +234,19 @@ def _choose(
 def _launches(
     num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, split_k: SplitK | None, multiprocessors: int
 ) -> Iterator[PackedLaunch]:
-    split_ks = (
-        [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if split_k is None else [split_k]
-    )
+    in_order = split_k is not None
+    # for a second sum, to which a program adds the sum of each range; for 8 bits `gemm_small` is as fast
+    has_registers = tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None
+    split_ks = [split_k] if split_k else [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)]
     for some in split_ks:
-        few = some.splits * num_rows <= MAX_PART_ROWS and (split_k is not None or some.split_len >= MIN_RANGE)
-        if some.splits == 1 or few:
-            yield PackedLaunch(tiles, some)
         if some.splits == 1:
+            yield PackedLaunch(tiles, some)
             for short in SHORT_TILES.get(tiles, ()):
                 yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, short_tiles=short), multiprocessors)
-    if split_k is not None and split_k.splits > 1 and shape.bits == 4 and tiles in SUMMED:
-        yield PackedLaunch(tiles, split_k, summed=True)
+        elif some.splits * num_rows <= MAX_PART_ROWS and (in_order or some.split_len >= MIN_RANGE):
+            yield PackedLaunch(tiles, some)
+        if in_order and some.splits > 1 and shape.bits == 4 and has_registers:
+            yield PackedLaunch(tiles, some, summed=True)
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:

@@ -105,14 +105,9 @@ class PackedWeight:
     @staticmethod
     def join(parts: "Sequence[PackedWeight]", cat: Callable[..., torch.Tensor]) -> "PackedWeight":
         """One weight with the rows of all parts, which are packed alike. cat: like `torch.cat`."""
+        words, scales = cat([part.words for part in parts]), cat([part.scales for part in parts], dim=-1)
         zeros = [part.zeros for part in parts if part.zeros is not None]
-        return PackedWeight(
-            parts[0].code,
-            cat([part.words for part in parts]),
-            cat([part.scales for part in parts], dim=-1),
-            cat(zeros, dim=-1) if zeros else None,
-            parts[0].group,
-        )
+        return PackedWeight(parts[0].code, words, scales, cat(zeros, dim=-1) if zeros else None, parts[0].group)
 
 
 Weight = torch.Tensor | PackedWeight
