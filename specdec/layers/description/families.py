@@ -8,17 +8,16 @@ transformers' modules. Describing a model merges its QKV and gate / up weights i
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, Unfusable, WideNorms
 from specdec.layers.description.merge import WeightGroups, are_alike
-from specdec.layers.description.moe_families import experts_of, first_attribute, router_of
+from specdec.layers.description.moe_families import ACTIVATIONS, experts_of, first_attribute, router_of
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
 from specdec.layers.gemm.linear import Mlp
-from specdec.layers.gemm.product import reference_activate
 from specdec.layers.latent import LatentParts, LatentProduct
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_modules import weight_of
@@ -37,9 +36,6 @@ SCALED_EMBEDDINGS = frozenset(
 
 GATED_DELTA = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Recurrent modules with a fused form, which several families have."""
-
-_proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # verified activations and their names
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class NormNames(NamedTuple):
@@ -120,7 +116,6 @@ class LlamaLike:
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
         }
-        activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
         has_experts = hasattr(layer.mlp, "experts")
         mlp = first_attribute([layer.mlp], "shared_experts", "shared_expert") if has_experts else layer.mlp
         return LayerParts(
@@ -128,9 +123,9 @@ class LlamaLike:
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
-            mlp=None if mlp is None else _mlp(mlp, activation, merged),
+            mlp=None if mlp is None else _mlp(mlp, merged),
             moe=self._moe(layer),
-            ple=self._ple(layer, activation) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
+            ple=self._ple(layer) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
             scale=getattr(layer, "layer_scalar", None),
         )
 
@@ -203,10 +198,10 @@ class LlamaLike:
             norm=self.gain_of(layer.post_feedforward_layernorm_2),
         )
 
-    def _ple(self, layer: Any, activation: str) -> PleParts:
+    def _ple(self, layer: Any) -> PleParts:
         return PleParts(
             gate=weight_of(layer.per_layer_input_gate),
-            activation=_activation(layer.act_fn, activation),
+            activation=_activation(layer.act_fn),
             projection=weight_of(layer.per_layer_projection),
             norm=self.gain_of(layer.post_per_layer_input_norm),
         )
@@ -267,7 +262,7 @@ def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
             heads=DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, groups),
             conv=module.conv1d.weight[:, 0],
             conv_bias=module.conv1d.bias,
-            activation=_known_activation(module.activation),
+            activation=_activation(ACT2FN[module.activation]),
             decay=module.A_log,
             step_bias=module.dt_bias,
             norm=Norm(module.norm.weight, module.norm.variance_epsilon, round_first=True),
@@ -276,32 +271,21 @@ def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
     }
 
 
-def _mlp(mlp: Any, activation: str, merged: WeightGroups) -> Mlp:
+def _mlp(mlp: Any, merged: WeightGroups) -> Mlp:
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
-    act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
-    named = _activation(act_fn, activation)
+    activation = _activation(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
     limit = float(getattr(mlp, "limit", torch.inf))
-    return Mlp(gate_up=merged.linears(halves), activation=named, down=weight_of(mlp.down_proj), limit=limit)
+    return Mlp(gate_up=merged.linears(halves), activation=activation, down=weight_of(mlp.down_proj), limit=limit)
 
 
-def _activation(act_fn: nn.Module, name: str) -> str:
-    """The kernels' name for an activation, after checking that it computes what its name says."""
-    _known_activation(name)
-    if _proved.get(act_fn) != name:  # checked once: a later description may not wait for the device
-        x = torch.linspace(-4.0, 4.0, 33)
-        if not torch.allclose(act_fn(x), reference_activate(x, ACTIVATIONS[name]), atol=1e-5):
-            raise Unfusable(f"its MLP's act_fn ({type(act_fn).__name__}) is not {name!r}, as its config says")
-        _proved[act_fn] = name
-    return ACTIVATIONS[name]
-
-
-def _known_activation(name: str) -> str:
+def _activation(act_fn: nn.Module) -> str:
     """The kernels' name for an activation of transformers."""
-    if name not in ACTIVATIONS:
-        raise Unfusable(f"its MLP is gated by {name!r}; known: {sorted(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    if type(act_fn) not in ACTIVATIONS:
+        known = sorted(kind.__name__ for kind in ACTIVATIONS)
+        raise Unfusable(f"its MLP is gated by {type(act_fn).__name__}; known: {known}")
+    return ACTIVATIONS[type(act_fn)]
 
 
 def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, float]]:
