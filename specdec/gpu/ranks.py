@@ -59,18 +59,10 @@ class Ranks:
         return nullcontext()
 
     def put(self, rank: int, pieces: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """Concatenate tensors from any device on this rank, in new memory; a single tensor already there is returned
+        """Concatenate tensors of one device, in new memory on this rank; a single tensor already there is returned
         itself."""
-        device = self.devices[rank]
-        if len(pieces) == 1:
-            return pieces[0].to(device)
-        sizes = [piece.shape[dim] for piece in pieces]
-        shape = list(pieces[0].shape)
-        shape[dim] = sum(sizes)
-        whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
-        for place, piece in zip(whole.split(sizes, dim), pieces, strict=True):
-            place.copy_(piece)
-        return whole
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+        return whole.to(self.devices[rank])
 
     def reserve(self, numbers: int) -> None:
         """Make `room` for gathers of up to this many float32 numbers, counted over all ranks."""
@@ -175,12 +167,12 @@ class PeerRanks(Ranks):
     def send(self, value: Any) -> list[Any]:
         with self.on(0):
             whole = map_tensors(value, torch.Tensor.contiguous)
-            self._held.append(whole)
-            self._launch(0, 0, len(self), halves="push")
+        self._held.append(whole)
+        self._launch(0, 0, len(self), halves="push")
         values = [value]
         for rank in range(1, len(self)):
+            self._launch(rank, 0, 1, halves="wait")
             with self.on(rank):
-                self._launch(rank, 0, 1, halves="wait")
                 values.append(map_tensors(whole, partial(_pull, device=self.devices[rank])))
         self._step += 1
         return values
@@ -210,11 +202,10 @@ class PeerRanks(Ranks):
         for halves in self._halves():
             for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
                 offset = rank * part.numel() if own is None else 0
-                with self.on(rank):
-                    if tagged:
-                        self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)
-                    else:
-                        self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
+                if tagged:
+                    self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)
+                else:
+                    self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
         self._step += 1
         self._held.clear()  # a rank that has pushed has read all data sent to it
         return [buffer[first : first + num_whole] for buffer in self._buffers]
@@ -237,22 +228,19 @@ class PeerRanks(Ranks):
             blocks = [numbers[first : first + at_once] for numbers in flat]
             size = len(blocks[0])
             for rank, block in enumerate(blocks):
-                with self.on(rank):
-                    self._launch(rank, size, 1, block, rank * size, halves="push")
+                self._launch(rank, size, 1, block, rank * size, halves="push")
             self._meet(size)
             out[:, first : first + size] = self._buffers[0][: len(self) * size].view(len(self), size)
         return out.view(dtype).view(len(self), *shape)
 
     def join(self) -> None:
         for rank in range(len(self)):
-            with self.on(rank):
-                self._launch(rank, 0, 1, halves="push")
+            self._launch(rank, 0, 1, halves="push")
         self._meet(0)
 
     def _meet(self, num: int) -> None:
         """Rank 0 waits until every rank has pushed `num` numbers to it."""
-        with self.on(0):
-            self._launch(0, num, len(self), halves="wait")
+        self._launch(0, num, len(self), halves="wait")
         self._step += 1
         self._held.clear()
 
@@ -282,30 +270,32 @@ class PeerRanks(Ranks):
         """One rank exchanges `num` numbers with each of the first `ranks` ranks. halves: "push", "wait", or both."""
         device = self.devices[rank]
         shape = (1, 1, num) if x is None or owners is None else x.shape
-        exchange_kernel[(programs_of(num), ranks)](
-            *(x, owners, self._out_table[rank], self._flag_table[rank]),
-            *(self._round[rank], self._error[rank], self._host_error[rank]),
-            *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
-            ASM=device.type == "cuda" and torch.version.cuda is not None,
-            STEPS=STEPS,
-            PROGRAMS=PROGRAMS,
-            BLOCK=NUMBERS,
-            num_warps=4,
-            **pdl_options(device),
-        )
+        with self.on(rank):
+            exchange_kernel[(programs_of(num), ranks)](
+                *(x, owners, self._out_table[rank], self._flag_table[rank]),
+                *(self._round[rank], self._error[rank], self._host_error[rank]),
+                *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
+                ASM=device.type == "cuda" and torch.version.cuda is not None,
+                STEPS=STEPS,
+                PROGRAMS=PROGRAMS,
+                BLOCK=NUMBERS,
+                num_warps=4,
+                **pdl_options(device),
+            )
 
     def _launch_tagged(self, rank: int, part: torch.Tensor, out: torch.Tensor, *, halves: str) -> None:
         """`_launch` for few numbers, to and from all ranks, in rank order."""
-        exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
-            *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
-            *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
-            *("push" in halves, "wait" in halves),
-            STEPS=STEPS,
-            EMPTY=EMPTY,
-            BLOCK=TAGGED_NUMBERS,
-            num_warps=1,
-            **pdl_options(self.devices[rank]),
-        )
+        with self.on(rank):
+            exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
+                *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
+                *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
+                *("push" in halves, "wait" in halves),
+                STEPS=STEPS,
+                EMPTY=EMPTY,
+                BLOCK=TAGGED_NUMBERS,
+                num_warps=1,
+                **pdl_options(self.devices[rank]),
+            )
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
