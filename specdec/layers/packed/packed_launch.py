@@ -176,30 +176,22 @@ class PackedLaunch(NamedTuple):
     def parts(self) -> int:
         return 1 if self.summed else self.split_k.splits
 
-    def row_tiles(self, num_rows: int) -> int:
-        """Tiles of x, the last of which ends with the last row; with short ones, those that are nearly whole."""
-        each = self.tiles.block_m + self.tiles.tail_m
-        return max(1, _rounded(num_rows) // each) if self.short_tiles else triton.cdiv(num_rows, each)
+    def count_programs(self, num_rows: int, n: int) -> tuple[int, int, int]:
+        """Returns tiles of x, tiles of a weight of n rows that have a program for each of them, and programs of short
+        tiles; all for each range of K.
 
-    def short_programs(self, num_rows: int, n: int) -> int:
-        """Programs of short tiles for each range of K of a weight of n rows."""
+        The last tile of x ends with the last row. With short ones, only nearly whole ones count."""
+        each, weight_tiles = self.tiles.block_m + self.tiles.tail_m, triton.cdiv(n, self.tiles.block_n)
         if self.short_tiles is None:
-            return 0
-        rest = max(0, num_rows - self.row_tiles(num_rows) * self.tiles.block_m)
-        block_m, num_short = self.short_tiles.block_m, triton.cdiv(n, self.tiles.block_n) - self.num_tall
-        programs: int = triton.cdiv(rest, block_m) * self.num_tall + triton.cdiv(num_rows, block_m) * num_short
-        return programs
-
-    def programs(self, num_rows: int, n: int) -> int:
-        """Programs for each range of K."""
-        num_tall = triton.cdiv(n, self.tiles.block_n) if self.short_tiles is None else self.num_tall
-        return self.row_tiles(num_rows) * num_tall + self.short_programs(num_rows, n)
+            return triton.cdiv(num_rows, each), weight_tiles, 0
+        row_tiles, short_m = max(1, _rounded(num_rows) // each), self.short_tiles.block_m
+        rest, all_rows = triton.cdiv(max(0, num_rows - row_tiles * each), short_m), triton.cdiv(num_rows, short_m)
+        return row_tiles, self.num_tall, rest * self.num_tall + all_rows * (weight_tiles - self.num_tall)
 
 
 def _rounded(num_rows: int) -> int:
     """Rows as the model counts them."""
-    rounded: int = triton.cdiv(num_rows, 32) * 32
-    return rounded
+    return -(-num_rows // 32) * 32
 
 
 def choose_packed_rows(
@@ -251,7 +243,7 @@ def _launches(
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
     """Launches whose tall tiles make 1, 2, ... programs for each multiprocessor, or all if rows are left over."""
-    row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
+    row_tiles, weight_tiles = launch.count_programs(num_rows, shape.n)[0], triton.cdiv(shape.n, launch.tiles.block_n)
     if num_rows > row_tiles * launch.tiles.block_m:
         yield launch._replace(num_tall=weight_tiles)
     for each in range(1, row_tiles * weight_tiles // multiprocessors + 1):
@@ -277,13 +269,15 @@ def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
 
 def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, split_k, parts = launch.tiles, launch.split_k, launch.parts
-    pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
+    row_tiles, num_tall, num_short = launch.count_programs(num_rows, shape.n)
+    pace, programs = PACES[tiles][shape.kind], row_tiles * num_tall + num_short
+    each = ceil(programs * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(split_k.split_len, shape.k)
     if launch.short_tiles is None:
         for_128 = pace.microseconds(each)
     else:
-        short = launch.short_programs(num_rows, shape.n) / multiprocessors
-        tall = launch.programs(num_rows, shape.n) / multiprocessors - short
+        short = num_short / multiprocessors
+        tall = programs / multiprocessors - short
         for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(tall, PACES[launch.short_tiles][shape.kind], short)
     begun = triton.cdiv(each, pace.programs) * WAVE_US + each * PROGRAM_US
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
