@@ -1,11 +1,5 @@
 """The devices that one model is split over, driven by one host thread, and their communication.
 
-    send      values of rank 0 -> the same on every rank                         at the beginning of a forward
-    gather    x_r [S, ...] float32 of each rank r -> [ranks * S, ...] on each, in the order of ranks
-    select    x_r [S, T, H] float32 of each rank r -> [S, T, H] on each, every part of a row from its owner
-    collect   x_r of each rank r -> [ranks, ...] on rank 0; between two collects rank 0 sends something
-    join      rank 0 continues when all launches on every rank are done
-
 `Ranks` is the form for one device: every rank is the same device, memory is shared, and work runs in the order of the
 calls. CPUs use it. `PeerRanks` are GPUs that reach each other's memory: the host launches phase by phase, so the work
 that a kernel waits for was launched before it. In a capture, the graphs of all ranks are launched together. Invariant:
@@ -80,7 +74,8 @@ class Ranks:
         """End the launches of a forward."""
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, to be read before the next."""
+        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, in the order of ranks, to be
+        read before the next."""
         whole = torch.cat(list(parts))
         return [whole] * len(self)
 
@@ -95,7 +90,8 @@ class Ranks:
         return [whole] * len(self)
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A contiguous tensor of each rank, all of one shape and dtype -> [ranks, ...] on rank 0."""
+        """A contiguous tensor of each rank, all of one shape and dtype -> [ranks, ...] on rank 0. Between two collects
+        rank 0 sends something."""
         return torch.stack(list(values))
 
     def join(self) -> None:

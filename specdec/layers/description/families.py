@@ -7,7 +7,7 @@ transformers' modules. Describing a model merges its QKV and gate / up weights i
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,22 +38,15 @@ GATED_DELTA = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen
 """Recurrent modules with a fused form, which several families have."""
 
 
-class NormNames(NamedTuple):
-    """Attribute names of a layer's norms: before and after attention, before and after the MLP."""
-
-    input: str | None
-    attention: str | None
-    mlp_input: str | None
-    mlp: str | None
-
-
-PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-ONE_NORM = NormNames("input_layernorm", None, None, None)
-GEMMA_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+NORM_FIELDS = ("input_norm", "attention_norm", "mlp_input_norm", "mlp_norm")
+NORM_NAMES = (  # of GLM-4, Gemma, Llama, OLMo 2, Cohere
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, None, None),
 )
-GLM4_NORMS = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+"""Attributes of a layer that are its norms, in the order of NORM_FIELDS. The first row that a layer has counts."""
 
 ROUNDED = Norm(None, 0.0, round_first=True)
 FLOAT = Norm(None, 0.0)
@@ -73,17 +66,16 @@ def rotates_in_windows(attention: Any) -> bool:
 class LlamaLike:
     """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual) with a family's differences.
 
-    Other properties are read from the modules: biases, q/k norms, experts, sinks, merged weights, partial rotary,
-    multipliers of embeddings and residuals, rotary tables by kind of layer; and for Gemma 4 per-layer embeddings,
-    shared K/V, keys as values, experts next to an MLP. The defaults are Llama's.
+    Other properties are read from the modules: places of norms, biases, q/k norms, experts, sinks, merged weights,
+    partial rotary, multipliers of embeddings and residuals, rotary tables by kind of layer; and for Gemma 4 per-layer
+    embeddings, shared K/V, keys as values, experts next to an MLP. The defaults are Llama's.
 
-    norm_form: the form of its norms.   norms: their attribute names.   parallel: MLP and attention read one input.
+    norm_form: the form of its norms.   parallel: MLP and attention read one input.
     interleaved: RoPE rotates channels 2 j and 2 j + 1.   rotates: does a layer's attention use RoPE?
     softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: see `DecoderParts`.
     """
 
     norm_form: Norm = ROUNDED
-    norms: NormNames = PRE_NORMS
     parallel: bool = False
     interleaved: bool = False
     rotates: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
@@ -112,9 +104,10 @@ class LlamaLike:
             mixing = described_mixer(layer.linear_attn, merged)
         else:
             mixing = self._attention(attention, model, merged, index)
+        names = next(row for row in NORM_NAMES if all(name is None or hasattr(layer, name) for name in row))
         norms: dict[str, Any] = {
-            f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
-            for place, name in self.norms._asdict().items()
+            field: None if name is None else self.gain_of(getattr(layer, name))
+            for field, name in zip(NORM_FIELDS, names, strict=True)
         }
         has_experts = hasattr(layer.mlp, "experts")
         mlp = first_attribute([layer.mlp], "shared_experts", "shared_expert") if has_experts else layer.mlp
@@ -304,24 +297,20 @@ def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, 
 
 
 FAMILIES: dict[str, LlamaLike] = {
-    "cohere.CohereModel": LlamaLike(norm_form=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
+    "cohere.CohereModel": LlamaLike(norm_form=CENTRED, parallel=True, interleaved=True),
     "cohere2.Cohere2Model": LlamaLike(
-        norm_form=CENTRED,
-        norms=ONE_NORM,
-        parallel=True,
-        interleaved=True,
-        rotates=lambda a: a.sliding_window is not None,
+        norm_form=CENTRED, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
     ),
     "deepseek_v3.DeepseekV3Model": LlamaLike(),
     "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
-    "exaone4.Exaone4Model": LlamaLike(norms=POST_NORMS, rotates=rotates_in_windows),
+    "exaone4.Exaone4Model": LlamaLike(rotates=rotates_in_windows),
     "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=rotates_in_windows),
-    "gemma2.Gemma2Model": LlamaLike(norm_form=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
-    "gemma3.Gemma3TextModel": LlamaLike(norm_form=PLUS_ONE, norms=GEMMA_NORMS),
-    "gemma4.Gemma4TextModel": LlamaLike(norm_form=FLOAT, norms=GEMMA_NORMS),
-    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(norm_form=FLOAT, norms=GEMMA_NORMS),
+    "gemma2.Gemma2Model": LlamaLike(norm_form=PLUS_ONE, softcaps=True),
+    "gemma3.Gemma3TextModel": LlamaLike(norm_form=PLUS_ONE),
+    "gemma4.Gemma4TextModel": LlamaLike(norm_form=FLOAT),
+    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(norm_form=FLOAT),
     "glm.GlmModel": LlamaLike(interleaved=True),
-    "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
+    "glm4.Glm4Model": LlamaLike(interleaved=True),
     "glm4_moe.Glm4MoeModel": LlamaLike(),
     "glm4_moe_lite.Glm4MoeLiteModel": LlamaLike(),
     "gpt_oss.GptOssModel": LlamaLike(norm_form=FLOAT),
@@ -332,7 +321,7 @@ FAMILIES: dict[str, LlamaLike] = {
     "mimo_v2_flash.MiMoV2FlashModel": LlamaLike(),
     "mistral.MistralModel": LlamaLike(),
     "mixtral.MixtralModel": LlamaLike(),
-    "olmo2.Olmo2Model": LlamaLike(norm_form=FLOAT, norms=POST_NORMS),
+    "olmo2.Olmo2Model": LlamaLike(norm_form=FLOAT),
     "phi3.Phi3Model": LlamaLike(),
     "qwen2.Qwen2Model": LlamaLike(),
     "qwen2_moe.Qwen2MoeModel": LlamaLike(),

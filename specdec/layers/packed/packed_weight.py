@@ -102,16 +102,19 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros[:, first:end]
         return PackedWeight(self.code, self.words[first:end], self.scales[:, first:end], zeros, self.group)
 
-    @staticmethod
-    def join(parts: "Sequence[PackedWeight]", cat: Callable[..., torch.Tensor]) -> "PackedWeight":
-        """One weight with the rows of all parts, which are packed alike. cat: like `torch.cat`."""
-        words, scales = cat([part.words for part in parts]), cat([part.scales for part in parts], dim=-1)
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        return PackedWeight(parts[0].code, words, scales, cat(zeros, dim=-1) if zeros else None, parts[0].group)
-
 
 Weight = torch.Tensor | PackedWeight
 """A weight [N, K] for products, plain or packed."""
+
+
+def join_weights(parts: Sequence[Weight], cat: Callable[..., torch.Tensor]) -> Weight:
+    """One weight with the rows of all parts, packed alike or not at all. cat: like `torch.cat`."""
+    packed = [part for part in parts if isinstance(part, PackedWeight)]
+    if not packed:
+        return cat(parts)
+    words, scales = cat([part.words for part in packed]), cat([part.scales for part in packed], dim=-1)
+    zeros = [part.zeros for part in packed if part.zeros is not None]
+    return PackedWeight(packed[0].code, words, scales, cat(zeros, dim=-1) if zeros else None, packed[0].group)
 
 
 def pack_words(numbers: torch.Tensor, code: str) -> torch.Tensor:

@@ -29,7 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
-from specdec.layers.packed.packed_weight import PackedWeight
+from specdec.layers.packed.packed_weight import PackedWeight, join_weights
 from specdec.models.quantised.quantised_weights import QuantisedWeights, StoredWeight
 from specdec.models.quantised.quantization_config import Quantization
 
@@ -147,8 +147,8 @@ def _packed_experts(
     rows = [packed[name] for name in ("gate_up_proj", "gate_proj", "up_proj") if name in packed]
     if len({(weight.code, weight.group, weight.zeros is None) for weight in chain.from_iterable(rows)}) > 1:
         raise UnsupportedModelError("gate and up are in different formats, or in different groups")
-    joined = [PackedWeight.join(parts, torch.cat) for parts in zip(*rows, strict=True)]
-    gate_up, down = (PackedWeight.join(parts, _stack) for parts in (joined, packed["down_proj"]))
+    joined = [join_weights(parts, torch.cat) for parts in zip(*rows, strict=True)]
+    gate_up, down = (join_weights(parts, _stack) for parts in (joined, packed["down_proj"]))
     bias, down_bias = biases.get("gate_up_proj_bias"), biases.get("down_proj_bias")
     return experts._replace(gate_up=gate_up, down=down, gate_up_bias=bias, down_bias=down_bias)
 

@@ -212,7 +212,11 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
         raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
     about = f"compressed-tensors, {kind}, strategy {strategy}"
     if kind == "4 bits, int" and strategy in ("group", "channel"):
-        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=_is_in_any_order(weights))
+        order = weights.values.get("actorder")  # True, or the kind of an order that may scatter a group's columns
+        scattered = order is True or (
+            order is not False and weights.get("actorder", default="") in ("group", "dynamic")
+        )
+        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=scattered)
     if kind == "8 bits, float" and not symmetric:
         raise _unread(f"{about}, with zeros")
     tiles: dict[str, Tile] = {"tensor": BY_TENSOR, "channel": BY_CHANNEL, "group": (1, size), "block": block or (0, 0)}
@@ -221,12 +225,6 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
     if kind == "4 bits, float" and layout == "mxfp4-pack-quantized" and size == 32:
         return Mxfp4(of_experts=False)
     raise _unread(f"compressed-tensors, {kind}, {layout}" if kind not in ("4 bits, int", "8 bits, float") else about)
-
-
-def _is_in_any_order(weights: Settings) -> bool:
-    """May the columns of a group be scattered?"""
-    order = weights.values.get("actorder")
-    return order is True if isinstance(order, bool) else weights.get("actorder", default="") in ("group", "dynamic")
 
 
 def _fp8(config: Settings) -> Quantization:
