@@ -9,6 +9,7 @@ all ranks hold the same bits.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,6 @@ from specdec.gpu.exchange_kernels import (
     programs_of,
     pull_kernel,
 )
-from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options, triton
 
 MAX_ROWS = 2048
@@ -309,6 +309,23 @@ class _Guarded:
             self._ranks.check()
             time.sleep(POLL_SECONDS)
         self._ranks.check()
+
+
+def map_tensors(value: Any, change: Callable[..., Any], *kinds: type) -> Any:
+    """Returns a nested value (frozen dataclasses, named tuples, tuples, lists and dicts) with `change` applied to each
+    of its tensors and to each part of these `kinds`; a value without any is returned itself."""
+    if isinstance(value, (torch.Tensor, *kinds)):
+        return change(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        new = {name: map_tensors(part, change, *kinds) for name, part in old.items()}
+        return value if all(new[name] is old[name] for name in old) else replace(value, **new)
+    if isinstance(value, dict):
+        return {name: map_tensors(part, change, *kinds) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [map_tensors(part, change, *kinds) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def _pull(source: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,8 +25,6 @@ from math import gcd
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.tensor_tree import map_tensors
-
 BITS = {"int4": 4, "e2m1": 4, "e4m3": 8}
 BLOCK = {4: 32, 8: 16}
 """Columns whose numbers share words."""
@@ -87,15 +85,15 @@ class PackedWeight:
             return self
         group = gcd(self.group, MAX_GROUP)
         times = self.group // group
-        scales, zeros = map_tensors((self.scales, self.zeros), lambda part: part.repeat_interleave(times, dim=-2))
-        return PackedWeight(self.code, self.words, scales, zeros, group)
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=-2)
+        return PackedWeight(self.code, self.words, self.scales.repeat_interleave(times, dim=-2), zeros, group)
 
     def __len__(self) -> int:
         return len(self.words)
 
     def __getitem__(self, expert: int) -> "PackedWeight":
-        weight: PackedWeight = map_tensors(self, lambda part: part[expert])
-        return weight
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return PackedWeight(self.code, self.words[expert], self.scales[expert], zeros, self.group)
 
     def rows(self, first: int, end: int) -> "PackedWeight":
         """A view of rows [first, end) of a weight [N, K]."""

@@ -2,7 +2,7 @@
 
     WeightFormat   the promises of a `quantization_config` about one weight (`quantization_config.py` makes it)
     tensors        which tensors a weight [N, K] must have, in which shapes and dtypes
-    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read (`quantised_weights.py`)
+    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read
     repack         makes the packed weight; checks values: zero points of symmetric weights, column order, stored shape
 
 Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with

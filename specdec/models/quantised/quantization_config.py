@@ -35,11 +35,7 @@ REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
 """Methods that are refused although transformers knows some of them."""
 
 T = TypeVar("T", str, bool, int)
-KINDS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    str: ("a string", str.lower),
-    bool: ("true or false", bool),
-    int: ("a whole number", int),
-}
+KINDS: dict[type, str] = {str: "a string", bool: "true or false", int: "a whole number"}
 
 ANY_MODULE = "Linear"
 """compressed-tensors' target for every module: it names the class, and only nn.Linear is ever quantised."""
@@ -99,15 +95,14 @@ class Settings:
 
     def get(self, *names: str, default: T) -> T:
         """The first of these entries that exists, of the default's type; text in lower case."""
-        words, read = KINDS[type(default)]
-        for name in names:
-            value = self.values.get(name)
-            if value is not None:
-                if type(value) is not type(default):
-                    raise self.wrong(name, words)
-                found: T = read(value)
-                return found
-        return default
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            return default
+        value: Any = self.values[name]
+        if type(value) is not type(default):
+            raise self.wrong(name, KINDS[type(default)])
+        found: T = value.lower() if isinstance(value, str) else value
+        return found
 
     def group_size(self, *names: str, default: int) -> int | None:
         """Columns per group; None (stored as -1): a whole row."""
