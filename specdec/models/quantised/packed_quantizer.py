@@ -105,7 +105,8 @@ class PackedQuantizer(HfQuantizer):
             biases = model.get_submodule(path)._parameters
             packed = {last: list(packed_weights(stored, self.dtype, device)) for last, stored in weights.items()}
             if "weight" in packed:
-                _put(model, path, PackedLinear(*packed["weight"], biases.get("bias")))
+                [weight] = packed["weight"]
+                _put(model, path, PackedLinear(weight, biases.get("bias")))
             else:
                 [stored, *_] = next(iter(weights.values()))
                 assert stored.place.experts is not None, stored.stem
@@ -154,7 +155,7 @@ def _packed_experts(
 
 
 def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    return torch.stack(tensors)
+    return torch.stack(list(tensors))
 
 
 def packed_weights(weights: Iterable[StoredWeight], dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:

@@ -266,7 +266,7 @@ def _shapes_of(experts: Experts) -> dict[str, torch.Size]:
 
 
 def _renaming(
-    model: PreTrainedModel, conversions: list[WeightTransform], known: Mapping[str, torch.Tensor]
+    model: PreTrainedModel, conversions: list[WeightTransform], known: dict[str, torch.Tensor]
 ) -> Callable[[str], str]:
     """A function from checkpoint keys to parameter names, as transformers maps them."""
     conversions = copy.deepcopy(conversions)  # they record whether they were used

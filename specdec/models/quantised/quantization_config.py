@@ -35,7 +35,11 @@ REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
 """Methods that are refused although transformers knows some of them."""
 
 T = TypeVar("T", str, bool, int)
-KINDS: dict[type, str] = {str: "a string", bool: "true or false", int: "a whole number"}
+KINDS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    str: ("a string", str.lower),
+    bool: ("true or false", bool),
+    int: ("a whole number", int),
+}
 
 ANY_MODULE = "Linear"
 """compressed-tensors' target for every module: it names the class, and only nn.Linear is ever quantised."""
@@ -98,10 +102,10 @@ class Settings:
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             return default
-        value: Any = self.values[name]
-        if type(value) is not type(default):
-            raise self.wrong(name, KINDS[type(default)])
-        found: T = value.lower() if isinstance(value, str) else value
+        words, read = KINDS[type(default)]
+        if type(self.values[name]) is not type(default):
+            raise self.wrong(name, words)
+        found: T = read(self.values[name])
         return found
 
     def group_size(self, *names: str, default: int) -> int | None:
