@@ -100,9 +100,9 @@ class Ranks:
     def check(self) -> None:
         """Raise DeviceLostError if a rank has failed to answer."""
 
-    def guarded(self, event: Any) -> Any:
-        """An event of rank 0 whose `synchronize` raises DeviceLostError instead of waiting for ever."""
-        return event
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of rank 0. Raises DeviceLostError instead of waiting for ever."""
+        event.synchronize()
 
 
 class PeerRanks(Ranks):
@@ -249,8 +249,11 @@ class PeerRanks(Ranks):
                 "other programs, and make a new one"
             )
 
-    def guarded(self, event: Any) -> Any:
-        return None if event is None else _Guarded(event, self)
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        while not event.query():
+            self.check()
+            time.sleep(POLL_SECONDS)
+        self.check()
 
     def _launch(
         self,
@@ -296,19 +299,6 @@ class PeerRanks(Ranks):
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
         return [addresses.to(device) for device in self.devices]
-
-
-class _Guarded:
-    """An event whose wait checks the ranks for errors."""
-
-    def __init__(self, event: torch.cuda.Event, ranks: Ranks) -> None:
-        self._event, self._ranks = event, ranks
-
-    def synchronize(self) -> None:
-        while not self._event.query():
-            self._ranks.check()
-            time.sleep(POLL_SECONDS)
-        self._ranks.check()
 
 
 def map_tensors(value: Any, change: Callable[..., Any], *kinds: type) -> Any:
