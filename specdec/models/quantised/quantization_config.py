@@ -211,11 +211,10 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
         raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
     about = f"compressed-tensors, {kind}, strategy {strategy}"
     if kind == "4 bits, int" and strategy in ("group", "channel"):
-        order = weights.values.get("actorder")  # True, or the kind of an order that may scatter a group's columns
-        scattered = order is True or (
-            order is not False and weights.get("actorder", default="") in ("group", "dynamic")
-        )
-        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=scattered)
+        order = weights.values.get("actorder")
+        if not isinstance(order, bool):  # the name of an order
+            order = weights.get("actorder", default="") in ("group", "dynamic")
+        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=order)
     if kind == "8 bits, float" and not symmetric:
         raise _unread(f"{about}, with zeros")
     tiles: dict[str, Tile] = {"tensor": BY_TENSOR, "channel": BY_CHANNEL, "group": (1, size), "block": block or (0, 0)}
