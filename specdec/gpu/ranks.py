@@ -195,7 +195,10 @@ class PeerRanks(Ranks):
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
         tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # without numbers only flags remain
-        for halves in self._halves():
+        # only a captured launch may wait for later launches of the host: loading a kernel for the first time may have
+        # to wait until every device is idle
+        captured = self.devices[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        for halves in ("push and wait",) if captured else ("push", "wait"):
             for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
                 offset = rank * part.numel() if own is None else 0
                 if tagged:
@@ -205,12 +208,6 @@ class PeerRanks(Ranks):
         self._step += 1
         self._held.clear()  # a rank that has pushed has read all data sent to it
         return [buffer[first : first + num_whole] for buffer in self._buffers]
-
-    def _halves(self) -> Sequence[str]:
-        """The launches of an exchange on each rank. Only a captured launch may wait for later launches of the host:
-        loading a kernel for the first time may have to wait until every device is idle."""
-        captured = self.devices[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return ("push and wait",) if captured else ("push", "wait")
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, dtype = values[0].shape, values[0].dtype
