@@ -26,9 +26,8 @@ from specdec.runtime.calls.arguments import known_keywords, params_for, require_
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission, TextBound
-from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample
+from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample, Streams
 from specdec.serving.fair_pool import CLIENT, FairPool
-from specdec.serving.streams import Streams, tell_readers
 from specdec.settings.declared_fields import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
@@ -80,7 +79,7 @@ class AsyncEngine:
         self._closing = False
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting, per_client)
-        self._thread = EngineThread(engine, tell_readers, [self._admission])
+        self._thread = EngineThread(engine, [self._admission])
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # separate pools, so that slow grammars delay no prompt

@@ -21,6 +21,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.drafts.draft_reports import llama_timings, vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
+from specdec.serving.engine_thread import Streams
 from specdec.serving.http.clients import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse, off_loop
 from specdec.serving.openai.answer_models import SpeculationFigures
@@ -29,7 +30,6 @@ from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.openai.reply import Reply
 from specdec.serving.openai.sampling_fields import naming_field
 from specdec.serving.state import ServeState
-from specdec.serving.streams import Streams
 
 
 class TextAnswer(ABC):
