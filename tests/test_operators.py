@@ -16,7 +16,7 @@ from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
 from specdec.cli.bodies.run_server import by_name, read_key_file
 from specdec.errors import ConfigError, QueueFullError
-from specdec.serving.fair_pool import CLIENT, FairPool
+from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.serving.http import clients
 from specdec.serving.http.clients import ClientLimits, RequestRate
 from specdec.serving.http.middleware import Guard, RequestLog
@@ -39,26 +39,26 @@ def blocked(pool: FairPool, count: int, client: str) -> tuple[threading.Event, l
 def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool = FairPool(4, "test")
     go, jobs = blocked(pool, 20, "slow")
-    until(lambda: [job.begun for job in jobs].count(True) >= 3)
+    until(lambda: [job.running() for job in jobs].count(True) >= 3)
     time.sleep(0.2)  # in which another could begin
-    assert [job.begun for job in jobs].count(True) == 3
+    assert [job.running() for job in jobs].count(True) == 3
     CLIENT.set("quick")
-    assert pool.submit(lambda: 7).future.result(120) == 7
+    assert pool.submit(lambda: 7).result(120) == 7
     go.set()
-    assert all(job.future.result(120) for job in jobs)
+    assert all(job.result(120) for job in jobs)
     pool.shutdown()
 
 
 def test_slow_prompts_of_clients_that_have_left_do_not_begin():
     pool = FairPool(2, "test")
     go, jobs = blocked(pool, 6, "slow")
-    assert [pool.give_up(job) for job in jobs] == [False] + [True] * 5
+    assert [job.cancel() for job in jobs] == [False] + [True] * 5
     CLIENT.set("slow")
     last = pool.submit(lambda: 7)
-    assert not last.begun  # the one that has begun counts until it ends
+    assert not last.running()  # the one that has begun counts until it ends
     go.set()
-    assert last.future.result(120) == 7
-    assert [job.begun for job in jobs].count(True) == 1
+    assert last.result(120) == 7
+    assert [job.cancelled() for job in jobs].count(False) == 1
     pool.shutdown()
 
 
@@ -66,12 +66,12 @@ def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
     async def scene(pool):
         go, jobs = blocked(pool, 2, "")
         try:
-            while not jobs[0].begun:
+            while not jobs[0].running():
                 await asyncio.sleep(0.01)
             with pytest.raises(ConfigError, match=r"takes longer than the 0.2 s"):
-                await pool.wait_for(jobs[0], 0.2)
+                await wait_for(jobs[0], 0.2)
             with pytest.raises(QueueFullError, match="try again later"):
-                await pool.wait_for(blocked(pool, 1, "")[1][0], 0.01)
+                await wait_for(blocked(pool, 1, "")[1][0], 0.01)
         finally:
             go.set()
 
@@ -92,13 +92,13 @@ def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
             raise ConfigError("no")
 
         job = pool.submit(fails)
-        waiting = asyncio.create_task(pool.wait_for(job))
-        while not job.begun:
+        waiting = asyncio.create_task(wait_for(job))
+        while not job.running():
             await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.wait({waiting})
         go.set()
-        while not job.future.done():
+        while not job.done():
             await asyncio.sleep(0.001)
         del waiting, job
         await asyncio.sleep(0.01)

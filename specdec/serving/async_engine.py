@@ -27,7 +27,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission, TextBound
 from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample, Streams
-from specdec.serving.fair_pool import CLIENT, FairPool
+from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.settings.declared_fields import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
@@ -153,11 +153,11 @@ class AsyncEngine:
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
         handed_in = pool.submit(hand_in)
-        handed_in.future.add_done_callback(give_back)
+        handed_in.add_done_callback(give_back)
         try:
-            await pool.wait_for(handed_in, self._intake_seconds)
+            await wait_for(handed_in, self._intake_seconds)
         except BaseException:
-            handed_in.future.add_done_callback(lambda _: streams.abort())
+            handed_in.add_done_callback(lambda _: streams.abort())
             raise
         return streams
 
@@ -207,7 +207,7 @@ class AsyncEngine:
     async def off_loop(self, function: Callable[[], T]) -> T:
         """Call a function on another thread, so that it does not block the loop."""
         self._require_open()
-        return await self._prompts.wait_for(self._prompts.submit(function), self._intake_seconds)
+        return await wait_for(self._prompts.submit(function), self._intake_seconds)
 
     def require_places(self, count: int) -> None:
         """Raise the error that `submit` would raise for `count` samples now, before a long prompt is read."""

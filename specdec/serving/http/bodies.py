@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from specdec.serving.fair_pool import FairPool
+from specdec.serving.fair_pool import FairPool, wait_for
 from specdec.serving.http.events import while_connected
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
@@ -186,7 +186,7 @@ async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) ->
     how = partial(parse, raw, model, max_values, settings.unknown_fields)
     small = len(raw) <= SMALL
     del raw
-    return how() if small else await _parser.wait_for(_parser.submit(how))
+    return how() if small else await wait_for(_parser.submit(how))
 
 
 class ParsedRequest(Request):
