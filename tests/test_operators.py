@@ -18,8 +18,8 @@ from specdec.cli.bodies.run_server import by_name, read_key_file
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.serving.http import clients
-from specdec.serving.http.clients import ClientLimits, RequestRate
-from specdec.serving.http.middleware import Guard, RequestLog
+from specdec.serving.http.clients import ClientLimits, Guard
+from specdec.serving.http.middleware import RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
 from processes import run
@@ -120,7 +120,7 @@ async def answer(scope, receive, send):
 
 
 def guarded(root_path: str = "", **limits: int) -> TestClient:
-    app = Guard(ClientLimits(answer, **limits), {"key-1": "k-1", "web": "k-2"})
+    app = Guard(answer, {"key-1": "k-1", "web": "k-2"}, ClientLimits(**limits))
     return TestClient(RequestLog(app), root_path=root_path)
 
 
@@ -137,7 +137,7 @@ def test_a_key_that_asks_more_than_its_rate_gets_429_with_retry_after_and_others
 
 
 def test_requests_of_a_minute_come_back_one_by_one():
-    limits = ClientLimits(answer, per_minute=2)
+    limits = ClientLimits(per_minute=2)
     asked = [(at, limits.refusal("a", at) is None) for at in (0.0, 0.0, 29.0, 30.0, 31.0, 600.0, 600.0, 600.0)]
     assert asked == [
         *((0.0, True), (0.0, True), (29.0, False)),
@@ -148,7 +148,7 @@ def test_requests_of_a_minute_come_back_one_by_one():
 
 def test_clients_that_sent_nothing_in_the_last_minute_are_forgotten(monkeypatch):
     monkeypatch.setattr(clients, "MAX_REMEMBERED", 10)
-    rate = RequestRate(per_minute=1)
+    rate = ClientLimits(per_minute=1)
     for number in range(100):
         assert rate.take(f"client {number}", 100.0 * number) == 0
     assert len(rate._spent_until) <= 10 and rate.take("client 99", 9901.0) == pytest.approx(59.0)
@@ -164,8 +164,8 @@ def test_refusals_of_a_client_over_its_limits_are_one_line_of_the_log(caplog):
 
 
 def test_as_many_requests_of_a_key_are_open_as_may_be():
-    limits = ClientLimits(answer, at_a_time=1)
-    limits._open["a"] = 1
+    limits = ClientLimits(at_a_time=1)
+    limits.open["a"] = 1
     assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
 
 
@@ -289,7 +289,7 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
 def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_keys():
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
     names = by_name(["a", "b", "c"], {"key-1": "c"})
-    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), names)))
+    client = TestClient(RequestLog(Guard(answer, names, ClientLimits(at_a_time=1))))
     assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
     assert [ask(client, key).text for key in "abc"] == ["key-2", "key-3", "key-1"]
     names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})
