@@ -111,7 +111,7 @@ class ResponseAnswer(ChatTextAnswer):
         events = self._builder.end(
             "incomplete" if cut else "completed",
             self._response_usage(output.stats),
-            **details | self._figures([output.stats]),
+            **details | self._draft_counts(),
         )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
