@@ -11,7 +11,7 @@ import pytest
 
 from specdec import Engine, SamplingParams
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.openai.logprob_shapes import echoed_logprobs, vllm_prompt_logprobs
+from specdec.serving.openai.logprob_shapes import echoed_logprobs, text_offsets, vllm_prompt_logprobs
 
 from served_engine import bundled_engine, served_url
 
@@ -91,6 +91,28 @@ def test_prompt_logprobs_as_vllm_has_them(url, engine):
         assert refused.json()["error"]["param"] == "prompt_logprobs"
 
 
+# where tokens stand in a text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "offsets"),
+    [
+        (["Tom", " has", " ", "3"], "Tom has 3", [0, 3, 7, 8]),
+        (["<bos>", "Tom", "<eos>", " has"], "Tom has", [0, 0, 3, 3]),
+        (["a", "\ufffd", "\ufffd", "b"], "a\u00e9b", [0, 1, 1, 2]),
+        (["\ufffd", "\ufffd", "\ufffd", "\ufffd", "x"], "\u00e9\u00e8x", [0, 0, 0, 0, 2]),
+        (["Hello", "world"], "Hello world", [0, 5]),  # a tokenizer that leaves out the space of one token alone
+        (["\ufffd", "x"], "\ufffdx", [0, 1]),
+        (["a", "", "b"], "ab", [0, 1, 1]),
+        (["zz", "b"], "ab", [0, 0]),
+        ([], "", []),
+    ],
+    ids=["words", "special", "two-bytes", "two-characters", "space", "replacement", "empty", "unknown", "none"],
+)
+def test_offsets_by_eye(tokens, text, offsets):
+    assert text_offsets(tokens, text) == offsets
+
+
 class Letters:
     """Decodes 0 and 1 to parts of characters, the others to letters."""
 
@@ -101,7 +123,7 @@ class Letters:
 def test_of_tokens_with_the_same_text_the_likeliest_counts():
     """Else the harness takes a token that is the likeliest for one that is not."""
     scores = [None, TokenLogprob(0, -0.5, {0: -0.5, 1: -1.5}), TokenLogprob(1, -3.0, {0: -0.5, 2: -1.0})]
-    found = echoed_logprobs(Letters(), [2, 0, 1], scores, 2)
+    found = echoed_logprobs(Letters(), [2, 0, 1], "a\u00e9", scores, 2)
     assert found["top_logprobs"] == [None, {"\ufffd": -0.5}, {"\ufffd": -0.5, "a": -1.0}]
     assert found["token_logprobs"] == [None, -0.5, -3.0]
     entries = vllm_prompt_logprobs(Letters(), scores, 1)
@@ -109,4 +131,4 @@ def test_of_tokens_with_the_same_text_the_likeliest_counts():
         "1": {"logprob": -3.0, "rank": None, "decoded_token": "\ufffd"},
         "0": {"logprob": -0.5, "rank": 1, "decoded_token": "\ufffd"},
     }
-    assert json.dumps(echoed_logprobs(Letters(), [2, 0], [None, TokenLogprob(0, float("-inf"), {})], 0))
+    assert json.dumps(echoed_logprobs(Letters(), [2, 0], "a", [None, TokenLogprob(0, float("-inf"), {})], 0))

@@ -20,6 +20,7 @@ from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.tools.answer_events import EventTokens, Text
+from specdec.text.detokenize import token_text
 
 router = APIRouter(route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16
@@ -105,11 +106,13 @@ class CompletionTextAnswer(TextAnswer):
         begins = self.replies[index].begins
         begins = begins[len(begins) - len(logprobs) :]
         offsets = [len(self.echoes[index // self.n]) + begin for begin in begins]
-        return completion_logprobs(self.tokenizer, [one.token_id for one in logprobs], logprobs, offsets)
+        tokens = [token_text(self.tokenizer, one.token_id) for one in logprobs]
+        return completion_logprobs(self.tokenizer, tokens, logprobs, offsets)
 
     def _echoed(self, index: int, scores: Scores) -> dict[str, Any]:
         """Log-probabilities of the echoed prompt of choice `index`."""
-        return echoed_logprobs(self.tokenizer, self.prompts[index // self.n], scores, self.body.logprobs or 0)
+        prompt, echo = self.prompts[index // self.n], self.echoes[index // self.n]
+        return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
 
 
 def _joined(events: Iterable[EventTokens]) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.text.detokenize import token_bytes, token_text
-from specdec.text.token_texts import TokenTexts
+from specdec.text.detokenize import REPLACEMENT, token_bytes, token_text
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -31,11 +30,10 @@ def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-def echoed_logprobs(tokenizer: Any, ids: Sequence[int], scores: Scores, count: int) -> dict[str, Any]:
-    """The shape for completions, for an echoed prompt `ids`, with `count` alternatives per token."""
-    texts = TokenTexts(tokenizer)
-    texts.read(ids, finished=True)
-    return completion_logprobs(tokenizer, ids, scores, texts.begins, count)
+def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Scores, count: int) -> dict[str, Any]:
+    """The shape for completions, for a prompt `ids` that is echoed as `text`, with `count` alternatives per token."""
+    tokens = [token_text(tokenizer, token) for token in ids]
+    return completion_logprobs(tokenizer, tokens, scores, text_offsets(tokens, text), count)
 
 
 def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -44,11 +42,10 @@ def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
 
 
 def completion_logprobs(
-    tokenizer: Any, ids: Sequence[int], scores: Scores, offsets: list[int], count: int | None = None
+    tokenizer: Any, tokens: Sequence[str], scores: Scores, offsets: list[int], count: int | None = None
 ) -> dict[str, Any]:
-    """Log-probabilities in the shape for completions. offsets: the index of each token's first character in the whole
-    text. count: alternatives per token; None: all."""
-    tokens = [token_text(tokenizer, token) for token in ids]
+    """Log-probabilities in the shape for completions. tokens: the text of each. offsets: the index of its first
+    character in the whole text. count: alternatives per token; None: all."""
 
     def top(text: str, one: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by text. Tokens with the same text, such as parts of characters, share the highest."""
@@ -64,6 +61,27 @@ def completion_logprobs(
         "top_logprobs": [None if one is None else top(token, one) for token, one in zip(tokens, scores, strict=True)],
         "text_offset": offsets,
     }
+
+
+def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
+    """Offsets of tokens in the whole text, given the text of each token alone.
+
+    Tokens that are not in the text (special tokens) take no room. Parts of a character have the character's offset; the
+    next token shows where it ends.
+    """
+    offsets, at, parts = [], 0, 0  # parts: tokens since `at` that are parts of a character
+    for token in tokens:
+        shifts = range(1, parts + 1) if parts else (0, 1)
+        shift = next((shift for shift in shifts if token and text.startswith(token, at + shift)), None)
+        if shift == 1 and not parts and text[at] != " ":  # decoding a token alone drops only a space
+            shift = None
+        if shift is None:
+            offsets.append(at)
+            parts += REPLACEMENT in token
+            continue
+        offsets.append(at + shift if parts else at)
+        at, parts = at + shift + len(token), 0
+    return offsets
 
 
 def vllm_prompt_logprobs(tokenizer: Any, scores: Scores, count: int) -> list[dict[str, Any] | None]:
