@@ -73,8 +73,7 @@ class AsyncEngine:
         self.vocab_size: int = engine.target.vocab_size
         self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
         self.weights: str = weights_in_words(engine.target.model)
-        # these run on the caller's thread; `stats_now` waits for the current step
-        self.most_new_tokens, self.decode, self.stats_now = engine.most_new_tokens, engine.decode, engine.stats
+        self.most_new_tokens, self.decode = engine.most_new_tokens, engine.decode  # on the caller's thread
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
@@ -194,11 +193,7 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """`Engine.stats`, read between two steps."""
-        return await self.between_steps(self.engine.stats)
-
-    async def between_steps(self, function: Callable[[], T]) -> T:
-        """Call a function on the engine's thread between two steps. All requests wait for it."""
-        return await asyncio.wrap_future(self._thread.call(function))
+        return await asyncio.to_thread(self.engine.stats)
 
     def observe(self, observer: Observer) -> None:
         """Notify this observer of new tokens and ended requests from now on."""

@@ -1,8 +1,8 @@
 """The thread that steps an engine while there is work and sleeps otherwise, and the streams that event loops read.
 
-    callers         watch(samples), abort(samples), call(function)   any thread
-    this thread     functions first, then a step, then news          in a loop
-    observers       requests that gained tokens or ended             on this thread, so they must not wait
+    callers         watch(samples), abort(samples)         any thread
+    this thread     a step, then its news                  in a loop
+    observers       requests that gained tokens or ended   on this thread, so they must not wait
     event loops     one wake-up a step for all streams of a loop that have news
 
 Nothing is queued per token: a delta has all tokens since the last read, and a slow reader delays no other.
@@ -18,11 +18,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -30,10 +29,8 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
 from specdec.runtime.calls.handle import Handle
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
-from specdec.serving.fair_pool import complete_future
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_FAILED_ROUNDS = 3
 """After this many requests failed with their rounds, with no token in between, the engine itself counts as broken."""
@@ -86,7 +83,6 @@ class EngineThread:
         self.observers = list(observers)
         self._open: dict[int, StreamedSample] = {}  # by id
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
-        self._calls: deque[Callable[[], object]] = deque()
         self._guard = threading.RLock()  # reentrant: a finalizer may call in here
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._more = False  # the engine may have something to do
@@ -115,23 +111,6 @@ class EngineThread:
         for sample in samples:
             sample.handle.report_to(self._news)
         self._wake.put(None)
-
-    def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Call a function between two steps; if the thread has stopped, call it now on this thread."""
-        future: Future[T] = Future()
-
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                complete_future(future, function)
-
-        with self._guard:
-            if queued := not self.stopped:
-                self._calls.append(work)
-        if queued:
-            self._wake.put(None)
-        else:
-            work()
-        return future
 
     def abort(self, samples: Sequence[StreamedSample]) -> None:
         """End the samples that have not ended, in the turn of the next step. From any thread; does not wait for it."""
@@ -164,16 +143,14 @@ class EngineThread:
             self._end(reason)
 
     def _await_work(self) -> bool:
-        while not (self._more or self._calls or self._stopping):
+        while not (self._more or self._stopping):
             self._wake.get()
         while not self._wake.empty():
             self._wake.get()  # the work of all earlier wake-ups is done below
         return not self._stopping
 
     def _run_step(self) -> None:
-        """Run the callers' functions, a step, and report its news."""
-        while self._calls:
-            self._calls.popleft()()
+        """Run a step, and report its news."""
         with self._guard:
             self._more = False  # a later submission sets it again
         lacked_memory = False
@@ -223,14 +200,10 @@ class EngineThread:
             tell_readers(news)
 
     def _end(self, reason: SpecDecError) -> None:
-        """Make the functions that wait, and abort every sample. One that cannot be released fails with the reason, and
-        all do if the thread ended by a failure."""
+        """Abort every sample. One that cannot be released fails with the reason, and all do if the thread ended by a
+        failure."""
         with self._guard:
             self.stopped = str(reason)
-            calls = list(self._calls)
-            self._calls.clear()
-        for work in calls:
-            work()
         for sample in self.open:
             if isinstance(reason, RoundFailedError):
                 sample.error = reason  # set before the sample shows as ended
