@@ -84,8 +84,7 @@ class EngineThread:
         self._open: dict[int, StreamedSample] = {}  # by id
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
         self._guard = threading.RLock()  # reentrant: a finalizer may call in here
-        self._wake: SimpleQueue[None] = SimpleQueue()
-        self._more = False  # the engine may have something to do
+        self._wake: SimpleQueue[None] = SimpleQueue()  # an entry: the engine may have something to do
         self._stopping = False
         self.stopped: str | None = None  # why it accepts no more; None: it does
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -103,7 +102,6 @@ class EngineThread:
             taken = not (self._stopping or self.stopped)
             if taken:
                 self._open.update((sample.handle.id, sample) for sample in samples)
-                self._more = True
         if not taken:
             for sample in samples:
                 sample.handle.abort()
@@ -118,8 +116,6 @@ class EngineThread:
         for number in unended:
             self.engine.inbox.abort_later(number)
         if unended:
-            with self._guard:
-                self._more = True
             self._wake.put(None)
 
     def stop(self) -> None:
@@ -143,16 +139,13 @@ class EngineThread:
             self._end(reason)
 
     def _await_work(self) -> bool:
-        while not (self._more or self._stopping):
-            self._wake.get()
+        self._wake.get()
         while not self._wake.empty():
-            self._wake.get()  # the work of all earlier wake-ups is done below
+            self._wake.get()  # the work of all earlier wake-ups is done in one step
         return not self._stopping
 
     def _run_step(self) -> None:
         """Run a step, and report its news."""
-        with self._guard:
-            self._more = False  # a later submission sets it again
         lacked_memory = False
         try:
             more = self.engine.step()
@@ -162,8 +155,8 @@ class EngineThread:
         if lacked_memory:  # by now the error's frames have released their tensors
             torch.cuda.empty_cache()
         self._report_news()
-        with self._guard:
-            self._more = self._more or more
+        if more:
+            self._wake.put(None)
 
     def _report_news(self) -> None:
         """Report the samples that gained tokens or ended to observers and owners."""

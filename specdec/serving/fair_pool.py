@@ -22,15 +22,6 @@ CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """The client whose request this task serves: the name of an API key, or an address."""
 
 
-def complete_future(future: Future[T], function: Callable[[], T]) -> None:
-    """Set the future to the result or the error of this function."""
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        del function  # otherwise an error would keep this frame and the function's data alive
-        future.set_exception(error)
-
-
 async def wait_for(job: Future[T], seconds: float | None = None) -> T:
     """Wait for a job's result. The job is given up if that takes longer, or if the task is cancelled.
 
@@ -120,8 +111,11 @@ class FairPool:
         while begun is not None:
             client, job = begun
             function = self._functions.pop(job)
-            complete_future(job, function)
-            del function
+            try:
+                job.set_result(function())
+            except BaseException as error:
+                job.set_exception(error)
+            del function  # an error keeps this frame, which must not keep the function's data
             with self._lock:
                 self._running -= Counter((client,))
                 begun = self._begin_next()
