@@ -211,7 +211,7 @@ def test_help_and_shell_errors_import_nothing_heavy():
         assert not {"torch", "transformers", "numpy", "accelerate", "huggingface_hub"}.intersection(loaded), command
         own = {name.removeprefix("specdec.cli.") for name in loaded if name.startswith("specdec.cli.")}
         needed = set() if command in (["--help"], ["--version"]) else {"commands", "config_file", "options"}
-        needed |= {"bodies", "bodies.list_pairs"} if command == ["models"] else set()
+        needed |= {"actions", "actions.list_pairs"} if command == ["models"] else set()
         assert own == {"app", "command"} | needed, command
 
 

@@ -12,9 +12,9 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from specdec.cli.actions.run_server import by_name, read_key_file
 from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
-from specdec.cli.bodies.run_server import by_name, read_key_file
 from specdec.errors import ConfigError, QueueFullError
 from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.serving.http import clients
@@ -377,7 +377,7 @@ def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_i
 
 
 def test_an_open_address_without_a_key_is_a_warning(caplog):
-    from specdec.cli.bodies.run_server import _warn_of_open_doors
+    from specdec.cli.actions.run_server import _warn_of_open_doors
     from specdec.serving.server import listen
     from specdec.serving.server_settings import ServeSettings
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
+from specdec.cli.actions import bench_rounds as command
 from specdec.cli.app import app
-from specdec.cli.bodies import bench_rounds as command
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError
 from specdec.evaluation.phases import phase_run as run_module

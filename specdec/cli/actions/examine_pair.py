@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output
+from specdec.cli.actions.settings import drafter_name, engine_config, load_engine, prepare_output
 from specdec.cli.commands import DoctorOptions
 from specdec.doctor import Diagnosis, diagnose
 from specdec.draft_models.model_and_lookup import model_of
