@@ -24,7 +24,7 @@ from transformers.modeling_layers import MtpModel
 
 import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.cli.bodies.settings import load_engine
+from specdec.cli.actions.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import all_conventions
 from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
