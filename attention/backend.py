@@ -16,14 +16,13 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.dense import MaskedRuns, RunsAttention, VisibleKeys, dense_run, exact_run
-from specdec.attention.deterministic_attention import deterministic_attention
+from specdec.attention.dense import MaskedRuns, RunsAttention, VisibleKeys, dense_run
 from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.path_attention import PathAttention
+from specdec.attention.path_attention import PathAttention, deterministic_attention, exact_run
 from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
 from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels, fold_row
 from specdec.attention.recurrence.torch_recurrence import RecurrentForward, fold_committed
@@ -54,8 +53,8 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every operation as torch operators. deterministic: keys are cut by absolute position, for which the host reads
-    lengths. captured: the host reads nothing else."""
+    """Every operation as torch operators. deterministic: each row attends alone, for which the host reads lengths.
+    captured: the host reads nothing else."""
 
     name = "torch"
     deterministic: bool = False
@@ -128,26 +127,19 @@ def choose_backend(
     head_dim: int,
     *,
     deterministic: bool = False,
-    in_tiles: bool = False,
     captured: bool = False,
 ) -> Backend:
     """Make the backend for `EngineConfig.attention`; "auto" is Triton on a GPU that can run the kernels.
 
-    head_dim: the largest head of all models that keep K/V. in_tiles: forwards run in tiles of rows (deterministic
-    layers that are not fused do); the kernels cannot. captured: forwards may be captured, so the host must read nothing
-    back during them. Raises ConfigError if "triton" was requested and cannot run with this device, dtype, head or
-    tiles.
+    head_dim: the largest head of all models that keep K/V. captured: forwards may be captured, so the host must read
+    nothing back during them. Raises ConfigError if "triton" was requested and cannot run with this device, dtype or
+    head.
     """
     obstacle = ""
     if attention == "triton" or (attention == "auto" and device.type == "cuda"):
         obstacle = triton_obstacle(device, dtype)
         if not obstacle and head_dim > MAX_HEAD_DIM:
             obstacle = f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
-        if not obstacle and in_tiles:
-            obstacle = (
-                " attends to whole forwards, and with deterministic=True layers that are not fused run in tiles of "
-                "rows; use fused=True or attention='torch'"
-            )
         if not obstacle:
             return TritonBackend(deterministic)
         if attention == "triton":

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from specdec.attention.plan import Attend, KVPlan
@@ -181,11 +180,8 @@ class ForwardContext:
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         layer_kv = self.view.layer(layer)
         attend = self.attention[layer_kv.group, self.windows[layer], self.view.spec(layer).shares]
-        shape = self.plan.positions.shape  # a tile may have more rows than B * N: the rest is padding
-        num_rows, num_queries = q.shape[0], shape.numel()
-        query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
-        out = attend(query, layer_kv.k, layer_kv.v, **options).flatten(0, 1)  # [B * N, Hq, D]
-        return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
+        query = q.view(*self.plan.positions.shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
+        return attend(query, layer_kv.k, layer_kv.v, **options).flatten(0, 1)  # [B * N, Hq, D]
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """`attend_tokens` for a frozen drafter, which runs on rank 0 and reads K/V heads of all ranks. Each rank

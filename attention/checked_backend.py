@@ -12,7 +12,7 @@ All checks are tensor operations that read nothing back, so a captured round rep
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -20,7 +20,6 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
 from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, PackTables
 from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
@@ -161,7 +160,7 @@ class CheckedBackend:
 
 @dataclass(frozen=True, slots=True)
 class CheckedAttention:
-    """`attend` for a plan or a part of its rows. Finite queries must get finite results.
+    """`attend` for a plan. Finite queries must get finite results.
 
     queries: which are not padding, their rows of the request table and their positions, [B, N] each.
     """
@@ -175,10 +174,6 @@ class CheckedAttention:
         out = self.attend(query, *args, **options)
         self.checks.check_finite(self.group, query, out, *self.queries)
         return out
-
-    def part(self, requests: slice, columns: slice) -> "CheckedAttention":
-        own, rows, positions = (x[requests, columns] for x in self.queries)
-        return replace(self, attend=part_of(self.attend, requests, columns), queries=(own, rows, positions))
 
 
 class CheckedDraftBlock:

@@ -11,7 +11,7 @@ with attention sinks adds one learnt logit per head to the softmax's denominator
 
 `dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `RunsAttention` for packs: run by
 run, as over one request each (`MaskedRuns` within a capture). Keys are read from the pools, after the forward has
-stored its own. `deterministic_attention.py` is a second implementation, which cuts the keys by absolute position.
+stored its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,6 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, PathKeys
-from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.path_attention import PathAttention, part_of
 from specdec.attention.plan import Attend, KVPlan, Pack, PackTables, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.layer_context import ScoreOptions
@@ -53,14 +49,14 @@ def dense_attention(
     query: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, DV]
-    in v's dtype.
+    """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L] (None: each query sees each
+    key), sinks [Hq] -> [B, N, Hq, DV] in v's dtype.
 
     Keys that no query sees must be finite, since their weight 0 is multiplied with V. The result of a query that sees
     no key is 0 or NaN.
@@ -69,7 +65,7 @@ def dense_attention(
     if softcap is None and sinks is None:
         if query.device.type == "cpu" and dtype.itemsize < 4:  # the fused operator is several times slower in 16 bits
             query, k, v = query.float(), k.float(), v.float()
-        bias = bias.to(query.dtype)
+        bias = None if bias is None else bias.to(query.dtype)
         fused = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
         return fused.to(dtype).transpose(1, 2)
     # without torch's fused operator; the softmax runs in float32, or in float64 for float64 inputs
@@ -78,7 +74,9 @@ def dense_attention(
     scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias[:, :, None]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if bias is not None:
+        scores = scores + bias[:, :, None]
     if sinks is None:
         weights = scores.softmax(dim=-1)
     else:
@@ -193,16 +191,6 @@ class RunsAttention:
             out[:, places] = attend(query[:, :, places], pool_k, pool_v, **options)
         return out
 
-    def part(self, _requests: slice, columns: slice) -> "RunsAttention":
-        """Attention for these places only; there is one row."""
-        runs = []
-        for places, attend in self.runs:
-            first, stop = max(places.start, columns.start), min(places.stop, columns.stop)
-            if first < stop:
-                some = part_of(attend, slice(0, 1), slice(first - places.start, stop - places.start))
-                runs.append((slice(first - columns.start, stop - columns.start), some))
-        return RunsAttention(columns.stop - columns.start, runs)
-
 
 @dataclass(frozen=True, slots=True)
 class MaskedRuns:
@@ -240,15 +228,3 @@ def dense_run(
     """Attention of one run, from slots and positions of its keys [1, L] and positions [1, N] of its queries."""
     known = positions[:, :, None] >= keys[:, None]
     return VisibleKeys(slots, bias_of(visible(positions, keys, known, window, first_key))).attend
-
-
-def exact_run(
-    slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
-) -> Attend:
-    """Attention of one run, with keys cut by absolute position as in plain decoding. The table has the slots of all
-    keys, the run's own too."""
-    end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that whole tiles hold all keys
-    none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
-    first = keys[:, 0].clone()
-    path = PathKeys(PageTable(slots, first, end, 1), none_apart, positions, None, window, first_key)
-    return PathAttention(deterministic_attention, path)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
-from specdec.attention.path_attention import ROWS, PathAttention
+from specdec.attention.path_attention import PathAttention
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.models.batch_invariance import ROWWISE, VectorwiseMode
+from specdec.models.batch_invariance import ROWS, ROWWISE, VectorwiseMode
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler

@@ -29,7 +29,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
 from specdec.draft_models.heads.head_modules import embed_raw
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
 from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
-from specdec.models.probe import ProbeContext
+from specdec.models.probe_context import ProbeContext
 from specdec.models.recurrent_probe import convolved_text, recurred_text
 from specdec.models.target import TargetModel
 
