@@ -36,8 +36,9 @@ from specdec.attention.trees.tree_builder import (
 from specdec.errors import ConfigError
 from specdec.gpu.triton_shim import triton_obstacle
 from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import GroupId, GroupLoc
-from specdec.kvcache.store import KVStore, LayerKV, move_kv, reference_move_kv, reference_store_kv, store_kv
+from specdec.kvcache.store import KVStore, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 MAX_HEAD_DIM = 512
 
@@ -70,8 +71,8 @@ class TorchBackend:
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, group, window)
         return VisibleKeys.from_plan(plan, group, window).attend
 
-    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference_store_kv(k, v, slots, layer.k, layer.v)
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
@@ -102,8 +103,8 @@ class TritonBackend:
         by_tree = partial(tree_attention, shares=shares)
         return PathAttention.from_plan(by_tree, own_keys, plan, group, window)
 
-    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_kv(k, v, slots, layer.k, layer.v)
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         addresses = store.addresses.get(group)

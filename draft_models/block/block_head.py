@@ -17,13 +17,13 @@ Like an EAGLE-3 head, it may draft only some of the target's tokens: `lm_head` a
 these.
 
 K/V of a position depend on the target's states at that position, never on drafts. One forward drafts a whole block. A
-head holds no K/V and knows no requests: `HeadContext` and `TapContext` tell it where K/V are. If fused layers cannot
+head holds no K/V and knows no requests: `LayerContext` tells it where K/V are. If fused layers cannot
 express a head, it runs as a `PlainBlock`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,12 +36,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from specdec.attention.draft_attention import BlocksAttention, DraftAttend
 from specdec.attention.kernels.draft_block import NodeOrder
-from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import FULL, Gemma4BlockLayer, SuccessorHead, gemma4_config
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
-    HeadContext,
     HeadForm,
     HeadLayer,
     HeadModule,
@@ -51,8 +49,7 @@ from specdec.draft_models.heads.head_modules import (
     llama_config,
 )
 from specdec.gpu.operations import Operations
-from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.layer_context import Destination, LayerContext
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
@@ -207,25 +204,8 @@ def block_states(
     return out
 
 
-class TapContext(NamedTuple):
-    """Stores the K/V of committed positions in the drafter's store, at the slots of `plan`."""
-
-    plan: KVPlan
-    view: KVView
-
-    def destination(self, layer: int) -> Destination:
-        kept = self.view.writable_layer(layer)
-        return Destination(kept.k, kept.v, self.plan.write_slots(kept.group))
-
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v [B, Hkv, N, D]."""
-        kept = self.view.writable_layer(layer)
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        self.plan.backend.store(kept, self.plan.write_slots(kept.group), k, v)
-
-
-class KeptTaps:
-    """A `TapContext` that keeps K/V in its own tensors."""
+class KeptTaps(EchoContext):
+    """An `EchoContext` that keeps K/V in its own tensors."""
 
     def __init__(self, form: HeadForm, num_rows: int) -> None:
         spec, weight = form.head.spec, form.head.fc.weight
@@ -236,8 +216,9 @@ class KeptTaps:
     def destination(self, layer: int) -> Destination:
         return Destination(self.kept[0, layer], self.kept[1, layer], self.slots)
 
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.kept[:, layer] = torch.stack([x.transpose(1, 2).flatten(0, 1) for x in (k, v)])
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        destination.pool_k.copy_(k)
+        destination.pool_v.copy_(v)
 
     def rows(self) -> torch.Tensor:
         """[T, everything of a row]."""
@@ -252,15 +233,18 @@ class PlainBlock(HeadForm):
         if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
             self.table = lambda tokens: embed_raw(table.weight, tokens)
 
-    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
+    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
         taps = self.head.taps(states)
         rotary = self.head.rotary(taps, positions)
         for layer in self.head.layers:
             attention: Any = layer.self_attn
-            context.store(attention.layer, *attention.keys_values(taps, rotary))
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in attention.keys_values(taps, rotary))
+            destination = context.destination(attention.layer)
+            assert destination is not None, "a head stores K/V of every layer"
+            context.store(destination, k, v)
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """A block's tokens and positions [B, K] -> states after the final norm [B, K, H]."""
         states: torch.Tensor = self.head(self.table(tokens), positions, attend_in(context, self.head.spec.scaling))
         return states
@@ -277,7 +261,7 @@ class PlainBlock(HeadForm):
         random = torch.Generator().manual_seed(0)
         states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
-        taps: Any = KeptTaps(self, 6)
+        taps = KeptTaps(self, 6)
         self.observe(states, tokens * 100, taps)
         block = self.run(tokens, tokens * 100, EchoContext())
         out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
@@ -302,7 +286,7 @@ class FusedBlock(PlainBlock):
         self.lm_head = fuse_linear(self.lm_head, ops)
         self.layers = FusedLayers(self.head, LLAMA.gain_of(self.head.norm), weights, ops)
 
-    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
+    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> None:
         self.layers.keep_in_step()
         product = self.ops(linear)(states.flatten(0, 1), self.head.fc.weight)
         _, taps = self.ops(norm)(product, pre=LLAMA.gain_of(self.head.hidden_norm))
@@ -314,7 +298,7 @@ class FusedBlock(PlainBlock):
             keys_values = self.ops(linear)(taps, weight[first:], bias)
             self.ops(rope_store)(keys_values, parts.heads._replace(num_q=0), angles, context.destination(layer.index))
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         self.layers.keep_in_step()
         embeds = self.table(tokens).flatten(0, 1)
         angles = self.layers.angles(positions, embeds.dtype)

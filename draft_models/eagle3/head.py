@@ -10,7 +10,7 @@
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
 Row i combines the feature of position i with the next token, so K/V of position i can be computed once token i + 1 is
-known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `HeadContext`). If
+known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `LayerContext`). If
 fused layers cannot express a head (biases in the MLP, other activations), it runs as a `PlainHead`.
 """
 
@@ -26,7 +26,6 @@ from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
-    HeadContext,
     HeadForm,
     HeadLayer,
     HeadModule,
@@ -36,6 +35,7 @@ from specdec.draft_models.heads.head_modules import (
     llama_config,
 )
 from specdec.gpu.operations import Operations
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.embedding import embed_and_norm
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
@@ -154,7 +154,7 @@ class PlainHead(HeadForm):
         """Target states [B, N, A * Ht] -> g, from which `run` computes rows that the target has processed."""
         return self.head.features(states)
 
-    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext) -> HeadOutput:
         """Run rows of `features`, or a level of a draft: hidden [B, N, H] is the head's feedback."""
         embeds = embed_raw(self.table.weight, tokens)
         state = self.head(embeds, hidden, positions, attend_in(context, self.head.spec.scaling))
@@ -214,7 +214,7 @@ class FusedHead(PlainHead):
             _, states = ops(norm)(Product.from_value(states), pre=LLAMA.gain_of(head.input_norm))
         return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
-    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
+    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext) -> HeadOutput:
         if not isinstance(hidden, Product):  # else `features` looked for weights that have moved
             self.layers.keep_in_step()
             hidden = Product.from_value(hidden.flatten(0, 1))

@@ -2,13 +2,13 @@
 
     layer      y = h + attention(norm(h))          y + mlp(norm(y))        Qwen3 norms q and k per head
 
-A head holds no K/V: its forms (plain or fused) run in a `HeadContext`, which stores K/V and computes attention.
+A head holds no K/V: its forms (plain or fused) run in a `LayerContext`, which stores K/V and computes attention.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,11 @@ from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.attention.bridge import AttentionCall, AttentionContext
 from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
 from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.layer_context import LayerContext
+from specdec.kvcache.layer_context import AttentionCall, LayerContext
 from specdec.kvcache.layout import KVLayout
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -90,10 +89,6 @@ class HeadSpec:
         return {"layer_types": kinds, "sliding_window": max(sizes, default=None), "use_sliding_window": bool(sizes)}
 
 
-class HeadContext(AttentionContext, LayerContext, Protocol):
-    """The forward that a head (plain or fused) runs in: it stores K/V and computes attention."""
-
-
 class HeadModule(nn.Module):
     """The modules of a head. target_ids [draft V]: target token of each token that it drafts; None: full vocabulary."""
 
@@ -124,7 +119,7 @@ class HeadForm(ABC):
         """Results [R, W] float32 for random rows, by which two forms are compared."""
 
 
-def attend_in(context: HeadContext, scaling: float) -> DraftAttend:
+def attend_in(context: LayerContext, scaling: float) -> DraftAttend:
     """The attention of a forward in the form that a head's modules call."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -23,17 +23,16 @@ from typing import NamedTuple, Protocol, Unpack
 import torch
 from torch import nn
 
-from specdec.attention.bridge import AttentionCall, ForwardContext
+from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import ChainAttention
 from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker, continued
-from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layer_context import OwnRows, ScoreOptions
+from specdec.kvcache.layer_context import LayerContext, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.modules.weight_watch import Weights
 
@@ -121,7 +120,7 @@ class NativeMtpDrafter(Drafter):
         return NativeMtpWorker(self, binding)
 
     def run(
-        self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: HeadContext
+        self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         """Run rows of module k: tokens, positions [B, N], state [B, N, H]."""
         module = self.modules[k]
@@ -208,18 +207,12 @@ class NativeMtpWorker(StoreWorker):
         return builder.select()
 
 
-class ChainContext:
+class ChainContext(LayerContext):
     """A forward context for modules over positions [B, T], whose layers run packed rows."""
 
     def __init__(self, windows: Sequence[int | None], pos: torch.Tensor) -> None:
         self.batch = len(pos)
         self.chains = ChainAttention(windows, 1.0, pos)
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.answer(self, *call.rows())
-
-    def destination(self, layer: int) -> None:
-        """None: nothing is stored."""
 
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]

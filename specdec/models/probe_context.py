@@ -9,16 +9,16 @@ from typing import Unpack
 
 import torch
 
-from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
+from specdec.attention.bridge import IGNORED_KWARGS
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
+from specdec.kvcache.layer_context import AttentionCall, LayerContext, OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.models.recurrent_probe import TextPaths
 
 
 @dataclass(slots=True)
-class ProbeContext:
+class ProbeContext(LayerContext):
     """Records each layer's attention call, and computes dense causal attention within each text.
 
     text, positions: [T] of the packed tokens. past: an earlier forward whose K/V, and earlier ones, these rows see too.
@@ -67,10 +67,7 @@ class ProbeContext:
         if fault is not None:
             self.faults[layer] = fault
             return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
-        return call.answer(self, *call.rows())
-
-    def destination(self, layer: int) -> None:
-        """None: fused layers store nothing here; their calls are recorded."""
+        return LayerContext.attend(self, call)
 
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
