@@ -13,6 +13,7 @@ from kv_rig import PRIMARY, SWA, DraftTree, GroupId, KVLayout, KVPlan, KVRig, Pr
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
 from specdec.errors import LocationError
+from specdec.kvcache.layer_context import Destination
 
 NODES = 3
 WIDE = GroupId(2)

@@ -70,7 +70,7 @@ class VectorwiseMode(TorchFunctionMode):
             return _by_tiles(args[0], args[1].t())
         if func is torch.addmm and not kwargs:
             return _by_tiles(args[1], args[2].t(), args[0])
-        if func is F.grouped_mm:
+        if func is torch._grouped_mm:
             return _grouped(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -95,7 +95,7 @@ def _by_tiles(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return out[: len(rows), :columns].reshape(*input.shape[:-1], columns)
 
 
-def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **unset: None) -> torch.Tensor:
     """`F.grouped_mm`: rows [T, K] sorted by expert, weights [E, K, N], the end of each expert's rows [E] -> [T, N]."""
     parts = rows.tensor_split(offs[:-1].cpu())
     return torch.cat([_by_tiles(part, weight.t()) for part, weight in zip(parts, weights, strict=True) if len(part)])
