@@ -147,6 +147,8 @@ class ForwardContext(LayerContext):
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        """Attend with this rank's heads. Pools and page table cannot be of two groups: `layer_kv` holds the pools, and
+        its group chooses the `Attend`, which the backend made from the plan's page table of that group."""
         layer_kv = self.view.layer(layer)
         attend = self.attention[layer_kv.group, self.windows[layer], self.view.spec(layer).shares]
         query = q.view(*self.plan.positions.shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]

@@ -89,7 +89,7 @@ class ProbeContext(LayerContext):
         outs = []
         for row, mask in zip(q.split(1), visible, strict=True):
             cells = order[mask[order]]
-            outs.append(_attended(row.clone(), keys[cells], values[cells], mask.new_ones((1, len(cells))), options))
+            outs.append(_attended(row.clone(), keys[cells], values[cells], None, options))
         return torch.cat(outs)
 
     def convolve(
@@ -154,8 +154,9 @@ class ProbeContext(LayerContext):
 
 
 def _attended(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: ScoreOptions
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, options: ScoreOptions
 ) -> torch.Tensor:
-    """q [T, Hq, D], keys and values [L, Hkv, D], visible [T, L] -> [T, Hq, D]."""
+    """q [T, Hq, D], keys and values [L, Hkv, D], visible [T, L] (None: every key) -> [T, Hq, D]."""
     query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
-    return dense_attention(query, keys, values, bias_of(visible[None]), **options)[0].to(q.dtype)
+    bias = None if visible is None else bias_of(visible[None])
+    return dense_attention(query, keys, values, bias, **options)[0].to(q.dtype)
