@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.dense import MaskedRuns, RunsAttention, VisibleKeys, dense_run
+from specdec.attention.dense import MaskedRuns, VisibleKeys, dense_run, runs_attention
 from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
@@ -66,7 +66,7 @@ class TorchBackend:
             runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
             if self.captured and not self.deterministic:
                 return MaskedRuns(*runs)
-            return RunsAttention.from_pack(exact_run if self.deterministic else dense_run, *runs)
+            return runs_attention(exact_run if self.deterministic else dense_run, *runs)
         if self.deterministic:
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, group, window)
         return VisibleKeys.from_plan(plan, group, window).attend

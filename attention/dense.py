@@ -9,12 +9,12 @@ known(i, j) says whether key j exists for query i: always in the committed prefi
 in a chunk or a run of a pack, if j <= i. Windows count positions: in a tree the depth, never the node's index. A model
 with attention sinks adds one learnt logit per head to the softmax's denominator.
 
-`dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `RunsAttention` for packs: run by
+`dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `runs_attention` for packs: run by
 run, as over one request each (`MaskedRuns` within a capture). Keys are read from the pools, after the forward has
 stored its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -159,43 +159,36 @@ def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tup
     return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first
 
 
-@dataclass(frozen=True, slots=True)
-class RunsAttention:
-    """An `Attend` of `plan.py` over T places. runs: the places of each run, and attention over that run alone, as over
-    one request. Places of no run are 0."""
+def runs_attention(
+    make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
+) -> Attend:
+    """Attention over the T places of a pack: over each run alone, as over one request. make: `dense_run` or
+    `exact_run`. Results of places of no run are 0."""
+    runs, begin = list[tuple[slice, Attend]](), 0
+    for number in range(len(pack.rows)):
+        length, start = int(pack.length[number]), int(pack.start[number])
+        places = slice(begin, begin + length)
+        begin += length
+        if length and bool(pack.exists[places.start]):
+            positions = torch.arange(start, start + length, device=pack.start.device)
+            oldest = 0 if window is None else max(0, start - window + 1)
+            keys = torch.arange(oldest, start + length, device=positions.device)
+            slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
+            runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
 
-    num_places: int
-    runs: Sequence[tuple[slice, Attend]]
-
-    @classmethod
-    def from_pack(
-        cls, make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
-    ) -> "RunsAttention":
-        """Make attention over the runs of a pack, one by one. make: `dense_run` or `exact_run`."""
-        runs, begin = [], 0
-        for number in range(len(pack.rows)):
-            length, start = int(pack.length[number]), int(pack.start[number])
-            places = slice(begin, begin + length)
-            begin += length
-            if length and bool(pack.exists[places.start]):
-                positions = torch.arange(start, start + length, device=pack.start.device)
-                oldest = 0 if window is None else max(0, start - window + 1)
-                keys = torch.arange(oldest, start + length, device=positions.device)
-                slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
-                runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
-        return cls(len(pack.run_of), runs)
-
-    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def attend(query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
-        for places, attend in self.runs:
-            out[:, places] = attend(query[:, :, places], pool_k, pool_v, **options)
+        for places, attend_run in runs:
+            out[:, places] = attend_run(query[:, :, places], pool_k, pool_v, **options)
         return out
+
+    return attend
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRuns:
-    """`RunsAttention` without a length read on the host, so it can be captured. All T places attend to every run, and a
-    place keeps the result of its own run only; so it takes R times as long."""
+    """`runs_attention` without a length read on the host, so it can be captured. All T places attend to every run, and
+    a place keeps the result of its own run only; so it takes R times as long."""
 
     pack: Pack
     lines: RunSlots

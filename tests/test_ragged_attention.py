@@ -12,7 +12,7 @@ import torch
 from attention_scene import rounded
 
 from specdec import SamplingParams
-from specdec.attention.dense import MaskedRuns, RunsAttention, dense_run
+from specdec.attention.dense import MaskedRuns, dense_run, runs_attention
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
@@ -142,7 +142,7 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     del options["window"], options["first_key"]
     forms = [
-        *(RunsAttention.from_pack(make, case.pack, case.lines, window, first_key) for make in (dense_run, exact_run)),
+        *(runs_attention(make, case.pack, case.lines, window, first_key) for make in (dense_run, exact_run)),
         MaskedRuns(case.pack, case.lines, window, first_key),
     ]
     for form in forms:
@@ -221,7 +221,7 @@ def test_random_packs_are_as_each_run_alone() -> None:
         window = draw.choice([None, 7, 30])
         want = case.expected(window, None, None)
         for make in (dense_run, exact_run):
-            attend = RunsAttention.from_pack(make, case.pack, case.lines, window)
+            attend = runs_attention(make, case.pack, case.lines, window)
             got = attend(case.q, case.k, case.v, scaling=0.3)
             torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
 

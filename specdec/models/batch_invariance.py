@@ -66,9 +66,9 @@ class VectorwiseMode(TorchFunctionMode):
             return _by_vectors(func, *args, **kwargs)
         if func is F.linear:
             return _by_tiles(*args, **kwargs)
-        if func in PRODUCTS and args[0].dim() > 1 and args[1].dim() == 2:
+        if func in PRODUCTS and not kwargs and args[0].dim() > 1 and args[1].dim() == 2:
             return _by_tiles(args[0], args[1].t())
-        if func is torch.addmm and not kwargs:
+        if func is torch.addmm and not kwargs:  # the projection of GPT-2 and its kin
             return _by_tiles(args[1], args[2].t(), args[0])
         if func is torch._grouped_mm:
             return _grouped(*args, **kwargs)
