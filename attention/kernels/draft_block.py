@@ -100,7 +100,7 @@ class DraftBlock(Protocol):
         """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
 
     def destination(self, layer: int) -> Destination:
-        """Where to write the K/V of the newest level's nodes [B * K]."""
+        """Destination of the K/V of the newest level's nodes [B * K]."""
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""

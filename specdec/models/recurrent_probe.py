@@ -53,7 +53,7 @@ class TextPaths(NamedTuple):
         """`RecurrentContext.recur` for these rows. rows: of the forwards seen, float32. Blocks run in tiles, since a
         GPU's library chooses products by their number."""
         found = [None if None in part else self.gather(part) for part in zip(*rows, strict=True)]
-        tiles = []
+        tiles = []  # the last row pads the last of them
         for tile in torch.arange(-(-len(self.exist) // ROWS) * ROWS).clamp(max=len(self.exist) - 1).split(ROWS):
             exist, q, k, v, g, beta = (None if x is None else x[tile] for x in (self.exist, *found))
             assert exist is not None and q is not None and k is not None and v is not None and g is not None
