@@ -125,7 +125,7 @@ def test_replaced_weights_are_read_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"hidden_act": "relu"}, "its MLP is gated by 'relu'"),
+        ({"hidden_act": "relu"}, "its MLP is gated by ReLU"),
         ({"biases": biases("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}, "its MLP has biases"),
         ({"biases": biases("self_attn.q_proj")}, "some of its attention projections have biases"),
     ],

@@ -16,7 +16,7 @@ from specdec.runtime.rounds.result import NO_DRAFT
 from inside import capture_on_tape
 from marks import deep, deep_cases, slow
 from stand_ins import following
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 NEW = 14
 TREE = SpecConfig(3, 2, 6)
