@@ -77,11 +77,9 @@ def once(check: Callable[..., str | None], case_of_call: Callable[..., Any]) -> 
 
 
 def difference_case(proof: ProbeResult, run: Any, *bits: Any) -> tuple[Any, ...] | None:
-    if bits:  # remembered by `rows_case`
-        return None
     if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "start_forward_of.<locals>.run":
         return (id(proof),)  # of the model's own layers, one after the other
-    return with_layers(getattr(run, "__self__", None))
+    return None if bits else with_layers(getattr(run, "__self__", None))  # bits: remembered by `rows_case`
 
 
 def ranks_case(proof: ProbeResult, run: Any, ranks: Any, *heads: Any) -> tuple[Any, ...] | None:

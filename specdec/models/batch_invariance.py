@@ -96,7 +96,7 @@ def _by_tiles(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **unset: None) -> torch.Tensor:
-    """`torch._grouped_mm`: rows [T, K] sorted by expert, weights [E, K, N], the end of each expert's rows [E] -> [T, N]."""
+    """`torch._grouped_mm`: rows [T, K] sorted by expert, weights [E, K, N], the ends of experts' rows [E] -> [T, N]."""
     parts = rows.tensor_split(offs[:-1].tolist())
     return torch.cat([_by_tiles(part, weight.t()) for part, weight in zip(parts, weights, strict=True) if len(part)])
 
