@@ -16,14 +16,13 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.dense import MaskedRuns, RunsAttention, VisibleKeys, dense_run, exact_run
-from specdec.attention.deterministic_attention import deterministic_attention
+from specdec.attention.dense import MaskedRuns, VisibleKeys, dense_run, runs_attention
 from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.path_attention import PathAttention
+from specdec.attention.path_attention import PathAttention, deterministic_attention, exact_run
 from specdec.attention.plan import Attend, KVPlan, PackTables, PlanBackend
 from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels, fold_row
 from specdec.attention.recurrence.torch_recurrence import RecurrentForward, fold_committed
@@ -37,8 +36,9 @@ from specdec.attention.trees.tree_builder import (
 from specdec.errors import ConfigError
 from specdec.gpu.triton_shim import triton_obstacle
 from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import GroupId, GroupLoc
-from specdec.kvcache.store import KVStore, LayerKV, move_kv, reference_move_kv, reference_store_kv, store_kv
+from specdec.kvcache.store import KVStore, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 MAX_HEAD_DIM = 512
 
@@ -54,8 +54,8 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every operation as torch operators. deterministic: keys are cut by absolute position, for which the host reads
-    lengths. captured: the host reads nothing else."""
+    """Every operation as torch operators. deterministic: each row attends alone, for which the host reads lengths.
+    captured: the host reads nothing else."""
 
     name = "torch"
     deterministic: bool = False
@@ -66,13 +66,13 @@ class TorchBackend:
             runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
             if self.captured and not self.deterministic:
                 return MaskedRuns(*runs)
-            return RunsAttention.from_pack(exact_run if self.deterministic else dense_run, *runs)
+            return runs_attention(exact_run if self.deterministic else dense_run, *runs)
         if self.deterministic:
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, group, window)
         return VisibleKeys.from_plan(plan, group, window).attend
 
-    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        reference_store_kv(k, v, slots, layer.k, layer.v)
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
@@ -103,8 +103,8 @@ class TritonBackend:
         by_tree = partial(tree_attention, shares=shares)
         return PathAttention.from_plan(by_tree, own_keys, plan, group, window)
 
-    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_kv(k, v, slots, layer.k, layer.v)
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         addresses = store.addresses.get(group)
@@ -128,26 +128,19 @@ def choose_backend(
     head_dim: int,
     *,
     deterministic: bool = False,
-    in_tiles: bool = False,
     captured: bool = False,
 ) -> Backend:
     """Make the backend for `EngineConfig.attention`; "auto" is Triton on a GPU that can run the kernels.
 
-    head_dim: the largest head of all models that keep K/V. in_tiles: forwards run in tiles of rows (deterministic
-    layers that are not fused do); the kernels cannot. captured: forwards may be captured, so the host must read nothing
-    back during them. Raises ConfigError if "triton" was requested and cannot run with this device, dtype, head or
-    tiles.
+    head_dim: the largest head of all models that keep K/V. captured: forwards may be captured, so the host must read
+    nothing back during them. Raises ConfigError if "triton" was requested and cannot run with this device, dtype or
+    head.
     """
     obstacle = ""
     if attention == "triton" or (attention == "auto" and device.type == "cuda"):
         obstacle = triton_obstacle(device, dtype)
         if not obstacle and head_dim > MAX_HEAD_DIM:
             obstacle = f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
-        if not obstacle and in_tiles:
-            obstacle = (
-                " attends to whole forwards, and with deterministic=True layers that are not fused run in tiles of "
-                "rows; use fused=True or attention='torch'"
-            )
         if not obstacle:
             return TritonBackend(deterministic)
         if attention == "triton":

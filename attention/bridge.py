@@ -9,17 +9,23 @@ the function (`private_copy.py`); the user's model is not changed.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from specdec.attention.plan import Attend, KVPlan
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layer_context import Destination, LayerContext, Recurrence, RecurrentContext, ScoreOptions
+from specdec.kvcache.layer_context import (
+    AttentionCall,
+    Destination,
+    LayerContext,
+    Recurrence,
+    RecurrentContext,
+    ScoreOptions,
+)
 from specdec.kvcache.layout import GroupId
 from specdec.modules.private_copy import ATTENTION_NAME
 
@@ -29,43 +35,6 @@ IGNORED_KWARGS = frozenset(
     | {"logits_to_keep", "num_items_in_batch", "return_shared_kv_states", "return_dict"}
 )
 """Keywords of an attention call that are ignored, since they do not change its result. Any other tensor is refused."""
-
-
-class AttentionCall(NamedTuple):
-    """One layer's call of attention, as transformers passes it.
-
-    query [X, Hq, T, D], key and value [X, Hkv, T, D] after RoPE, with rows packed [1, B*N] or as a batch [B*N, 1];
-    sinks [Hq] or None; extra: all other keywords.
-    """
-
-    layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scaling: float
-    sliding_window: int | None
-    sinks: torch.Tensor | None
-    softcap: float | None
-    extra: dict[str, Any]
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value packed: [X * T, heads, D]."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (self.query, self.key, self.value))
-        return q, k, v
-
-    def answer(
-        self, forward: LayerContext, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attend with packed tokens -> [X, T, Hq, D], the shape that transformers expects."""
-        out = forward.attend_tokens(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
-        return out.view(len(self.query), -1, *out.shape[1:])
-
-
-class AttentionContext(Protocol):
-    """A forward to which the attention function hands its calls."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Compute this call -> [X, T, Hq, D]."""
 
 
 def specdec_attention(
@@ -79,7 +48,7 @@ def specdec_attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
-    specdec_ctx: AttentionContext | None = None,
+    specdec_ctx: LayerContext | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function: takes queries [1, Hq, B*N, D] or [B*N, Hq, 1, D], returns heads after rows."""
@@ -98,7 +67,7 @@ AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardContext:
+class ForwardContext(LayerContext):
     """One forward: its plan, the view through which it reads and writes KV, and the window of each layer.
 
     attention: the `Attend` of this forward for each (group, window, shares) of its layers. states: hidden states [1,
@@ -129,6 +98,11 @@ class ForwardContext:
         return replace(context, other_ranks=tuple(other_ranks))
 
     @classmethod
+    def for_storing(cls, plan: KVPlan, view: KVView) -> "ForwardContext":
+        """The context of a forward that only stores K/V."""
+        return cls(plan, view, (), {}, {})
+
+    @classmethod
     def _of_rank(
         cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int]
     ) -> "ForwardContext":
@@ -150,20 +124,14 @@ class ForwardContext:
         assert self.recurrent is not None
         return self.recurrent.recur(layer, rows)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attention of a layer of transformers. Stores its K/V first, unless the layer reads another layer's."""
-        q, k, v = call.rows()
-        destination = self.destination(call.layer)
-        if destination is None:
-            return call.answer(self, q, None, None)
-        self.plan.backend.store(self.view.writable_layer(call.layer), destination.slots, k, v)
-        return call.answer(self, q, k, v)
-
     def destination(self, layer: int) -> Destination | None:
         if self.plan.write is None or not self.view.owns(layer):
             return None
         layer_kv = self.view.writable_layer(layer)
         return Destination(layer_kv.k, layer_kv.v, self.plan.write_slots(layer_kv.group))
+
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.plan.backend.store(destination, k, v)
 
     def attend_tokens(
         self,
@@ -179,13 +147,12 @@ class ForwardContext:
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        """Attend with this rank's heads. Pools and page table cannot be of two groups: `layer_kv` holds the pools, and
+        its group chooses the `Attend`, which the backend made from the plan's page table of that group."""
         layer_kv = self.view.layer(layer)
         attend = self.attention[layer_kv.group, self.windows[layer], self.view.spec(layer).shares]
-        shape = self.plan.positions.shape  # a tile may have more rows than B * N: the rest is padding
-        num_rows, num_queries = q.shape[0], shape.numel()
-        query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
-        out = attend(query, layer_kv.k, layer_kv.v, **options).flatten(0, 1)  # [B * N, Hq, D]
-        return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
+        query = q.view(*self.plan.positions.shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
+        return attend(query, layer_kv.k, layer_kv.v, **options).flatten(0, 1)  # [B * N, Hq, D]
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """`attend_tokens` for a frozen drafter, which runs on rank 0 and reads K/V heads of all ranks. Each rank

@@ -12,15 +12,13 @@ All checks are tensor operations that read nothing back, so a captured round rep
 """
 
 import os
-from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
 from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan, PackTables
 from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
@@ -57,8 +55,15 @@ class CheckedBackend:
             self._check_lengths(plan)
             self._check_writes(plan, group)
             self._check_reads(group, plan.rows, plan.prefix.table(group), int(self.table.retain[group]))
-        queries = self._own(plan), self._rows(plan).expand_as(plan.positions), plan.positions
-        return CheckedAttention(self, self.backend.attention(plan, group, window, shares), group, queries)
+        attend = self.backend.attention(plan, group, window, shares)
+        own, rows = self._own(plan), self._rows(plan).expand_as(plan.positions)
+
+        def checked(query: torch.Tensor, *pools: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+            out = attend(query, *pools, **options)
+            self.check_finite(group, query, out, own, rows, plan.positions)
+            return out
+
+        return checked
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
@@ -157,28 +162,6 @@ class CheckedBackend:
         if plan.block_len is None:
             return own
         return own & (torch.arange(own.shape[1], device=own.device) < plan.block_len[:, None])
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedAttention:
-    """`attend` for a plan or a part of its rows. Finite queries must get finite results.
-
-    queries: which are not padding, their rows of the request table and their positions, [B, N] each.
-    """
-
-    checks: CheckedBackend
-    attend: Attend
-    group: GroupId
-    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-    def __call__(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        out = self.attend(query, *args, **options)
-        self.checks.check_finite(self.group, query, out, *self.queries)
-        return out
-
-    def part(self, requests: slice, columns: slice) -> "CheckedAttention":
-        own, rows, positions = (x[requests, columns] for x in self.queries)
-        return replace(self, attend=part_of(self.attend, requests, columns), queries=(own, rows, positions))
 
 
 class CheckedDraftBlock:

@@ -9,22 +9,18 @@ known(i, j) says whether key j exists for query i: always in the committed prefi
 in a chunk or a run of a pack, if j <= i. Windows count positions: in a tree the depth, never the node's index. A model
 with attention sinks adds one learnt logit per head to the softmax's denominator.
 
-`dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `RunsAttention` for packs: run by
+`dense_attention` computes it. `VisibleKeys` chooses its keys for trees and chunks, `runs_attention` for packs: run by
 run, as over one request each (`MaskedRuns` within a capture). Keys are read from the pools, after the forward has
-stored its own. `deterministic_attention.py` is a second implementation, which cuts the keys by absolute position.
+stored its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, PathKeys
-from specdec.attention.kernels.page_table import PageTable
-from specdec.attention.path_attention import PathAttention, part_of
 from specdec.attention.plan import Attend, KVPlan, Pack, PackTables, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.layer_context import ScoreOptions
@@ -53,14 +49,14 @@ def dense_attention(
     query: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, DV]
-    in v's dtype.
+    """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L] (None: each query sees each
+    key), sinks [Hq] -> [B, N, Hq, DV] in v's dtype.
 
     Keys that no query sees must be finite, since their weight 0 is multiplied with V. The result of a query that sees
     no key is 0 or NaN.
@@ -69,7 +65,7 @@ def dense_attention(
     if softcap is None and sinks is None:
         if query.device.type == "cpu" and dtype.itemsize < 4:  # the fused operator is several times slower in 16 bits
             query, k, v = query.float(), k.float(), v.float()
-        bias = bias.to(query.dtype)
+        bias = None if bias is None else bias.to(query.dtype)
         fused = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
         return fused.to(dtype).transpose(1, 2)
     # without torch's fused operator; the softmax runs in float32, or in float64 for float64 inputs
@@ -78,7 +74,9 @@ def dense_attention(
     scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)) * scaling  # [B, Hkv, G, N, L]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + bias[:, :, None]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if bias is not None:
+        scores = scores + bias[:, :, None]
     if sinks is None:
         weights = scores.softmax(dim=-1)
     else:
@@ -161,53 +159,36 @@ def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tup
     return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first
 
 
-@dataclass(frozen=True, slots=True)
-class RunsAttention:
-    """An `Attend` of `plan.py` over T places. runs: the places of each run, and attention over that run alone, as over
-    one request. Places of no run are 0."""
+def runs_attention(
+    make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
+) -> Attend:
+    """Attention over the T places of a pack: over each run alone, as over one request. make: `dense_run` or
+    `exact_run`. Results of places of no run are 0."""
+    runs, begin = list[tuple[slice, Attend]](), 0
+    for number in range(len(pack.rows)):
+        length, start = int(pack.length[number]), int(pack.start[number])
+        places = slice(begin, begin + length)
+        begin += length
+        if length and bool(pack.exists[places.start]):
+            positions = torch.arange(start, start + length, device=pack.start.device)
+            oldest = 0 if window is None else max(0, start - window + 1)
+            keys = torch.arange(oldest, start + length, device=positions.device)
+            slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
+            runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
 
-    num_places: int
-    runs: Sequence[tuple[slice, Attend]]
-
-    @classmethod
-    def from_pack(
-        cls, make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
-    ) -> "RunsAttention":
-        """Make attention over the runs of a pack, one by one. make: `dense_run` or `exact_run`."""
-        runs, begin = [], 0
-        for number in range(len(pack.rows)):
-            length, start = int(pack.length[number]), int(pack.start[number])
-            places = slice(begin, begin + length)
-            begin += length
-            if length and bool(pack.exists[places.start]):
-                positions = torch.arange(start, start + length, device=pack.start.device)
-                oldest = 0 if window is None else max(0, start - window + 1)
-                keys = torch.arange(oldest, start + length, device=positions.device)
-                slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
-                runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
-        return cls(len(pack.run_of), runs)
-
-    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def attend(query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
-        for places, attend in self.runs:
-            out[:, places] = attend(query[:, :, places], pool_k, pool_v, **options)
+        for places, attend_run in runs:
+            out[:, places] = attend_run(query[:, :, places], pool_k, pool_v, **options)
         return out
 
-    def part(self, _requests: slice, columns: slice) -> "RunsAttention":
-        """Attention for these places only; there is one row."""
-        runs = []
-        for places, attend in self.runs:
-            first, stop = max(places.start, columns.start), min(places.stop, columns.stop)
-            if first < stop:
-                some = part_of(attend, slice(0, 1), slice(first - places.start, stop - places.start))
-                runs.append((slice(first - columns.start, stop - columns.start), some))
-        return RunsAttention(columns.stop - columns.start, runs)
+    return attend
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRuns:
-    """`RunsAttention` without a length read on the host, so it can be captured. All T places attend to every run, and a
-    place keeps the result of its own run only; so it takes R times as long."""
+    """`runs_attention` without a length read on the host, so it can be captured. All T places attend to every run, and
+    a place keeps the result of its own run only; so it takes R times as long."""
 
     pack: Pack
     lines: RunSlots
@@ -240,15 +221,3 @@ def dense_run(
     """Attention of one run, from slots and positions of its keys [1, L] and positions [1, N] of its queries."""
     known = positions[:, :, None] >= keys[:, None]
     return VisibleKeys(slots, bias_of(visible(positions, keys, known, window, first_key))).attend
-
-
-def exact_run(
-    slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
-) -> Attend:
-    """Attention of one run, with keys cut by absolute position as in plain decoding. The table has the slots of all
-    keys, the run's own too."""
-    end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that whole tiles hold all keys
-    none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
-    first = keys[:, 0].clone()
-    path = PathKeys(PageTable(slots, first, end, 1), none_apart, positions, None, window, first_key)
-    return PathAttention(deterministic_attention, path)

@@ -1,6 +1,6 @@
 """Attention for many drafts at once, which begin at many places of texts: chains of single tokens, and blocks.
 
-Each class is the `AttentionContext` of a draft head's modules: one softmax over the visible text and the draft's own
+Each class is the `LayerContext` of a draft head's modules: one softmax over the visible text and the draft's own
 rows. Several texts may be packed into a row; position 0 begins a text. Training uses it, and so does the doctor, to
 draft at every place of an answer.
 """
@@ -10,8 +10,7 @@ from typing import Unpack
 
 import torch
 
-from specdec.attention.bridge import AttentionCall
-from specdec.kvcache.layer_context import OwnRows, ScoreOptions
+from specdec.kvcache.layer_context import LayerContext, OwnRows, ScoreOptions
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,7 +20,7 @@ def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
 
 
-class ChainAttention:
+class ChainAttention(LayerContext):
     """Attention of chains over positions [B, T]. It keeps the keys and values of every step for each draft layer.
 
     windows: one per draft layer, None: full. in_float32: scores are not rounded, as kernels do not: for a reference in
@@ -35,12 +34,6 @@ class ChainAttention:
         self.v: list[list[torch.Tensor]] = [[] for _ in self.windows]
         same, self.distance = same_document(pos)
         self.seen = same & (self.distance >= 0)  # [B, T, T]
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.answer(self, *call.rows())
-
-    def destination(self, layer: int) -> None:
-        """None: nothing is stored."""
 
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
@@ -76,7 +69,7 @@ class ChainAttention:
         return out.to(dtype).transpose(1, 2).flatten(0, 1).contiguous()
 
 
-class BlocksAttention:
+class BlocksAttention(LayerContext):
     """Attention of blocks of `size` tokens at places [B, A] of texts at positions [B, T].
 
     keys_values: k and v [B, Hkv, T, D] of the text after RoPE, for each draft layer. causal: a row of a block sees the
@@ -106,13 +99,17 @@ class BlocksAttention:
         self.own = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
         self.ahead = torch.zeros_like(self.steps) if anchored else self.steps
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Query [B, Hq, A * K, D], key and value [B, Hkv, A * K, D] -> [B, A * K, Hq, D]."""
-        layer, q = call.layer, call.query.float() if self.in_float32 else call.query
-        rows, group = len(self.steps), q.shape[1] // call.key.shape[1]
-        given = (*self.keys_values(layer), call.key, call.value)
+    def attend_tokens(
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        """q [B * A * K, Hq, D], k and v [B * A * K, Hkv, D] -> [B * A * K, Hq, D]."""
+        assert k is not None and v is not None, "a draft has K/V of its own"
+        dtype, rows, group = q.dtype, len(self.steps), q.shape[1] // k.shape[1]
+        q, k, v = (x.unflatten(0, (len(self.before), -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, A * K, D]
+        q = q.float() if self.in_float32 else q
+        given = (*self.keys_values(layer), k, v)
         old_k, old_v, k, v = (x.to(q.dtype).repeat_interleave(group, 1) for x in given)
-        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * call.scaling, k, v))  # [B, Hq, A, K, D]
+        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * options["scaling"], k, v))  # [B, Hq, A, K, D]
         seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]
         own = self.own
         if (window := self.windows[layer]) is not None:
@@ -126,4 +123,4 @@ class BlocksAttention:
         weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)  # [B, Hq, A, K, T + K]
         out: torch.Tensor = weights[..., :length].flatten(2, 3) @ old_v  # [B, Hq, A * K, D]
         out = out + (weights[..., length:] @ v).flatten(2, 3)
-        return out.transpose(1, 2).to(call.query.dtype)
+        return out.to(dtype).transpose(1, 2).flatten(0, 1).contiguous()

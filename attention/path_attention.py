@@ -1,36 +1,26 @@
-"""Attention of one forward in which every row is a function of its own path, and forwards in tiles of rows.
+"""Attention in which a row's bits depend on its own path only: on its query and the keys it sees, not on other rows.
 
-`own_keys` finds a row's own keys once per forward, group and window; layers then pass only their pools. Both backends
-use it. A forward may be computed in parts, as long as a row's ancestors are stored before it: all such orders give the
-same bits. So it can run in tiles of ROWS rows, and library operators always see the same number of rows:
+`PathAttention` runs one of two functions over the keys that `own_keys` found once per forward, group and window:
 
-    tile     columns [c, c') of requests [b, b'), at most ROWS rows, packed, and padded to ROWS
-    order    by columns first: a row's ancestors run before it or in the same tile
+    tree_attention            kernels, which cut the keys by absolute position (`kernels/tree_attention.py`)
+    deterministic_attention   plain torch, which computes each row alone: no operation sees the keys of another row
 
-    3 requests of 20 columns     |0: 0..15|  |1: 0..15|  |2: 0..15|  |0..2: 16..19|
-
-Operators of other libraries may sum in an order that depends on the shape; tiles give them one shape. A row's bits must
-then depend neither on its place in the tile nor on the other rows: `models/batch_invariance.py` tests this on the model
-itself.
+Rows of one path (a chain, a run of a prompt) share one gather of K/V; a row's keys are then a slice of it. Invariant:
+every tensor that a row's operations get has a shape, strides and an alignment that follow from its own path.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
-from torch.nn.functional import pad
 
-from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.own_keys import OwnKeys, PathKeys
-from specdec.attention.plan import KVPlan, PackTables
-from specdec.kvcache.layout import GroupId, GroupLoc
-
-
-def part_of(whole: Any, requests: slice, columns: slice) -> Any:
-    """An `Attend` or the recurrent layers of a forward, for these columns of these requests only. The backend is
-    deterministic and runs in plain torch; it may be a checked one."""
-    return whole.part(requests, columns)
+from specdec.attention.dense import dense_attention
+from specdec.attention.kernels.own_keys import ALIGN, OwnKeys, PathKeys
+from specdec.attention.plan import Attend, KVPlan, PackTables
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
+from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layout import GroupId
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,62 +53,76 @@ class PathAttention:
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         return self.function(query, pool_k, pool_v, self.path, **options)
 
-    def part(self, requests: slice, columns: slice) -> "PathAttention":
-        """Attention for these columns of these requests only."""
-        (slots, run_end), block_len = self.path.own, self.path.block_len
-        own = OwnKeys(slots[requests], None)
-        if run_end is not None:  # renumber nodes from the first column; runs end at the last
-            ends = run_end[requests, columns].clamp(max=columns.stop - 1) - columns.start
-            own = OwnKeys(slots[requests, columns].contiguous(), ends.contiguous())
-        path = self.path._replace(
-            table=self.path.table.of_requests(requests),
-            own=own,
-            positions=self.path.positions[requests, columns],
-            block_len=None if block_len is None else (block_len[requests] - columns.start).clamp(min=0),
-        )
-        return replace(self, path=path)
+
+def deterministic_attention(
+    query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, path: PathKeys, **options: Unpack[ScoreOptions]
+) -> torch.Tensor:
+    """See `tree_attention`; `path.own` from `reference_own_keys`. It reads lengths on the host."""
+    table, own, positions, block_len, window, first_key = path
+    committed_len = table.committed_len
+    oldest = oldest_keys(positions, table.begin[:, None].expand_as(positions), window, first_key)
+    newest = positions if own.path_len else (committed_len - 1)[:, None].expand_as(positions)
+    if block_len is not None:
+        rows = torch.arange(positions.shape[1], device=positions.device)
+        newest = torch.where(rows < block_len[:, None], newest, -1)
+    committed, own_base = table.slots(), committed_len // ALIGN * ALIGN
+    out = query.new_zeros((*positions.shape, query.shape[1], pool_v.shape[2]))
+    for b, (begin, base) in enumerate(zip(table.begin.tolist(), own_base.tolist(), strict=True)):
+        begin = min(begin, base)
+        for line, own_slots in enumerate(own.slots[b]):
+            rows_of_line = slice(None) if own.run_end is None else slice(line, line + 1)
+            slots = torch.cat([committed[b, : base - begin], own_slots])
+            first, stop = (oldest[b, rows_of_line] - begin).tolist(), (newest[b, rows_of_line] - begin + 1).tolist()
+            out[b, rows_of_line] = rows_alone(query[b, :, rows_of_line], pool_k, pool_v, slots, first, stop, **options)
+    return out
 
 
-ROWS = 16
+def exact_run(
+    slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
+) -> Attend:
+    """Attention of one run like `deterministic_attention`, from slots and positions of its keys [1, L] and positions
+    [1, N] of its queries."""
+    oldest = oldest_keys(positions, keys[:, :1].expand_as(positions), window, first_key)
+    first, stop = (oldest - keys[:, :1])[0].tolist(), (positions - keys[:, :1] + 1)[0].tolist()
+
+    def attend(
+        query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        return rows_alone(query[0], pool_k, pool_v, slots[0], first, stop, **options)[None]
+
+    return attend
 
 
-class RowTile(NamedTuple):
-    """A tile: these columns of these requests."""
-
-    requests: slice
-    columns: slice
-
-    def rows(self, packed: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """Take the tile's rows of [B * N, ...], packed and padded: [ROWS, ...]."""
-        return pad_rows(packed.unflatten(0, (-1, num_columns))[self].flatten(0, 1))
+def oldest_keys(positions: torch.Tensor, begin: torch.Tensor, window: int | None, first_key: int) -> torch.Tensor:
+    """Position of the oldest key that each query sees, [B, N]. begin: position of the first key that exists."""
+    if window is not None:
+        begin = torch.maximum(begin, positions - window + 1)
+    return torch.maximum(begin, positions.clamp(max=first_key)) if first_key else begin
 
 
-def row_tiles(batch: int, num_columns: int) -> Iterator[RowTile]:
-    """The tiles of a forward with `num_columns` rows per request, in the order in which they must run."""
-    for first in range(0, num_columns, ROWS):
-        columns = slice(first, min(first + ROWS, num_columns))
-        requests = ROWS // (columns.stop - first)
-        for request in range(0, batch, requests):
-            yield RowTile(slice(request, min(request + requests, batch)), columns)
-
-
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """Pad x [T, ...], T <= ROWS, with zeros to [ROWS, ...]: token 0, position 0, the null slot."""
-    return pad(x, (0, 0) * (x.dim() - 1) + (0, ROWS - len(x)))
-
-
-def tile_context(whole: ForwardContext, tile: RowTile) -> ForwardContext:
-    """The context of one tile: ROWS packed rows, its own rows first. Padding rows write to the null slot.
-
-    Its attention is a part of the whole forward's attention, so it finds the K/V of ancestors in other tiles.
-    """
-    plan, width = whole.plan, whole.plan.positions.shape[1]
-    write = None if plan.write is None else plan.write.map(lambda slots: GroupLoc(tile.rows(slots, width)))
-    return replace(
-        whole,
-        plan=replace(plan, positions=plan.positions[tile], write=write),
-        attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
-        states=dict.fromkeys(whole.states),
-        other_ranks=tuple(tile_context(other, tile) for other in whole.other_ranks),
-        recurrent=None if whole.recurrent is None else part_of(whole.recurrent, *tile),
-    )
+def rows_alone(
+    query: torch.Tensor,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
+    slots: torch.Tensor,
+    first: Sequence[int],
+    stop: Sequence[int],
+    **options: Unpack[ScoreOptions],
+) -> torch.Tensor:
+    """Attend with each of n rows alone: query [Hq, n, D] -> [n, Hq, DV]. Row i sees the keys at `slots[first[i] :
+    stop[i]]`; if there are none, its result is 0."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_zeros((query.shape[1], query.shape[0], pool_v.shape[2]))
+    seeing = [i for i in range(len(out)) if first[i] < stop[i]]
+    if not seeing:
+        return out
+    begin = min(first[i] for i in seeing)
+    gathered = slots[begin : max(stop[i] for i in seeing)]
+    keys, values = (read_rows(pool, gathered).to(dtype) for pool in (pool_k, pool_v))  # [L, Hkv, D]
+    for i in seeing:
+        row = query[:, i : i + 1].to(dtype, copy=True)[None]
+        k, v = (x[first[i] - begin : stop[i] - begin] for x in (keys, values))
+        if first[i] > begin:
+            k, v = k.clone(), v.clone()  # as if the gather began with them: an address may affect bits
+        out[i] = dense_attention(row, k.transpose(0, 1)[None], v.transpose(0, 1)[None], **options)[0, 0]
+    return out

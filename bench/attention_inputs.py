@@ -8,12 +8,12 @@ import torch
 from attention_scene import depths, rounded
 
 from bench.verify import in_float64
-from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels import paged_attention as pa
 from specdec.attention.kernels.own_keys import OwnKeys, PathKeys, own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
+from specdec.attention.path_attention import deterministic_attention
 from specdec.attention.plan import Pack, RunSlots
 
 Shape = dict[str, Any]

@@ -207,7 +207,8 @@ class Gemma4MTPWorker:
             return builder.select()
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
-        """The context of `num_queries` queries per request, all at one position and on one prefix."""
+        """The context of `num_queries` queries per request, all at one position and on one prefix. The plan has page
+        tables of the committed prefix [0, S) in every group (`batch.prefix`, if the round has made them)."""
         plan = plan_frozen(
             self.binding.backend,
             self.binding.cache.table,

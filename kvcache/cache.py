@@ -13,10 +13,11 @@ import torch
 from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import GroupId, GroupLoc, KVLayout
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
 from specdec.kvcache.sanitize import Sanitizer
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import Move, RequestTable
 
 CHECKPOINTS = 3
@@ -31,8 +32,8 @@ def num_state_slots(max_requests: int) -> int:
 class KVOperations(Protocol):
     """Operations on the tensors of a store. A backend of `specdec.attention` has them."""
 
-    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [T, Hkv, D] at slots [T]."""
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v [T, Hkv, D] there."""
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         """Copy K/V of slots [M] in every layer of the group. All sources are read before any slot is written."""

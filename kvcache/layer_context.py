@@ -1,10 +1,16 @@
 """Interface between a layer and the forward that it runs in, over T packed tokens. Layers know nothing else of
 attention.
 
-They know no plan, no pool and no backend. The code that runs a forward gives them a `LayerContext`. It also gives a
-`Narrowing` if the last layers run for some rows only, or an `EarlyExit` if they run for none.
+They know no plan, no pool and no backend. The code that runs a forward gives them a `LayerContext`:
+
+    fused layer            store K/V at `destination`, then `attend_tokens`
+    transformers' layer    `attend`, which does both
+    recurrent layer        `convolve`, `recur`: only forwards of models with such layers have them (`RecurrentContext`)
+
+It also gives a `Narrowing` if the last layers run for some rows only, or an `EarlyExit` if they run for none.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
@@ -34,6 +40,24 @@ OwnRows = torch.Tensor | None
 """K or V [T, Hkv, D] of the rows themselves, already stored; None: the layer reads the K/V of another layer."""
 
 
+class AttentionCall(NamedTuple):
+    """One layer's call of attention, as transformers passes it.
+
+    query [X, Hq, T, D], key and value [X, Hkv, T, D] after RoPE, with rows packed [1, B*N] or as a batch [B*N, 1];
+    sinks [Hq] or None; extra: all other keywords.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    sliding_window: int | None
+    sinks: torch.Tensor | None
+    softcap: float | None
+    extra: dict[str, Any]
+
+
 class Recurrence(NamedTuple):
     """Inputs of the recurrence for T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and the delta
     rule's beta [T, HV]; None: the layer has no delta rule. HV is a multiple of HK."""
@@ -61,23 +85,38 @@ class RecurrentContext(Protocol):
 
 
 class LayerContext(Protocol):
-    """A forward in progress."""
+    """A forward in progress. Unless a subclass says otherwise, it stores no K/V and runs on one device."""
+
+    __slots__ = ()
+
+    @property
+    def other_ranks(self) -> Sequence["LayerContext"]:
+        """On the context of rank 0: those of the other ranks that run the forward."""
+        return ()
 
     def destination(self, layer: int) -> Destination | None:
         """Destination of this layer's new K/V. None if it stores none: it shares another layer's K/V, or the cache is
         frozen."""
+        return None
 
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v [T, Hkv, D] there."""
+        raise AssertionError(f"{type(self).__name__} has no destination")
+
+    @abstractmethod
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """Attend: q [T, Hq, D] -> [T, Hq, D], contiguous."""
 
-
-class SplitContext(LayerContext, Protocol):
-    """A forward in progress on several ranks: the context of rank 0, with the contexts of the other ranks."""
-
-    @property
-    def other_ranks(self) -> Sequence[LayerContext]: ...
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Store the call's K/V, then attend -> [X, T, Hq, D]."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
+        destination = self.destination(call.layer)
+        if destination is not None:
+            self.store(destination, k, v)
+        out = self.attend_tokens(call.layer, q, k, v, scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
+        return out.view(len(call.query), -1, *out.shape[1:])
 
 
 class Narrowing(NamedTuple):

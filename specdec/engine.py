@@ -101,7 +101,6 @@ class Engine:
             target.dtype,
             head_dim,
             deterministic=target.deterministic,
-            in_tiles=target.in_tiles,
             captured=capture is not None,
         )
         arguments.require_recurrent(target, config, backend)

@@ -14,6 +14,7 @@ from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
+from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.layout import (
     FULL_ATTENTION,
     KEEP_ALL,
@@ -141,7 +142,7 @@ class KVRig(KVCache):
     ) -> None:
         """Store k, v [T, Hkv, D] of one layer at slots [T] of its group, through a view."""
         kept = (self.view if view is None else view).writable_layer(layer)
-        self.backend.store(kept, slots[kept.group], k, v)
+        self.backend.store(Destination(kept.k, kept.v, slots[kept.group]), k, v)
 
     def chunk(self, rows: IntArray, lengths: IntArray) -> KVPlan:
         device = self.allocator.device

@@ -76,10 +76,10 @@ def once(check: Callable[..., str | None], case_of_call: Callable[..., Any]) -> 
     return found
 
 
-def difference_case(proof: ProbeResult, run: Any) -> tuple[Any, ...] | None:
+def difference_case(proof: ProbeResult, run: Any, *bits: Any) -> tuple[Any, ...] | None:
     if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "start_forward_of.<locals>.run":
         return (id(proof),)  # of the model's own layers, one after the other
-    return with_layers(getattr(run, "__self__", None))
+    return None if bits else with_layers(getattr(run, "__self__", None))  # bits: remembered by `rows_case`
 
 
 def ranks_case(proof: ProbeResult, run: Any, ranks: Any, *heads: Any) -> tuple[Any, ...] | None:
@@ -87,7 +87,7 @@ def ranks_case(proof: ProbeResult, run: Any, ranks: Any, *heads: Any) -> tuple[A
     return None if case is None or id(proof) not in REMEMBERED else (*case, type(ranks), *ranks.devices)
 
 
-def rows_case(layout: Any, texts: Any, run: Any, logits: Any, in_tiles: bool) -> tuple[Any, ...] | None:
+def rows_case(name: str, layout: Any, texts: Any, run: Any, logits: Any) -> tuple[Any, ...] | None:
     return with_layers(getattr(logits, "__self__", None))
 
 

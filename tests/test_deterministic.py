@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
-from specdec.attention.path_attention import ROWS, PathAttention
+from specdec.attention.path_attention import PathAttention
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.models.batch_invariance import ROWWISE, VectorwiseMode
+from specdec.models.batch_invariance import ROWS, ROWWISE, VectorwiseMode
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
@@ -280,16 +280,19 @@ FUNCTIONS = {
     "method": lambda x: x.sigmoid(),
     "rsqrt": lambda x: torch.rsqrt(x.abs() + 1e-3),
     "pow": lambda x: x.abs().pow(0.3),
+    "product": lambda x: x @ torch.linspace(-1, 1, 40 * x.shape[1], dtype=x.dtype).view(x.shape[1], 40),
     "one column": lambda x: F.linear(x, torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)[None]),
 }
 
 
 def places(compute: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> bool:
-    """Is each of ROWS rows of `compute` the same wherever it stands?"""
+    """Is each of ROWS rows of `compute` the same wherever it stands, and among fewer?"""
     generator = torch.Generator().manual_seed(width)
     x = (torch.randn(ROWS, width, generator=generator) * 3).to(dtype)
     order = torch.randperm(ROWS, generator=generator)
-    return torch.equal(compute(x[order].contiguous()), compute(x)[order])
+    return torch.equal(compute(x[order].contiguous()), compute(x)[order]) and torch.equal(
+        compute(x[:3]), compute(x)[:3]
+    )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -13,7 +13,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from specdec import EngineConfig
 from specdec.attention.backend import TorchBackend, TritonBackend
-from specdec.attention.path_attention import ROWS
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, folded, run_blocks
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
@@ -31,7 +30,8 @@ from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
 from specdec.measurement.random_weights import FORMS, empty_packed, fill_packed
 from specdec.models import recurrent_probe
-from specdec.models.probe import ProbeContext
+from specdec.models.batch_invariance import ROWS
+from specdec.models.probe_context import ProbeContext
 from specdec.models.target import TargetModel
 from specdec.runtime.calls.arguments import require_recurrent
 

@@ -13,6 +13,7 @@ from kv_rig import PRIMARY, SWA, DraftTree, GroupId, KVLayout, KVPlan, KVRig, Pr
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
 from specdec.errors import LocationError
+from specdec.kvcache.layer_context import Destination
 
 NODES = 3
 WIDE = GroupId(2)
@@ -73,7 +74,7 @@ def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
     call = plan.backend.attention(plan, group, rig.allocator.groups[group].window)
     if plan.write is not None:
         k = torch.ones((plan.positions.numel(), 1, 2))
-        plan.backend.store(kept, plan.write_slots(group), k, k)
+        plan.backend.store(Destination(kept.k, kept.v, plan.write_slots(group)), k, k)
     query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 2))
     return call(query, kept.k, kept.v, scaling=1.0)
 

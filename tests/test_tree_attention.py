@@ -12,7 +12,6 @@ import pytest
 import torch
 from attention_scene import Request, Text, bushy, dense, depths, lay_out, path_of, request, rounded
 
-from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.tree_attention import (
@@ -24,6 +23,7 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
+from specdec.attention.path_attention import deterministic_attention
 
 from marks import deep, deep_cases, is_deep, slow
 

@@ -21,7 +21,7 @@ from specdec.attention.dense import bias_of, dense_attention, newest, visible
 from specdec.attention.kernels.page_table import PageTable, build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
 from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
-from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layer_context import Destination, ScoreOptions
 from specdec.kvcache.layout import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
@@ -99,8 +99,8 @@ class DraftBlock(Protocol):
     def enter_level(self, origin: torch.Tensor | None) -> None:
         """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
 
-    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
-        """Tensors [slots, Hkv, D], and the slots [B * K] in them at which to write the K/V of the newest level."""
+    def destination(self, layer: int) -> Destination:
+        """Destination of the K/V of the newest level's nodes [B * K]."""
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
@@ -156,9 +156,9 @@ class CopiedDraftBlock:
             self.ancestors = self.ancestors | (columns <= (own if self.draft.order is NodeOrder.CAUSAL else own.amax()))
         self._bias = {sight: bias_of(self._seen(*sight)) for sight in self.prefix}
 
-    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
+    def destination(self, layer: int) -> Destination:
         cells = self._cells[self.draft.sight(layer)][:, self._newest()]
-        return self.copies[layer], GroupLoc(cells.flatten())
+        return Destination(self.copies[layer].k, self.copies[layer].v, GroupLoc(cells.flatten()))
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.sight(layer)]
@@ -220,8 +220,8 @@ class PagedDraftBlock:
         else:
             self.bits = self.bits.gather(1, origin[:, :, None].expand_as(self.bits)) | own
 
-    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
-        return self.scratch[layer], GroupLoc(self.slots[self.level])
+    def destination(self, layer: int) -> Destination:
+        return Destination(self.scratch[layer].k, self.scratch[layer].v, GroupLoc(self.slots[self.level]))
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         committed, scratch, draft = self.store.layers[layer], self.scratch[layer], self.draft

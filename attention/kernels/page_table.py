@@ -50,10 +50,6 @@ class PageTable(NamedTuple):
         """Position of each first page, [B]."""
         return torch.zeros_like(self.committed_len) if self.start is None else self.start
 
-    def of_requests(self, requests: slice) -> "PageTable":
-        start = None if self.start is None else self.start[requests]
-        return PageTable(self.pages[requests], start, self.committed_len[requests], self.page_size)
-
     def slots(self) -> torch.Tensor:
         """The slot [B, P * page_size] of every key."""
         if self.page_size == 1:

@@ -8,7 +8,7 @@ Token t of run r, at position q, sees its own key and the earlier keys of its re
 All keys are read by position from the pools, after the forward has stored its own. So one loop covers prefix and run,
 and layers that share another layer's K/V need no special case. With `exact` a row has the bits of plain decoding at its
 position, whatever its chunk and the other rows. Places of no run are 0. T and R decide the launch, and the host reads
-nothing back, so it can be captured. `RunsAttention` does the same in plain torch, run by run.
+nothing back, so it can be captured. `runs_attention` does the same in plain torch, run by run.
 """
 
 from typing import NamedTuple

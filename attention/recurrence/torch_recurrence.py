@@ -11,8 +11,8 @@ The blocks that the rows need are found once per forward, given the states and r
 
 Each path has its own blocks: a row on several paths is computed once in a block of each, with the same bits. A token is
 certain if it is committed or in a prompt chunk of this forward; only drafts are not. If all tokens of a folded block
-are certain, the fold replaces the request's state. It runs on a CPU and reads lengths on the host. A forward may run in
-parts. Invariant: each ancestor of a row is an earlier row of this forward, or its record is stored.
+are certain, the fold replaces the request's state. It runs on a CPU and reads lengths on the host. Invariant: each
+ancestor of a row is an earlier row of this forward, or its record is stored.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ from specdec.kvcache.table import RequestTable
 
 
 class ForwardRows(NamedTuple):
-    """The rows of a forward, or of a part of it, without padding.
+    """The rows of a forward without padding.
 
-    numbers [n]: place of each row in the part. write [n]: its slot. begun: rows of the request table whose text begins
-    in this forward (position 0). table_row, certain, folded_len [n]: the request of each row by its row of the request
+    numbers [n]: place of each row. write [n]: its slot. begun: rows of the request table whose text begins in this
+    forward (position 0). table_row, certain, folded_len [n]: the request of each row by its row of the request
     table, its number of certain tokens, and of tokens folded before this forward. paths [n]: slots of each row's path,
     from position `folded_len` up to its own.
     """
@@ -52,14 +52,12 @@ class ForwardRows(NamedTuple):
     paths: Sequence[IntArray]
 
 
-def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded_len: torch.Tensor) -> ForwardRows:
-    """The rows of a part (requests, columns) of a plan that writes; rows without a slot are padding. folded_len: folded
-    tokens by row of the request table."""
+def rows_of_plan(plan: KVPlan, group: GroupId, folded_len: torch.Tensor) -> ForwardRows:
+    """The rows of a plan that writes; rows without a slot are padding. folded_len: folded tokens by row of the request
+    table."""
     shape = plan.positions.shape
-    in_part = np.arange(shape.numel()).reshape(shape)[part].reshape(-1)
     write = _host(plan.write_slots(group))
-    exists = write[in_part] != NULL_SLOT
-    numbers = in_part[exists]
+    numbers = np.flatnonzero(write != NULL_SLOT)
     position, certain = _host(plan.positions).reshape(-1)[numbers], _host(plan.committed_len)
     if isinstance(plan.prefix, PackTables):
         pack, lines = plan.prefix.pack, plan.prefix.lines[group]
@@ -83,7 +81,7 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice], folded
     assert (first >= 0).all(), f"records of unfolded tokens are gone: {begin=} {before=}"
     unfolded = [path[i:] for path, i in zip(paths, first, strict=True)]
     assert all(len(path) == size for path, size in zip(unfolded, position + 1 - before, strict=True)), f"{position=}"
-    places, written = torch.from_numpy(np.flatnonzero(exists)), torch.from_numpy(write[numbers])
+    places, written = torch.from_numpy(numbers), torch.from_numpy(write[numbers])
     return ForwardRows(places, written, begun, table_row, certain[request], before, unfolded)
 
 
@@ -169,12 +167,11 @@ def _host(x: torch.Tensor) -> IntArray:
 
 
 class RecurrentForward:
-    """The rows of a plan or of a part of it. `part`: a slice of requests and a slice of columns."""
+    """The recurrent layers of a forward under a plan."""
 
-    def __init__(self, plan: KVPlan, view: KVView, part: tuple[slice, slice] = (slice(None), slice(None))) -> None:
+    def __init__(self, plan: KVPlan, view: KVView) -> None:
         self._plan = plan
         self._view = view
-        self._part = part
         self._newest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keyed by taps
 
     @cached_property
@@ -182,14 +179,11 @@ class RecurrentForward:
         """Rows of the forward. All recurrent layers have the slots of one group, and the same folded tokens when the
         first of them runs."""
         first = self._view.recurrent[0]
-        return rows_of_plan(self._plan, first.layers[0].group, self._part, first.sample.folded_len)
+        return rows_of_plan(self._plan, first.layers[0].group, first.sample.folded_len)
 
     @cached_property
     def _waves(self) -> list[Wave]:
         return waves_of(self._rows)
-
-    def part(self, requests: slice, columns: slice) -> "RecurrentForward":
-        return RecurrentForward(self._plan, self._view, (requests, columns))
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

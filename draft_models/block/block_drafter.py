@@ -43,8 +43,7 @@ class BlockWorker(StoreWorker):
     @torch.inference_mode()
     def observe(self, seen: Observation | PromptObservation) -> None:
         (states, _), plan = self.rows_of(seen), self.plan_of(seen)
-        context = ForwardContext(plan, self.own_view, self.drafter.spec.windows, attention={}, states={})
-        self.drafter.form.observe(states, plan.positions, context)
+        self.drafter.form.observe(states, plan.positions, ForwardContext.for_storing(plan, self.own_view))
 
     observe_prompts = observe
 

@@ -17,7 +17,7 @@ Like an EAGLE-3 head, it may draft only some of the target's tokens: `lm_head` a
 these.
 
 K/V of a position depend on the target's states at that position, never on drafts. One forward drafts a whole block. A
-head holds no K/V and knows no requests: a `HeadContext` tells it where K/V are. If fused layers cannot express a head,
+head holds no K/V and knows no requests: a `LayerContext` tells it where K/V are. If fused layers cannot express a head,
 it runs as a `PlainBlock`.
 """
 
@@ -34,14 +34,13 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.bridge import AttentionContext, ForwardContext
+from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import BlocksAttention
 from specdec.attention.kernels.draft_block import NodeOrder
 from specdec.draft_models.block.block_layers import FULL, Gemma4BlockLayer, SuccessorHead, gemma4_config
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
-    HeadContext,
     HeadForm,
     HeadLayer,
     HeadModule,
@@ -50,6 +49,7 @@ from specdec.draft_models.heads.head_modules import (
     llama_config,
 )
 from specdec.gpu.operations import Operations
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
@@ -148,7 +148,7 @@ class BlockHead(HeadModule):
         normed: torch.Tensor = self.hidden_norm(self.fc(states))
         return normed
 
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
         rotary = self.rotary(embeds, positions)
         hidden = embeds
@@ -220,10 +220,10 @@ class PlainBlock(HeadForm):
         attention = self.head.layers[layer].self_attn
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in attention.keys_values(taps, rotary))
         if (destination := context.destination(layer)) is not None:
-            context.plan.backend.store(context.view.writable_layer(layer), destination.slots, k, v)
+            context.store(destination, k, v)
         return k, v
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """A block's tokens and positions [B, K] -> states after the final norm [B, K, H]."""
         states: torch.Tensor = self.head(self.table(tokens), positions, context)
         return states
@@ -272,7 +272,7 @@ class FusedBlock(PlainBlock):
         assert k is not None and v is not None, "a block's layers have K/V of their own"
         return k, v
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         self.layers.keep_in_step()
         embeds = self.table(tokens).flatten(0, 1)
         angles = self.layers.angles(positions, embeds.dtype)

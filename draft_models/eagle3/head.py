@@ -10,7 +10,7 @@
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
 Row i combines the feature of position i with the next token, so K/V of position i can be computed once token i + 1 is
-known. A head holds no K/V and knows no requests: the caller decides where K/V are (`HeadContext`). If
+known. A head holds no K/V and knows no requests: the caller decides where K/V are (`LayerContext`). If
 fused layers cannot express a head (biases in the MLP, other activations), it runs as a `PlainHead`.
 """
 
@@ -22,12 +22,10 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.bridge import AttentionContext
 from specdec.draft_models.heads.feedback_drafts import ModuleRows
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
-    HeadContext,
     HeadForm,
     HeadLayer,
     HeadModule,
@@ -36,6 +34,7 @@ from specdec.draft_models.heads.head_modules import (
     llama_config,
 )
 from specdec.gpu.operations import Operations
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.embedding import embed_and_norm
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
@@ -79,7 +78,7 @@ class FirstLayer(HeadLayer):
         self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def run_with_embeddings(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, context: AttentionContext
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, context: LayerContext
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H] -> [B, N, H]."""
         normed = self.hidden_norm(hidden)
@@ -116,7 +115,7 @@ class Eagle3Head(HeadModule):
         return states if self.fc is None else self.fc(states)
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: LayerContext
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
@@ -141,7 +140,7 @@ class PlainHead(HeadForm):
         return self.head.features(states)
 
     def run(
-        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext
+        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         """Run rows of g, or a level of a draft: hidden [B, N, H] is the head's feedback."""
         state = self.head(embed_raw(self.table.weight, tokens).to(hidden.dtype), hidden, positions, context)
@@ -191,7 +190,7 @@ class FusedHead(PlainHead):
         return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
     def run(
-        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext
+        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         if not isinstance(hidden, Product):  # else `first_state` looked for weights that have moved
             self.layers.keep_in_step()

@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar, Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.draft_block import DraftBlock
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.tree import DraftTree
@@ -25,7 +24,7 @@ from specdec.draft_models.heads.fused_layers import Parts, fuse_in_place
 from specdec.draft_models.heads.head_modules import HeadForm, HeadModule
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, own_view
-from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
+from specdec.kvcache.layer_context import Destination, LayerContext, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.modules.weight_watch import Weights
@@ -95,7 +94,7 @@ class StoreWorker:
         return ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
 
 
-class DraftContext:
+class DraftContext(LayerContext):
     """The forward of one draft level with K nodes per request. Its K/V go to the scratch block.
 
     owners: for each layer, the layer whose K/V it reads.
@@ -104,17 +103,11 @@ class DraftContext:
     def __init__(self, block: DraftBlock, backend: Backend, topk: int, owners: Sequence[int]) -> None:
         self.block, self.backend, self.topk, self.owners = block, backend, topk, owners
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        q, k, v = call.rows()
-        if self.owners[call.layer] == call.layer:
-            self.backend.store(*self.block.destination(call.layer), k, v)
-        return call.answer(self, q, k, v)
-
     def destination(self, layer: int) -> Destination | None:
-        if self.owners[layer] != layer:
-            return None
-        kept, slots = self.block.destination(layer)
-        return Destination(kept.k, kept.v, slots)
+        return self.block.destination(layer) if self.owners[layer] == layer else None
+
+    def store(self, destination: Destination, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.backend.store(destination, k, v)
 
     def attend_tokens(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]

@@ -25,7 +25,7 @@ from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker, continued
-from specdec.draft_models.heads.head_modules import HeadContext
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.accepted_path import keep_last
 
 
@@ -50,7 +50,7 @@ class FeedbackModel(Protocol):
         """Target states [B, N, ..] -> the states that rows of module 0 read."""
 
     def run(
-        self, k: int, tokens: torch.Tensor, state: Any, positions: torch.Tensor, context: HeadContext
+        self, k: int, tokens: torch.Tensor, state: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         """Run rows of module k: tokens, positions [B, N]."""
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.attention.bridge import AttentionCall
-from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.gpu.operations import Operations
+from specdec.kvcache.layer_context import LayerContext, OwnRows
 from specdec.layers.decoder import FusedLayer, SharedInputs
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES
@@ -34,21 +33,14 @@ FUSED_BOUND = 0.03
 1."""
 
 
-class EchoContext:
+class EchoContext(LayerContext):
     """A forward context without K/V, in which two forms of a drafter can be compared: its attention returns the
     queries, cut to the width of values."""
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        own = call.key.shape[-1] == call.query.shape[-1]  # else they are placeholders for another model's K/V
-        return call.query.transpose(1, 2)[..., : call.value.shape[-1] if own else None]
-
-    def destination(self, layer: int) -> None:
-        return None
-
-    def attend_tokens(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, **options: Any
-    ) -> torch.Tensor:
-        return q if v is None else q[..., : v.shape[-1]]
+    def attend_tokens(self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Any) -> torch.Tensor:
+        if k is None or v is None or k.shape[-1] != q.shape[-1]:  # placeholders for another model's K/V
+            return q
+        return q[..., : v.shape[-1]]
 
 
 def fuse_in_place(
@@ -109,7 +101,7 @@ class FusedLayers:
         return self.ops(rotary)(positions.reshape(-1), rope.inv_freq, float(rope.attention_scaling), dtype)
 
     def run(
-        self, state: torch.Tensor, x: torch.Tensor, angles: Rotary, context: HeadContext
+        self, state: torch.Tensor, x: torch.Tensor, angles: Rotary, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers from the residual stream [T, H] and the first layer's input. Returns the last residual stream,
         and `final` of it."""

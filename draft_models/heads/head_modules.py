@@ -2,13 +2,13 @@
 
     layer      y = h + attention(norm(h))          y + mlp(norm(y))        Qwen3 norms q and k per head
 
-A head holds no K/V: its forms (plain or fused) run in a `HeadContext`, which stores K/V and computes attention.
+A head holds no K/V: its forms (plain or fused) run in a `LayerContext`, which stores K/V and computes attention.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,10 @@ from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.attention.bridge import AttentionCall, AttentionContext
 from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
 from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.layer_context import LayerContext
+from specdec.kvcache.layer_context import AttentionCall, LayerContext
 from specdec.kvcache.layout import KVLayout
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -88,10 +87,6 @@ class HeadSpec:
             raise UnsupportedModelError(f"a head with sliding windows {sorted(sizes)}; the format has room for one")
         kinds = [LAYER_TYPES[window is not None] for window in self.windows]
         return {"layer_types": kinds, "sliding_window": max(sizes, default=None), "use_sliding_window": bool(sizes)}
-
-
-class HeadContext(AttentionContext, LayerContext, Protocol):
-    """The forward that a head (plain or fused) runs in: it stores K/V and computes attention."""
 
 
 class HeadModule(nn.Module):
@@ -192,7 +187,7 @@ class HeadAttention(nn.Module):
         v = k if self.v_proj is None else self.v_proj(x)
         return apply_rotary_pos_emb(self._by_head(k, self.k_norm), *rotary), self._by_head(v, self.v_norm)
 
-    def forward(self, x: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: CosSin, context: LayerContext) -> torch.Tensor:
         q = apply_rotary_pos_emb(self._by_head(self.q_proj(x), self.q_norm), *rotary)
         call = AttentionCall(self.layer, q, *self.keys_values(x, rotary), self.scaling, None, None, None, {})
         out: torch.Tensor = self.o_proj(context.attend(call).flatten(2))
@@ -215,11 +210,11 @@ class HeadLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
 
-    def forward(self, hidden: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotary: CosSin, context: LayerContext) -> torch.Tensor:
         return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, context)
 
     def add_layer_output(
-        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, context: AttentionContext
+        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, context: LayerContext
     ) -> torch.Tensor:
         """Residual + attention(x), then + MLP of the sum."""
         y = residual + self.self_attn(x, rotary, context)

@@ -20,10 +20,10 @@ from torch import nn
 
 from specdec.draft_models.base import Binding, Drafter, Fit, TargetInfo
 from specdec.draft_models.heads.feedback_drafts import FeedbackWorker, ModuleRows
-from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
 from specdec.modules.weight_watch import Weights
 
@@ -112,7 +112,7 @@ class NativeMtpDrafter(Drafter):
         return states
 
     def run(
-        self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: HeadContext
+        self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         """Run rows of module k: tokens, positions [B, N], state [B, N, H]."""
         module = self.modules[k]

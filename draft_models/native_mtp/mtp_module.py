@@ -18,9 +18,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised
 from specdec.draft_models.heads.fused_layers import EchoContext, Parts, fuse_in_place
-from specdec.draft_models.heads.head_modules import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedNorm, fuse, fuse_linear
 from specdec.modules.private_copy import private_copy
@@ -68,7 +68,7 @@ class MtpModule(nn.Module):
         return fuse_in_place(name, self, 1, self.probed, fused)
 
     def forward(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext, first: bool
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: LayerContext, first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half comes first."""
         halves = self.enorm(embedded), self.hnorm(hidden)

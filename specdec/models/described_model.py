@@ -24,10 +24,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.attention.bridge import AttentionCall
 from specdec.errors import ConfigError, UnsupportedModelError, first_line
 from specdec.gpu.operations import Operations
-from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layer_context import AttentionCall, Recurrence
 from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention, attention_fields, layout_from_config
 from specdec.kvcache.recurrent_state import StateShape
 from specdec.models.probe import TEXT_LEN, refusing

@@ -20,6 +20,7 @@ from specdec.attention.bridge import ForwardContext
 from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.layers.decoder import FusedDecoder, PausedDecoder
 from specdec.models.probe import ProbeResult
+from specdec.models.probe_context import ProbeContext
 
 T = TypeVar("T")
 
@@ -32,7 +33,9 @@ class PausedForward(NamedTuple, Generic[T]):
     finish: Callable[[], T]
 
 
-def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.Size) -> torch.Tensor | None:
+def collected(
+    context: ForwardContext | ProbeContext, aux_layers: Sequence[int], shape: torch.Size
+) -> torch.Tensor | None:
     """The concatenated states that entered `aux_layers`, [B, N, A * H]; None: there are no such layers."""
     if not aux_layers:
         return None

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from specdec.attention.path_attention import ROWS, pad_rows
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
+from specdec.models.batch_invariance import ROWS
 
 
 class TextPaths(NamedTuple):
@@ -53,10 +53,9 @@ class TextPaths(NamedTuple):
         """`RecurrentContext.recur` for these rows. rows: of the forwards seen, float32. Blocks run in tiles, since a
         GPU's library chooses products by their number."""
         found = [None if None in part else self.gather(part) for part in zip(*rows, strict=True)]
-        tiles = []
-        for begin in range(0, len(self.exist), ROWS):
-            tile = slice(begin, begin + ROWS)
-            exist, q, k, v, g, beta = (None if x is None else pad_rows(x[tile]) for x in (self.exist, *found))
+        tiles = []  # the last row pads the last of them
+        for tile in torch.arange(-(-len(self.exist) // ROWS) * ROWS).clamp(max=len(self.exist) - 1).split(ROWS):
+            exist, q, k, v, g, beta = (None if x is None else x[tile] for x in (self.exist, *found))
             assert exist is not None and q is not None and k is not None and v is not None and g is not None
             state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
             out, _ = run_blocks(RecordBlock(state, k, torch.zeros_like(v), g), NewPlaces(exist, q, v, beta))

@@ -7,6 +7,7 @@ and threads may share it.
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -25,17 +26,20 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.merge import held_storages
 from specdec.layers.fuse import fuse, fuse_linear
-from specdec.models.batch_invariance import (
-    depends_on_others,
-    forward_in_tiles,
-    rows_in_tiles,
-    rowwise,
-    run_experts_by_row,
-)
+from specdec.models.batch_invariance import VectorwiseMode, rowwise
 from specdec.models.described_model import DescribedModel, GeometryContext
 from specdec.models.paused_forward import PausedForward, collected, start_forward_of
 from specdec.models.placeholders import Placeholders, find_placeholders
-from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
+from specdec.models.probe import (
+    LogitRule,
+    ProbeResult,
+    depends_on_others,
+    logit_rules,
+    probe_texts,
+    prove,
+    refusing,
+    require_finite,
+)
 from specdec.models.shared_weights import difference_on_ranks, on_ranks, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.modules.weight_watch import Weights
@@ -59,7 +63,7 @@ class TargetModel(DescribedModel):
 
     ops: operations of fused layers; None: transformers' modules run. `unfused`: why fused layers do not run; None: they
     run. deterministic: the bits of a row do not depend on the other rows of a forward; this is checked at construction.
-    Fused layers on kernels have this property; all others run in tiles of a fixed number of rows (`in_tiles`). ranks:
+    Fused layers on kernels have this property; the products of all others run in tiles of rows (`in_tiles`). ranks:
     devices that share its layers. The model is probed where it is (such as in host memory), then the shares are
     compared with it. Raises ConfigError if the layers cannot be divided.
     """
@@ -75,6 +79,7 @@ class TargetModel(DescribedModel):
         super().__init__(getattr(model.config, "_name_or_path", "") or type(model).__name__, model, placed=True)
         self.given_ops = ops
         self.deterministic = deterministic
+        self.in_tiles = False
         self.ops = ops = rowwise(ops) if deterministic else ops
         self.ranks = ranks
         self.placeholders = Placeholders()
@@ -193,8 +198,6 @@ class TargetModel(DescribedModel):
         R, H]. kv_only: no token continues after that layer; the final states are zeros [B, 1, H].
         """
         context, narrowing = self._context(plan, view, aux_layers, last_plan, kv_only=kv_only)
-        if self.in_tiles:
-            return forward_in_tiles(self.run, tokens, context, aux_layers)
         hidden = self.run(tokens, plan.positions, context, narrowing)
         return hidden, collected(context, aux_layers, tokens.shape)
 
@@ -225,16 +228,17 @@ class TargetModel(DescribedModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped like the model's."""
-        return rows_in_tiles(self._logits, hidden) if self.in_tiles else self._logits(hidden)
+        with self._mode():
+            logits = self.head(hidden)
+            return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
 
     def uncapped_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, float | None]:
         """Logits before the softcap, and the cap or None. Only on a GPU, where rows need no tiles."""
         assert not self.in_tiles
         return self.logit_rule.scaled(self.head(hidden)), self.logit_rule.softcap
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.head(hidden)
-        return self.logit_rule(logits) if self.ops is None else self.logit_rule(logits, self.ops(softcap))
+    def _mode(self) -> AbstractContextManager[object]:
+        return VectorwiseMode() if self.in_tiles else nullcontext()
 
     def _context(
         self, plan: KVPlan, view: KVView, aux_layers: Sequence[int], last_plan: KVPlan | None, *, kv_only: bool
@@ -261,7 +265,8 @@ class TargetModel(DescribedModel):
         """tokens, positions [B, N] -> states after the final norm [B, N, H]; with `narrowing`, of fewer rows."""
         ids, places = self._decoder_inputs(tokens, positions)
         narrowed = {} if narrowing is None else {"narrowing": narrowing}
-        out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
+        with self._mode():
+            out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
         return self._leaving(out.last_hidden_state, len(tokens))
 
     def _decoder_inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,12 +325,10 @@ class TargetModel(DescribedModel):
                 f"deterministic=True on {self.device} needs fused layers on Triton kernels; {self.name} runs without: "
                 f"{self.unfused or 'its operations are the reference'}; use deterministic=False"
             )
-        if self.unfused is not None:
-            run_experts_by_row(self.decoder)
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
         run = self.run if self.ranks is None else on_ranks(self.run, self.ranks)
         with torch.autocast(self.device.type, enabled=False), refusing(self.name, "it does not run row by row"):
-            what = depends_on_others(self.layout, texts, run, self.logits, self.in_tiles)
+            what = depends_on_others(self.name, self.layout, texts, run, self.logits)
         if what is not None:
             raise UnsupportedModelError(
                 f"{self.name}: {what} of a token depend on the other rows of a forward in the last bits, so "

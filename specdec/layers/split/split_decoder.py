@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
-from specdec.kvcache.layer_context import LayerContext, SplitContext
+from specdec.kvcache.layer_context import LayerContext
 from specdec.layers.decoder import FusedLayer, LayerRun, LayerState, described_layers, embed_inputs
 from specdec.layers.description.decoder_parts import DecoderParts
 from specdec.layers.fuse import FusedModule
@@ -43,7 +43,7 @@ class SplitLayer(nn.Module):
         self.ranks = ranks
 
     def forward(
-        self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: SplitContext
+        self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: LayerContext
     ) -> tuple[torch.Tensor, list[LayerState]]:
         """hidden [T, H] of rank 0 (as in `states`) -> the next layer's."""
         contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.other_ranks]
@@ -133,7 +133,7 @@ class SplitDecoder(nn.Module):
         return source
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: SplitContext, **unused: Any
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: LayerContext, **unused: Any
     ) -> BaseModelOutputWithPast:
         """The forward of a `FusedDecoder`, for all rows."""
         embeds = self.embedding(input_ids)

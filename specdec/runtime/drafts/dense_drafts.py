@@ -28,7 +28,8 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
 from specdec.draft_models.heads.feedback_drafts import chained_rows
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
-from specdec.models.probe import ProbeContext
+from specdec.models.paused_forward import collected
+from specdec.models.probe_context import ProbeContext
 from specdec.models.recurrent_probe import convolved_text, recurred_text
 from specdec.models.target import TargetModel
 
@@ -80,10 +81,8 @@ class RecordedText:
 
     def aux_states(self, layers: tuple[int, ...]) -> torch.Tensor:
         """States of A layers side by side, [T, A * H]; no layers: the final states."""
-        if not layers:
-            return self.hidden
-        found = [state for layer in layers if (state := self.context.states[layer]) is not None]
-        return torch.cat(found, dim=-1).view(len(self.tokens), -1)  # [1, T, H] each, of fused layers [T, H]
+        states = collected(self.context, layers, self.tokens.shape)
+        return self.hidden if states is None else states
 
 
 @torch.inference_mode()
