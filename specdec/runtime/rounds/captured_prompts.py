@@ -112,9 +112,11 @@ class ChunkProgram:
         return self._chunk.hidden
 
 
-def parts_of_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> PromptParts:
-    """A forward that is not captured, of which each layer is a part."""
-    shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided=True)
+def eager_forward(
+    state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
+) -> PromptParts:
+    """A forward that is not captured, as a whole or with each layer as a part."""
+    shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided)
     program = ChunkProgram(state, shape, layers_a_part=1)
     program.load_chunks(rows, chunk_len)
     return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
@@ -166,18 +168,18 @@ class CapturedPrompts(CaptureSet):
 
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
-    ) -> PromptParts | None:
-        """Prepare a forward over the next `chunk_len` [R] tokens of `rows` [R], as a whole or divided, with its inputs
-        loaded; None: it is not captured.
+    ) -> PromptParts:
+        """Prepare a forward over the next `chunk_len` [R] tokens of `rows` [R], with its inputs loaded.
 
-        Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
-        needed: see `Chunk`.
+        Not captured: sizes beyond the largest, and (rare) chunks with scores if the target otherwise makes fewer final
+        states. divided: in parts, if such a size is captured in parts. needed: see `Chunk`.
         """
-        shape = self.bucket(len(rows), int(chunk_len.sum()), needed, divided=divided)
+        size = len(rows), int(chunk_len.sum())
+        shape = (self.bucket(*size, needed, divided=True) if divided else None) or self.bucket(*size, needed)
         rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
-            self.store.uncaptured[self.kind] += 0 if divided else 1  # a divided one is tried as a whole
-            return None
+            self.store.uncaptured[self.kind] += 1
+            return eager_forward(self.state, rows, chunk_len, needed)
         self.state.weights.generation()  # checked first: another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
         self._made[shape] = program
