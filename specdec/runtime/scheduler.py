@@ -199,24 +199,20 @@ class Scheduler:
 
         `share_tokens` decides the requests and lengths; a chunk shrinks to the available pages.
         """
-        table, page_size = self.table, self.table.allocator.page_size
+        table, allocator = self.table, self.table.allocator
         chosen: list[tuple[Request, int]] = []
-        pages = table.allocator.available_pages  # not yet assigned to a chunk
         for request, wanted in self._prompt_shares():
-            if request.state is not RequestState.PREFILL:
-                continue
-            done = int(table.committed_len.host[request.row])
-            while request.state is RequestState.PREFILL:
-                owned = int(table.capacity[request.row]) - done
-                chunk = min(wanted, owned + pages * page_size)
-                if chunk > 0:
+            while request.state is RequestState.PREFILL:  # until it has a chunk or is preempted
+                row = request.row
+                done = int(table.committed_len.host[row])
+                room = int(table.capacity[row]) - done + allocator.available_pages * allocator.page_size
+                if room > 0:
+                    chunk = min(wanted, room)
+                    table.ensure_slots(row, done + chunk)
                     chosen.append((request, chunk))
-                    pages -= max(0, -(-(chunk - owned) // page_size))
                     break
-                chosen = self._take_chunks(chosen)  # before any request is preempted
                 self._make_room()
-                pages = table.allocator.available_pages
-        chosen = self._take_chunks(chosen)
+        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def commit_chunks(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
@@ -276,14 +272,6 @@ class Scheduler:
         settled."""
         decodes = RequestState.DECODE
         return [each for each in self.running if each.state is decodes and each.params.max_new_tokens > 1]
-
-    def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Allocate slots for the chunks of requests that still run. Returns these chunks."""
-        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
-        if chosen:
-            rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
-            self.table.ensure_slots(rows, self.table.committed_len.host[rows] + chunk_len)
-        return chosen
 
     def _lookahead(self, rows: IntArray) -> IntArray:
         """The slots [B] that each of these rows must own for a round."""
