@@ -166,15 +166,12 @@ class Scheduler:
         due = self._pages_to_come(self.running)
         available = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
-        counted: dict[int, int] = {}  # admissions already counted in a request's `times_overtaken`, by number
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
                 break
             if self.running and (due > available).any():
                 break
-            counted[request.id] = passes = _num_later(numbers, request)
-            request.times_overtaken += passes
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
@@ -182,6 +179,7 @@ class Scheduler:
             if self.running and (due > available).any():
                 break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
+            request.times_overtaken += _num_later(numbers, request)
             self.prefixes.adopt_prefix(request, rank(request))
             request.assign_row(request.row)
             insort(self.running, request, key=rank)
@@ -190,7 +188,7 @@ class Scheduler:
         if admitted:
             self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
             for request in self.waiting:
-                request.times_overtaken += _num_later(numbers, request) - counted.get(request.id, 0)
+                request.times_overtaken += _num_later(numbers, request)
             self.waiting.sort(key=rank)  # passed requests may have gained a level
         return admitted
 
