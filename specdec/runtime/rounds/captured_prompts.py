@@ -9,7 +9,7 @@ A shape is a number of places and a choice of final states. Prefixes, and the di
 data. So there are at most 52 shapes: 23 sizes as a whole and three in parts, each with and without final states.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.paused_forward import PausedForward
 from specdec.models.target import StatesNeeded
-from specdec.runtime.rounds.captured_rounds import CaptureSet
+from specdec.runtime.rounds.captured_rounds import CaptureRule, CaptureSet
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, PromptParts, begin_reading, divide, read_chunk
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
@@ -44,6 +44,13 @@ class ChunkShape(NamedTuple):
     runs: int
     needed: StatesNeeded
     divided: bool = False
+
+    @property
+    def rule(self) -> CaptureRule:
+        """Each long size warns of its own: smaller ones may be captured."""
+        if self.tokens <= MIN_LONG_TOKENS:
+            return CaptureRule("prompts", "prompts")
+        return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens")
 
 
 class ChunkProgram:
@@ -154,18 +161,6 @@ class CapturedPrompts(CaptureSet):
             self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
         return self._results[name][:count].copy_(new)
 
-    def pool(self, shape: Hashable) -> str:
-        assert isinstance(shape, ChunkShape)
-        return SPARE_POOL if shape.tokens > MIN_LONG_TOKENS else self.kind
-
-    def warning(self, shape: Hashable) -> str:
-        """See `CaptureSet.warning`. For many tokens the text names the size, so that each size warns: smaller ones may
-        be captured."""
-        assert isinstance(shape, ChunkShape)
-        if shape.tokens > MIN_LONG_TOKENS:
-            return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
-        return "prompts run without CUDA graphs: %s"
-
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
     ) -> PromptParts:
@@ -184,11 +179,11 @@ class CapturedPrompts(CaptureSet):
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        programs = self.programs_to_run(shape, program.programs)
+        programs = self.programs_to_run(shape, program.programs, shape.rule)
 
         def read() -> Chunk:
             chunk = program.result()
-            self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
+            self.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
             return chunk
 
         return PromptParts(program.shares, programs, read, self._generation)
