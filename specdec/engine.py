@@ -441,7 +441,7 @@ class Engine:
             for request in ended:
                 self.inbox.remove_ended(request.id)
             if not self._conventions.is_done:
-                self._conventions.after_step(ended, self.scheduler.running)
+                self._conventions.after_step(ended, running=bool(self.scheduler.running))
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()
 
