@@ -23,7 +23,7 @@ from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS, token_buckets
-from specdec.runtime.rounds.result import NO_DRAFT, RoundShape, whole_draft
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape
 from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets, round_shape
 from specdec.runtime.steps import Steps
 
@@ -44,7 +44,7 @@ def warm_up(steps: Steps) -> None:
     captured_rounds, state = steps.captured_rounds, steps.state
     if captured_rounds is None:
         return
-    own = NO_DRAFT if state.worker is None else whole_draft(steps.spec)
+    own = NO_DRAFT if state.worker is None else DraftShape.from_spec(steps.spec)
     drafts = [own] if steps.draft_policy is None else steps.draft_policy.shapes
     shapes = [
         captured_shape(state, round_shape(state, NO_ROWS, [], draft, 0)._replace(batch=size))
