@@ -24,9 +24,9 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import frozen_kv
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 
 from inside import capture_on_tape

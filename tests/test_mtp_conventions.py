@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
-from specdec.loading import Checkpoint, load_tokenizer
+from specdec.loading.model_loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
 from specdec.runtime.drafts import convention_watch

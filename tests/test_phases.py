@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.cli.bodies import bench_rounds as command
-from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError
 from specdec.evaluation.phases import phase_run as run_module
 from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
@@ -22,6 +21,7 @@ from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, ph
 from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
 from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, round_time, tokens_of_rounds
 from specdec.evaluation.transformers_peer import Peer, peers_for
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
 from specdec.runtime.rounds.result import RoundResult

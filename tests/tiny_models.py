@@ -22,7 +22,7 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.models import published
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs

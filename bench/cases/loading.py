@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.report import Row
 from specdec.evaluation.model_shapes import Shrink, find_shape
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 
 GB = 1e9
 ALLOWED = 2 * GB

@@ -39,7 +39,7 @@ from specdec.evaluation.data_sets import (
     question_text,
 )
 from specdec.evaluation.timed_comparison import Record, first_difference, run_interleaved
-from specdec.loading import Checkpoint, load_tokenizer, pick_device
+from specdec.loading.model_loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working

@@ -197,13 +197,13 @@ class Scheduler:
 
         `share_tokens` decides the requests and lengths; a chunk shrinks to the available pages.
         """
-        table, allocator = self.table, self.table.allocator
+        table = self.table
         chosen: list[tuple[Request, int]] = []
         for request, wanted in self._prompt_shares():
             while request.state is RequestState.PREFILL:  # until it has a chunk or is preempted
                 row = request.row
                 done = int(table.committed_len.host[row])
-                room = int(table.capacity[row]) - done + allocator.available_pages * allocator.page_size
+                room = int(table.capacity[row]) - done + table.allocator.available_pages * table.allocator.page_size
                 if room > 0:
                     chunk = min(wanted, room)
                     table.ensure_slots(row, done + chunk)

@@ -40,7 +40,7 @@ from specdec.layers.description.families import FAMILIES
 from specdec.layers.description.moe_families import experts_of
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
-from specdec.loading import pick_device, pick_dtype
+from specdec.loading.model_loading import pick_device, pick_dtype
 from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights

@@ -49,8 +49,8 @@ class ChunkShape(NamedTuple):
     def rule(self) -> CaptureRule:
         """Each long size warns of its own: smaller ones may be captured."""
         if self.tokens <= MIN_LONG_TOKENS:
-            return CaptureRule("prompts", "prompts")
-        return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens")
+            return CaptureRule("prompts", "prompts run without CUDA graphs: %s")
+        return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s")
 
 
 class ChunkProgram:

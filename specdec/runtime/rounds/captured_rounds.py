@@ -50,16 +50,16 @@ MAX_BACKOFF_RUNS = 1024
 
 
 class CaptureRule(NamedTuple):
-    """How a shape is captured. pool: name of its memory pool. words: its name in warnings, each of which is logged once.
+    """How a shape is captured. pool: name of its memory pool. warning: logged text, with %s for the error; each text once.
     patience: eager runs before its capture, at least 1."""
 
     pool: str
-    words: str
+    warning: str
     patience: int = 1
 
 
-ROUNDS = CaptureRule("rounds", "rounds")
-RARE_ROUNDS = CaptureRule("rare rounds", "rounds", RARE_RUNS_BEFORE_CAPTURE)
+ROUNDS = CaptureRule("rounds", "rounds run without CUDA graphs: %s")
+RARE_ROUNDS = CaptureRule("rare rounds", ROUNDS.warning, RARE_RUNS_BEFORE_CAPTURE)
 
 
 class CaptureSet:
@@ -116,9 +116,9 @@ class CaptureSet:
                 ) from error
             self.store.refused += 1
             self._back_off(shape, MAX_BACKOFF_RUNS if no_memory else None)
-            level = logging.DEBUG if rule.words in self._warned else logging.WARNING
-            logger.log(level, "%s run without CUDA graphs: %s", rule.words, reason)
-            self._warned.add(rule.words)
+            level = logging.DEBUG if rule.warning in self._warned else logging.WARNING
+            logger.log(level, rule.warning, reason)
+            self._warned.add(rule.warning)
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
