@@ -50,8 +50,8 @@ MAX_BACKOFF_RUNS = 1024
 
 
 class CaptureRule(NamedTuple):
-    """How a shape is captured. pool: name of its memory pool. warning: logged text, with %s for the error; each text once.
-    patience: eager runs before its capture, at least 1."""
+    """How a shape is captured. pool: name of its memory pool. warning: log text if that fails, with %s for the error;
+    each text is logged once. patience: eager runs before its capture, at least 1."""
 
     pool: str
     warning: str
