@@ -223,8 +223,9 @@ class Steps:
         """The smallest draft that suffices for the requests that are `drafting` [B]."""
         if self.captured_rounds is not None:
             return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
-        left = [(batch.requests[i].spec, remaining[i] - 1) for i in np.flatnonzero(drafting)]  # without bonus tokens
-        return covering_draft({DraftShape.from_spec(spec, depth) for spec, depth in left if spec is not None})
+        each = zip(batch.requests, remaining, drafting, strict=True)
+        usable = [(request.spec, left - 1) for request, left, drafts in each if drafts]  # without the bonus token
+        return covering_draft({DraftShape.from_spec(spec, depth) for spec, depth in usable if spec is not None})
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""
