@@ -177,7 +177,7 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
     """Rows that gain a token each round get slots, and lose peers, every sixteen tokens; where a pool is short, in
     every round, and none more than it needs."""
     allocator = make_allocator(400, [3], window_pages)
-    table = RequestTable(allocator, max_requests=2, max_len=80, lookahead=LOOKAHEAD)
+    table = RequestTable(allocator, max_requests=2, max_len=80, lookahead=LOOKAHEAD, extra_keys=2)
     rows, found = ints(table.open_row(), table.open_row()), []
     for _ in range(40):
         before = table.capacity.tolist(), table.evicted_len.tolist()
