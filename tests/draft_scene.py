@@ -97,7 +97,7 @@ class Scene:
 
     def states(self) -> list[torch.Tensor]:
         """What an EAGLE-3 worker keeps of each row [rows, H]."""
-        return [self.worker._hidden] if hasattr(self.worker, "_hidden") else []
+        return [*self.worker._last.flatten(0, 1)] if hasattr(self.worker, "_last") else []
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)

@@ -31,7 +31,7 @@ from specdec.sampling.grammars.token_rules import Words, token_bits
 
 from served_engine import served
 from stand_ins import ScriptedDrafter
-from tiny_models import build_target, spread
+from tiny_families import build_target, spread
 
 MAX_DRAFTS = 16
 CONTEXT = 1 << 14

@@ -14,7 +14,7 @@ from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
 from marks import examples, usual
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)

@@ -11,7 +11,7 @@ from specdec.runtime.rounds.prompt_chunks import read_chunk
 
 from inside import assert_idle, capture_on_tape
 from marks import deep, deep_cases, examples, slow
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 NEW = examples(8, 12)
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

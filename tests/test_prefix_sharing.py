@@ -14,7 +14,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 NEW = examples(6, 8)
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)

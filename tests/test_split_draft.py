@@ -16,21 +16,21 @@ from split_engines import DETERMINISTIC, PARAMS, TREE, answers, engine_of, new_t
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpWorker
+from specdec.draft_models.heads.feedback_drafts import FeedbackWorker
 from specdec.errors import FrozenKVError
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layout import KEEP_ALL, KVLayout, LayerSpec, Retention, attention_fields
 
 from marks import deep, examples, pairs
-from tiny_models import FULL, SLIDING, VOCAB
+from tiny_families import FULL, SLIDING, VOCAB
 
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tokens and parents of every tree that an assistant or an MTP module proposes."""
     seen: list[Any] = []
-    for kind in (Gemma4MTPWorker, NativeMtpWorker):
+    for kind in (Gemma4MTPWorker, FeedbackWorker):
 
         def noted(worker: Any, batch: Any, propose: Any = kind.propose) -> Any:
             tree = propose(worker, batch)

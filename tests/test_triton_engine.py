@@ -24,7 +24,7 @@ from specdec.models.target import TargetModel
 from marks import deep, examples
 from processes import run
 from stand_ins import watch_proposals
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, LENGTHS = 12, (examples(9, 13), 1, 6)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -46,15 +47,16 @@ class HostCopy:
     """
 
     def __init__(self, numbers: torch.Tensor, ranks: Ranks | None = None) -> None:
-        self._numbers, self._done = copy_to_host(numbers), None
+        self._numbers, self._done, self._ranks = copy_to_host(numbers), None, ranks
         if numbers.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-            self._done = done if ranks is None else ranks.guarded(done)
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def wait(self) -> IntArray:
         """The numbers, once everything launched before the copy has run."""
-        if self._done is not None:
+        if self._done is not None and self._ranks is not None:
+            self._ranks.wait_for(self._done)
+        elif self._done is not None:
             self._done.synchronize()
         array: IntArray = self._numbers.numpy()
         return array
@@ -117,6 +119,7 @@ class Launches:
 
     captured: rounds are captured, so one launch may be unsettled when the next one is made. draft_policy: learns from
     each settled round. totals: sums over settled rounds; the engine adds the figures of ended requests.
+    waited_seconds: host time spent waiting for the results of rounds.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Launches:
         self.unsettled: deque[Launch] = deque()
         self.row_totals = RowTotals(scheduler.table.max_requests)
         self.totals = EngineStats()
+        self.waited_seconds = 0.0
         self._scheduler = scheduler
         self._state = state
         self._draft_policy = draft_policy
@@ -208,7 +212,10 @@ class Launches:
                 _settle(request, [first], result.logprobs[place])
 
     def _settle_round(self, launched: Launch, present: Sequence[int]) -> None:
-        batch, shape, result = launched.batch, launched.shape, launched.result()
+        batch, shape, began = launched.batch, launched.shape, perf_counter()
+        launched.packed.wait()
+        self.waited_seconds += perf_counter() - began
+        result = launched.result()
         requests, rows = _select_present(batch.requests, present), _select_present(batch.rows, present)
         if len(present) < len(batch.requests):
             result = result.select_requests(present)
