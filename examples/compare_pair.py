@@ -15,7 +15,7 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
-from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
+from specdec.cli.actions.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.measurement.timed_comparison import TokenPrompts, run_figures, run_interleaved
 from specdec.models.published import BUNDLED_NAMES, PublishedPair, last_part, pair_table

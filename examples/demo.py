@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour, pieces_of
+from specdec.cli.actions.answer import DRAFTED_STYLE, in_colour, pieces_of
 from specdec.evaluation.accuracy_report import is_correct
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.runtime.drafts.draft_reports import why_slower

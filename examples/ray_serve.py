@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.cli.bodies.run_server import load_served, prepare_process, serve_settings
+from specdec.cli.actions.run_server import load_served, prepare_process, serve_settings
 from specdec.cli.command import command
 from specdec.cli.commands import ServeOptions
 from specdec.cli.config_file import PREFIX

@@ -1,6 +1,6 @@
 """Imports by name, so that unused modules are not loaded: torch alone takes a second or more.
 
-`specdec/__init__.py` loads public names through it, `specdec/cli/app.py` commands, and commands their bodies. No other
+`specdec/__init__.py` loads public names through it, `specdec/cli/app.py` commands, and commands their actions. No other
 module may use it (tests/test_layout.py).
 """
 

@@ -61,9 +61,9 @@ THREADS = "/proc/self/task"
 
 def preload(*more: str) -> None:
     gc.disable()
-    commands, bodies = import_module("specdec.cli"), import_module("specdec.cli.bodies")
+    commands, actions = import_module("specdec.cli"), import_module("specdec.cli.actions")
     names = [
-        f"{package.__name__}.{each.name}" for package in (commands, bodies) for each in iter_modules(package.__path__)
+        f"{package.__name__}.{each.name}" for package in (commands, actions) for each in iter_modules(package.__path__)
     ]
     for name in [*names, *USED_LATER, *more]:
         if not name.endswith("__main__"):

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.actions.conversation import Conversation, Session
 from specdec.cli.app import app
-from specdec.cli.bodies.conversation import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.text.detokenize import DraftColours

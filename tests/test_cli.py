@@ -212,7 +212,7 @@ def test_help_and_shell_errors_import_nothing_heavy():
         own = {name.removeprefix("specdec.cli.") for name in loaded if name.startswith("specdec.cli.")}
         options = {"commands", "config_file", "options", "output_files"}
         needed = set() if command in (["--help"], ["--version"]) else options
-        needed = needed | {"bodies", "bodies.list_pairs"} if command == ["models"] else needed
+        needed = needed | {"actions", "actions.list_pairs"} if command == ["models"] else needed
         assert own == {"app", "command"} | needed, command
 
 

@@ -59,17 +59,16 @@ def test_a_client_that_leaves_and_asks_again_has_no_more_threads_than_one_that_s
         begun = 0
         for _ in range(20):
             [job], [held] = work(pool, go)
-            pool.give_up(job)
-            begun += job.begun
-            assert job.begun or alive([held]) == 0  # what was dropped holds nothing, though its job is kept
+            begun += not job.cancel()
+            assert job.running() or alive([held]) == 0  # what was dropped holds nothing, though its job is kept
         assert begun == 3 and queued(pool) == 0
         CLIENT.set("other")
-        assert pool.submit(lambda: 7).future.result(120) == 7
+        assert pool.submit(lambda: 7).result(120) == 7
         CLIENT.set("leaves")
         last = pool.submit(lambda: 8)
-        assert not last.begun  # its turn comes when one of those has ended
+        assert not last.running()  # its turn comes when one of those has ended
         go.set()
-        assert last.future.result(120) == 8
+        assert last.result(120) == 8
     finally:
         CLIENT.reset(token)
         go.set()
@@ -81,7 +80,7 @@ def test_what_a_job_holds_lives_no_longer_than_the_job_though_its_error_does():
     reference = weakref.ref(held)
     job = pool.submit(partial(len, held))  # has no frame of its own
     del held
-    assert isinstance(job.future.exception(120), TypeError)
+    assert isinstance(job.exception(120), TypeError)
     until(lambda: alive([reference]) == 0)
     pool.shutdown()
 
@@ -112,7 +111,7 @@ def test_bodies_of_clients_that_left_are_not_parsed_and_not_kept(engine):
                 connection.close()
             until(lambda: queued(bodies._parser) == 0, seconds=20)
             until(lambda: gc.collect() and tracemalloc.get_traced_memory()[0] < 2 * MEGABYTE)
-            assert not before.future.done()
+            assert not before.done()
         finally:
             tracemalloc.stop()
             go.set()
@@ -156,7 +155,7 @@ def test_prompts_of_clients_that_left_are_dropped_before_they_are_read(name, eng
             assert begun == []
         finally:
             go.set()
-        assert all(job.future.result(120) for job in blocked)
+        assert all(job.result(120) for job in blocked)
 
 
 @pytest.mark.parametrize("stream", [True, deep(False)], ids=["streamed", "whole"])

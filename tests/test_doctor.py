@@ -345,7 +345,7 @@ def test_the_command_says_what_it_found_and_exits_with_1_for_a_cause(export, tmp
 def test_a_limit_holds_for_the_bundled_prompts_too(monkeypatch):
     """Without --prompts the option was ignored: 8 prompts were asked."""
     asked = []
-    monkeypatch.setattr("specdec.cli.bodies.examine_pair.diagnose", lambda _, prompts, **__: asked.extend(prompts))
+    monkeypatch.setattr("specdec.cli.actions.examine_pair.diagnose", lambda _, prompts, **__: asked.extend(prompts))
     CliRunner().invoke(app, ["doctor", "--limit", "5"])
     assert len(asked) == 5
 

@@ -13,11 +13,10 @@ from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.serving.admission import TextBound, characters
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.engine_thread import EngineThread
+from specdec.serving.engine_thread import EngineThread, tell_readers
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import as_api_error
 from specdec.serving.openai.protocol import Body
-from specdec.serving.streams import tell_readers
 
 from served_engine import bundled_engine, served
 

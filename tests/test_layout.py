@@ -52,7 +52,7 @@ NEVER = (  # what a room does not know, beyond its floor
     *(
         (file, heavy, "help takes half a second at most")
         for file in LIGHT_FILES
-        for heavy in ("specdec.cli.bodies", "specdec.engine", "specdec.config", "torch", "transformers", "numpy")
+        for heavy in ("specdec.cli.actions", "specdec.engine", "specdec.config", "torch", "transformers", "numpy")
     ),
 )
 NEVER_EVEN_INDIRECTLY = tuple(  # nor any file that it imports

@@ -7,7 +7,7 @@ from draft_simulation import CHAIN, prompts
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree
-from specdec.cli.bodies.settings import drafter_name
+from specdec.cli.actions.settings import drafter_name
 from specdec.cli.options import PairOptions
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter

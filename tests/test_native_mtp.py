@@ -24,7 +24,7 @@ from transformers.modeling_layers import MtpModel
 
 import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.cli.bodies.settings import load_engine
+from specdec.cli.actions.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import all_conventions
 from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
@@ -442,7 +442,8 @@ def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path
 
 
 def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_path: Path) -> None:
-    """Never drafted with as numbers that they are not: scales that are lacking, and modules that were dropped."""
+    """Never drafted with as numbers that they are not: scales that are lacking, modules that were dropped, and plain
+    tensors of other shapes next to packed ones."""
     made = published("exaone4")
     folder, _ = quantise(made.folder, STORED["fp8-block"], tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -456,6 +457,14 @@ def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_p
         left = {key: tensor for key, tensor in tensors.items() if not key.startswith(dropped)}
         save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=said):
+            engine_of(folder, "mtp")
+    for key, part in (
+        ("mtp.pre_fc_norm_hidden", "hnorm"),
+        ("mtp.layers.0.post_feedforward_layernorm", "post_feedforward_layernorm"),
+    ):
+        other = tensors | {f"{key}.weight": torch.ones(7)}
+        save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=rf"{part}\.weight is \[7\], not \[32\]"):
             engine_of(folder, "mtp")
 
 

@@ -12,14 +12,14 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from specdec.cli.actions.run_server import by_name, read_key_file
 from specdec.cli.app import app as shell
 from specdec.cli.app import load_command
-from specdec.cli.bodies.run_server import by_name, read_key_file
 from specdec.errors import ConfigError, QueueFullError
-from specdec.serving.fair_pool import CLIENT, FairPool
+from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.serving.http import clients
-from specdec.serving.http.clients import ClientLimits, RequestRate
-from specdec.serving.http.middleware import Guard, RequestLog
+from specdec.serving.http.clients import ClientLimits, Guard
+from specdec.serving.http.middleware import RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
 
 from processes import run
@@ -39,26 +39,26 @@ def blocked(pool: FairPool, count: int, client: str) -> tuple[threading.Event, l
 def test_one_clients_slow_prompts_leave_a_thread_for_others():
     pool = FairPool(4, "test")
     go, jobs = blocked(pool, 20, "slow")
-    until(lambda: [job.begun for job in jobs].count(True) >= 3)
+    until(lambda: [job.running() for job in jobs].count(True) >= 3)
     time.sleep(0.2)  # in which another could begin
-    assert [job.begun for job in jobs].count(True) == 3
+    assert [job.running() for job in jobs].count(True) == 3
     CLIENT.set("quick")
-    assert pool.submit(lambda: 7).future.result(120) == 7
+    assert pool.submit(lambda: 7).result(120) == 7
     go.set()
-    assert all(job.future.result(120) for job in jobs)
+    assert all(job.result(120) for job in jobs)
     pool.shutdown()
 
 
 def test_slow_prompts_of_clients_that_have_left_do_not_begin():
     pool = FairPool(2, "test")
     go, jobs = blocked(pool, 6, "slow")
-    assert [pool.give_up(job) for job in jobs] == [False] + [True] * 5
+    assert [job.cancel() for job in jobs] == [False] + [True] * 5
     CLIENT.set("slow")
     last = pool.submit(lambda: 7)
-    assert not last.begun  # the one that has begun counts until it ends
+    assert not last.running()  # the one that has begun counts until it ends
     go.set()
-    assert last.future.result(120) == 7
-    assert [job.begun for job in jobs].count(True) == 1
+    assert last.result(120) == 7
+    assert [job.cancelled() for job in jobs].count(False) == 1
     pool.shutdown()
 
 
@@ -66,12 +66,12 @@ def test_what_takes_too_long_to_read_is_refused_and_so_is_what_waits_for_it():
     async def scene(pool):
         go, jobs = blocked(pool, 2, "")
         try:
-            while not jobs[0].begun:
+            while not jobs[0].running():
                 await asyncio.sleep(0.01)
             with pytest.raises(ConfigError, match=r"takes longer than the 0.2 s"):
-                await pool.wait_for(jobs[0], 0.2)
+                await wait_for(jobs[0], 0.2)
             with pytest.raises(QueueFullError, match="try again later"):
-                await pool.wait_for(blocked(pool, 1, "")[1][0], 0.01)
+                await wait_for(blocked(pool, 1, "")[1][0], 0.01)
         finally:
             go.set()
 
@@ -92,13 +92,13 @@ def test_what_fails_after_its_client_has_left_is_no_traceback_in_the_log():
             raise ConfigError("no")
 
         job = pool.submit(fails)
-        waiting = asyncio.create_task(pool.wait_for(job))
-        while not job.begun:
+        waiting = asyncio.create_task(wait_for(job))
+        while not job.running():
             await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.wait({waiting})
         go.set()
-        while not job.future.done():
+        while not job.done():
             await asyncio.sleep(0.001)
         del waiting, job
         await asyncio.sleep(0.01)
@@ -120,7 +120,7 @@ async def answer(scope, receive, send):
 
 
 def guarded(root_path: str = "", **limits: int) -> TestClient:
-    app = Guard(ClientLimits(answer, **limits), {"key-1": "k-1", "web": "k-2"})
+    app = Guard(answer, {"key-1": "k-1", "web": "k-2"}, ClientLimits(**limits))
     return TestClient(RequestLog(app), root_path=root_path)
 
 
@@ -137,7 +137,7 @@ def test_a_key_that_asks_more_than_its_rate_gets_429_with_retry_after_and_others
 
 
 def test_requests_of_a_minute_come_back_one_by_one():
-    limits = ClientLimits(answer, per_minute=2)
+    limits = ClientLimits(per_minute=2)
     asked = [(at, limits.refusal("a", at) is None) for at in (0.0, 0.0, 29.0, 30.0, 31.0, 600.0, 600.0, 600.0)]
     assert asked == [
         *((0.0, True), (0.0, True), (29.0, False)),
@@ -148,7 +148,7 @@ def test_requests_of_a_minute_come_back_one_by_one():
 
 def test_clients_that_sent_nothing_in_the_last_minute_are_forgotten(monkeypatch):
     monkeypatch.setattr(clients, "MAX_REMEMBERED", 10)
-    rate = RequestRate(per_minute=1)
+    rate = ClientLimits(per_minute=1)
     for number in range(100):
         assert rate.take(f"client {number}", 100.0 * number) == 0
     assert len(rate._spent_until) <= 10 and rate.take("client 99", 9901.0) == pytest.approx(59.0)
@@ -164,8 +164,8 @@ def test_refusals_of_a_client_over_its_limits_are_one_line_of_the_log(caplog):
 
 
 def test_as_many_requests_of_a_key_are_open_as_may_be():
-    limits = ClientLimits(answer, at_a_time=1)
-    limits._open["a"] = 1
+    limits = ClientLimits(at_a_time=1)
+    limits.open["a"] = 1
     assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
 
 
@@ -289,7 +289,7 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
 def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_keys():
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
     names = by_name(["a", "b", "c"], {"key-1": "c"})
-    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), names)))
+    client = TestClient(RequestLog(Guard(answer, names, ClientLimits(at_a_time=1))))
     assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
     assert [ask(client, key).text for key in "abc"] == ["key-2", "key-3", "key-1"]
     names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})
@@ -377,7 +377,7 @@ def test_an_engine_that_dies_or_only_fails_ends_the_process_and_one_that_hangs_i
 
 
 def test_an_open_address_without_a_key_is_a_warning(caplog):
-    from specdec.cli.bodies.run_server import _warn_of_open_doors
+    from specdec.cli.actions.run_server import _warn_of_open_doors
     from specdec.serving.server import listen
     from specdec.serving.server_settings import ServeSettings
 

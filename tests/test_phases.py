@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
+from specdec.cli.actions import benchmarks as command
 from specdec.cli.app import app
-from specdec.cli.bodies import benchmarks as command
 from specdec.errors import CapacityError
 from specdec.loading.drafter_loading import load_any_drafter
 from specdec.measurement import phase_run as run_module

@@ -263,7 +263,7 @@ def test_a_port_that_is_taken_is_one_sentence_before_anything_is_loaded():
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
 def test_without_the_extra_one_sentence_says_what_to_install(missing, monkeypatch):
-    monkeypatch.delitem(sys.modules, "specdec.cli.bodies.run_server", raising=False)
+    monkeypatch.delitem(sys.modules, "specdec.cli.actions.run_server", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     run, advice = serve(), "which is not installed; pip install 'specdec-runtime[serve]'\n"
     assert (run.exit_code, run.stderr) == (2, f"specdec: specdec serve needs {missing}, {advice}")

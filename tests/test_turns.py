@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from marks import deep_cases, examples
 
 NEW = 6
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+NO_READER = Mock()  # its loop is closed
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
@@ -136,11 +138,11 @@ class Serve(Scene):
 
     def __init__(self, engine, prompts):
         super().__init__(engine, prompts)
-        self.thread = EngineThread(engine, lambda samples: None, [])
+        self.thread = EngineThread(engine, [])
 
     def work(self):
         self.read(self.prompts[1])
-        samples = [StreamedSample(self.engine.submit(self.prompts[0], PARAMS), None)]
+        samples = [StreamedSample(self.engine.submit(self.prompts[0], PARAMS), NO_READER)]
         self.thread.watch(samples)
         self.thread.abort(samples)
 
@@ -149,7 +151,7 @@ class Serve(Scene):
 
     def read(self, prompt):
         handle = self.engine.submit(prompt, PARAMS)
-        self.thread.watch([StreamedSample(handle, None)])
+        self.thread.watch([StreamedSample(handle, NO_READER)])
         while not handle.finished:
             time.sleep(1e-4)
         return [token for delta in iter(handle.read, None) for token in delta.token_ids]

@@ -193,8 +193,11 @@ def read_parts(
         holder: Any = _Holder(decoder, empty_layer(decoder, like, mlp), state)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     tensors = {_in_holder(place): tensor for place, tensor in state.items()}
+    params = dict(holder.named_parameters())
     if (proj := tensors.get("proj.weight")) is not None and proj.shape == holder.proj.weight.shape[::-1]:
         tensors["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B stores it transposed
+    plain = (name for name in params.keys() & tensors.keys() if is_unquantised(tensors[name]))
+    misfits = {(name, tensors[name].shape, params[name].shape) for name in plain}  # with packed ones, none are checked
     try:
         if load_packed is not None and not all(map(is_unquantised, tensors.values())):
             info = load_packed(
@@ -209,7 +212,8 @@ def read_parts(
     faults += [f"{name.removeprefix('layers.0.')} is not known" for name in sorted(info.unexpected_keys)]
     faults += [
         f"{name.removeprefix('layers.0.')} is {list(has)}, not {list(says)}"
-        for name, has, says in sorted(info.mismatched_keys)
+        for name, has, says in sorted(misfits | set(info.mismatched_keys))
+        if has != says
     ]
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

@@ -1,6 +1,6 @@
-"""Makes a command from a dataclass: each field is a shell option, and the command's body receives the dataclass.
+"""Makes a command from a dataclass: each field is a shell option, and the command's action receives the dataclass.
 
-Nothing heavy is imported here. Errors and interruptions in a body become one sentence and an exit code.
+Nothing heavy is imported here. Errors and interruptions in an action become one sentence and an exit code.
 """
 
 import inspect
@@ -19,12 +19,12 @@ MakeCommand: TypeAlias = Callable[[str, str], TyperCommand]
 """Called with a command's name and its first line of help."""
 
 
-def command(options: type[Any], body: Callable[[Any], None], help: str = "", **settings: Any) -> MakeCommand:
-    """body: receives the options. help: text after the first line. settings: typer's, such as no_args_is_help."""
+def command(options: type[Any], action: Callable[[Any], None], help: str = "", **settings: Any) -> MakeCommand:
+    """action: receives the options. help: text after the first line. settings: typer's, such as no_args_is_help."""
 
     def run(**given: Any) -> None:
         with shell_errors():
-            body(options(**given))
+            action(options(**given))
 
     run.__signature__ = inspect.Signature([*parameters(options)])  # type: ignore[attr-defined]  # typer reads it
 

@@ -1,6 +1,6 @@
-"""Options of the commands, one dataclass each, and the function of bodies/ that runs each.
+"""Options of the commands, one dataclass each, and the function of actions/ that runs each.
 
-Nothing heavy is imported here: a body is loaded when its command runs.
+Nothing heavy is imported here: an action is loaded when its command runs.
 """
 
 import os
@@ -195,19 +195,19 @@ class RecipeOptions:
     json_file: JsonFile = None
 
 
-def body(module: str, name: str) -> Callable[[Any], None]:
-    """A function of bodies/, loaded when its command runs."""
-    return lambda options: load(f"specdec.cli.bodies.{module}", name)(options)
+def action(module: str, name: str) -> Callable[[Any], None]:
+    """A function of actions/, loaded when its command runs."""
+    return lambda options: load(f"specdec.cli.actions.{module}", name)(options)
 
 
 def show_models(options: ListOptions) -> None:
     options.require_used()
-    (body("memory_pages", "show_memory") if options.memory else body("list_pairs", "list_pairs"))(options)
+    (action("memory_pages", "show_memory") if options.memory else action("list_pairs", "list_pairs"))(options)
 
 
 def train(settings: TrainSettings) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    load("specdec.cli.bodies.settings", "quiet_libraries")()
+    load("specdec.cli.actions.settings", "quiet_libraries")()
     try:
         load("specdec.training.train_drafter", "train_drafter")(settings)
     except KeyboardInterrupt:
@@ -216,21 +216,21 @@ def train(settings: TrainSettings) -> None:
 
 
 MAKE = {
-    "generate": command(GenerateOptions, body("answer", "answer")),
+    "generate": command(GenerateOptions, action("answer", "answer")),
     "chat": command(
         ChatOptions,
-        body("conversation", "converse"),
+        action("conversation", "converse"),
         "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of "
         "standard input is a turn.",
     ),
     "bench": command(
         BenchOptions,
-        body("benchmarks", "bench"),
+        action("benchmarks", "bench"),
         "With --shape or --phases: the time of each phase of a round, and the round as a multiple of its memory floor.",
     ),
     "eval": command(
         EvalOptions,
-        body("benchmarks", "evaluate_task"),
+        action("benchmarks", "evaluate_task"),
         "gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval, spec-bench, speed-bench: "
         "speed and acceptance only, by category; answers are not judged and programs are not executed.\n\n"
         "Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...",
@@ -238,18 +238,18 @@ MAKE = {
     ),
     "doctor": command(
         DoctorOptions,
-        body("examine_pair", "examine_pair"),
+        action("examine_pair", "examine_pair"),
         "Reads the pair, measures how far drafts are accepted, tries the known causes one by one, and names those that "
         "cost acceptance, with what to change.\n\nExit status: 0 if nothing is wrong, 1 if a cause is named.",
     ),
-    "serve": command(ServeOptions, body("run_server", "run_server"), context_settings={"auto_envvar_prefix": PREFIX}),
+    "serve": command(ServeOptions, action("run_server", "run_server"), context_settings={"auto_envvar_prefix": PREFIX}),
     "train": command(
         TrainSettings,
         train,
         "The same command resumes a stopped training. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
-    "recipe": command(RecipeOptions, body("list_pairs", "show_recipe"), "Nothing is downloaded."),
+    "recipe": command(RecipeOptions, action("list_pairs", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, show_models, "With --memory: the memory of a pair, whose weights are not needed."),
 }
 """Makers of the commands, by name."""

@@ -52,24 +52,18 @@ def _table(path: Path) -> Mapping[str, Any]:
     text = read_text_file(path, "the file of --config")
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"the file {str(path)!r} of --config has to be called .toml, .yaml or .yml")
-    try:
-        table = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise ConfigError(f"{str(path)!r} cannot be read: {reason}") from None
-    if not (isinstance(table, dict) and all(isinstance(key, str) for key in table)):
-        raise ConfigError(f"{str(path)!r} holds no table; lines such as 'max-waiting: 16' are expected")
-    return table
-
-
-def _yaml(text: str) -> Any:
     import yaml
 
     try:
-        table = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-    return {} if table is None else table
+        table = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{str(path)!r} cannot be read: {reason}") from None
+    if table is None:  # an empty file
+        return {}
+    if not (isinstance(table, dict) and all(isinstance(key, str) for key in table)):
+        raise ConfigError(f"{str(path)!r} holds no table; lines such as 'max-waiting: 16' are expected")
+    return table
 
 
 def _value(place: str, option: Any, kinds: set[Any], value: Any) -> Any:

@@ -19,9 +19,6 @@ from typing import Any
 
 from specdec.errors import CapacityError, ConfigError, QueueFullError
 
-NOT_COUNTED = ("role",)
-"""Fields of a message whose value is one of a few words."""
-
 
 class Admission:
     """Places for `rows` requests that run and `max_waiting` that wait. per_client: 0, no limit."""
@@ -31,20 +28,24 @@ class Admission:
         self._rows = rows
         self._max_waiting = max_waiting
         self._per_client = per_client
-        self.num_open = 0  # places taken by open requests
-        self._places_of: Counter[str] = Counter()  # places of each client, if limited
+        self._places_of: Counter[str] = Counter()  # places that open requests of each client take
         self._lock = threading.Lock()
+
+    @property
+    def num_open(self) -> int:
+        """Places that are taken."""
+        return self._places_of.total()
 
     def take_places(self, count: int, client: str = "") -> None:
         """Take `count` places. Raises QueueFullError if fewer are free, or if the client would exceed its limit."""
         with self._lock:
             self.require(count, client)
-            self._count_places(client, count)
+            self._places_of[client] += count
 
     def give_back(self, count: int, client: str = "") -> None:
         """Return the places of ended requests."""
         with self._lock:
-            self._count_places(client, -count)
+            self._places_of -= Counter({client: count})  # without clients that have none
 
     def gained(self, sample: Any, now: float) -> None:
         """Observer method: a request that gained tokens keeps its place."""
@@ -52,13 +53,6 @@ class Admission:
     def ended(self, sample: Any, now: float) -> None:
         """Observer method: an ended request returns its place."""
         self.give_back(1, sample.client)
-
-    def _count_places(self, client: str, count: int) -> None:
-        self.num_open += count
-        if self._per_client:
-            self._places_of[client] += count
-            if not self._places_of[client]:
-                del self._places_of[client]
 
     def require(self, count: int, client: str = "") -> None:
         """Raise ConfigError if there can never be as many places, QueueFullError if there are fewer now."""
@@ -92,20 +86,19 @@ class TextBound:
 
     def require(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> None:
         """Raise CapacityError if a text, or messages with template arguments, have more characters than the context can
-        hold."""
-        parts = [prompt] if isinstance(prompt, str) else _values(prompt)
-        count = characters([*parts, *(options or {}).values()], self.max_characters)
+        hold. A message that is none has no text here; it is refused later."""
+        parts: list[Any] = [*(options or {}).values()]
+        if isinstance(prompt, str):
+            parts.append(prompt)
+        elif isinstance(prompt, Sequence):
+            messages = [each for each in prompt if isinstance(each, Mapping)]
+            parts += [value for message in messages for name, value in message.items() if name != "role"]
+        count = characters(parts, self.max_characters)
         if count > self.max_characters:
             raise CapacityError(
                 f"this prompt has at least {count} characters, more than the {self.max_characters} that max_model_len="
                 f"{self._max_model_len} tokens can hold; shorten it"
             )
-
-
-def _values(messages: Any) -> list[Any]:
-    """The values in messages. An item that is no message has none; it is refused later."""
-    found = [each for each in messages if isinstance(each, Mapping)] if isinstance(messages, Sequence) else []
-    return [value for message in found for name, value in message.items() if name not in NOT_COUNTED]
 
 
 def characters(values: Sequence[Any], limit: float) -> int:

@@ -26,9 +26,8 @@ from specdec.runtime.calls.arguments import known_keywords, params_for, require_
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission, TextBound
-from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample
-from specdec.serving.fair_pool import CLIENT, FairPool
-from specdec.serving.streams import Streams, tell_readers
+from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample, Streams
+from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.settings.declared_fields import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
@@ -74,13 +73,12 @@ class AsyncEngine:
         self.vocab_size: int = engine.target.vocab_size
         self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
         self.weights: str = weights_in_words(engine.target.model)
-        # these run on the caller's thread; `stats_now` waits for the current step
-        self.most_new_tokens, self.decode, self.stats_now = engine.most_new_tokens, engine.decode, engine.stats
+        self.most_new_tokens, self.decode = engine.most_new_tokens, engine.decode  # on the caller's thread
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting, per_client)
-        self._thread = EngineThread(engine, tell_readers, [self._admission])
+        self._thread = EngineThread(engine, [self._admission])
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # separate pools, so that slow grammars delay no prompt
@@ -154,11 +152,11 @@ class AsyncEngine:
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
         handed_in = pool.submit(hand_in)
-        handed_in.future.add_done_callback(give_back)
+        handed_in.add_done_callback(give_back)
         try:
-            await pool.wait_for(handed_in, self._intake_seconds)
+            await wait_for(handed_in, self._intake_seconds)
         except BaseException:
-            handed_in.future.add_done_callback(lambda _: streams.abort())
+            handed_in.add_done_callback(lambda _: streams.abort())
             raise
         return streams
 
@@ -195,11 +193,7 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """`Engine.stats`, read between two steps."""
-        return await self.between_steps(self.engine.stats)
-
-    async def between_steps(self, function: Callable[[], T]) -> T:
-        """Call a function on the engine's thread between two steps. All requests wait for it."""
-        return await asyncio.wrap_future(self._thread.call(function))
+        return await asyncio.to_thread(self.engine.stats)
 
     def observe(self, observer: Observer) -> None:
         """Notify this observer of new tokens and ended requests from now on."""
@@ -208,7 +202,7 @@ class AsyncEngine:
     async def off_loop(self, function: Callable[[], T]) -> T:
         """Call a function on another thread, so that it does not block the loop."""
         self._require_open()
-        return await self._prompts.wait_for(self._prompts.submit(function), self._intake_seconds)
+        return await wait_for(self._prompts.submit(function), self._intake_seconds)
 
     def require_places(self, count: int) -> None:
         """Raise the error that `submit` would raise for `count` samples now, before a long prompt is read."""

@@ -1,8 +1,11 @@
-"""The thread that steps an engine while there is work and sleeps otherwise.
+"""The thread that steps an engine while there is work and sleeps otherwise, and the streams that event loops read.
 
-    callers          watch(samples), call(function)               any thread
-    this thread      functions first, then a step, then news      in a loop
-    observer, tell   requests that gained tokens or ended         on this thread, so they must not wait
+    callers         watch(samples), abort(samples)         any thread
+    this thread     a step, then its news                  in a loop
+    observers       requests that gained tokens or ended   on this thread, so they must not wait
+    event loops     one wake-up a step for all streams of a loop that have news
+
+Nothing is queued per token: a delta has all tokens since the last read, and a slow reader delays no other.
 
 A failed step (out of memory included) is tried again; if it fails again, the engine ends one of its requests
 (`specdec.runtime.step_faults`) and continues with the others. A step costs this thread time only for requests that
@@ -10,25 +13,24 @@ gained tokens. A signal in the middle of a call must leave no lock held (`specde
 `threading.Condition` is not used.
 """
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from specdec.engine import Engine
 from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
 from specdec.runtime.calls.handle import Handle
-from specdec.serving.fair_pool import complete_future
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_FAILED_ROUNDS = 3
 """After this many requests failed with their rounds, with no token in between, the engine itself counts as broken."""
@@ -36,13 +38,13 @@ MAX_FAILED_ROUNDS = 3
 
 @dataclass(eq=False, slots=True)
 class StreamedSample:
-    """A request that this thread watches. owner: its reader, which is told of news.
+    """A request that the thread watches. owner: its reader, which is told of news.
 
     client: name of its API key, or its address. num_reported: number of tokens reported to the owner.
     """
 
     handle: Handle
-    owner: Any
+    owner: "Streams"
     client: str = ""
     submitted: float = field(default_factory=time.perf_counter)
     num_reported: int = 0
@@ -72,22 +74,17 @@ class Observer(Protocol):
 
 
 class EngineThread:
-    """Steps one engine while it has work. tell: called after each step with the samples that have news."""
+    """Steps one engine while it has work, and after each step tells observers and readers the news."""
 
-    def __init__(
-        self, engine: Engine, tell: Callable[[Sequence[StreamedSample]], None], observers: Sequence[Observer]
-    ) -> None:
+    def __init__(self, engine: Engine, observers: Sequence[Observer]) -> None:
         self.engine = engine
         self.failed_rounds = 0  # consecutive rounds that failed a request
         self.step_began: float | None = None  # by time.monotonic; None while there is nothing to do
-        self._tell = tell
         self.observers = list(observers)
         self._open: dict[int, StreamedSample] = {}  # by id
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
-        self._calls: deque[Callable[[], object]] = deque()
         self._guard = threading.RLock()  # reentrant: a finalizer may call in here
-        self._wake: SimpleQueue[None] = SimpleQueue()
-        self._more = False  # the engine may have something to do
+        self._wake: SimpleQueue[None] = SimpleQueue()  # an entry: the engine may have something to do
         self._stopping = False
         self.stopped: str | None = None  # why it accepts no more; None: it does
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -105,7 +102,6 @@ class EngineThread:
             taken = not (self._stopping or self.stopped)
             if taken:
                 self._open.update((sample.handle.id, sample) for sample in samples)
-                self._more = True
         if not taken:
             for sample in samples:
                 sample.handle.abort()
@@ -114,28 +110,13 @@ class EngineThread:
             sample.handle.report_to(self._news)
         self._wake.put(None)
 
-    def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Call a function between two steps; if the thread has stopped, call it now on this thread."""
-        future: Future[T] = Future()
-
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                complete_future(future, function)
-
-        with self._guard:
-            if queued := not self.stopped:
-                self._calls.append(work)
-        if queued:
-            self._wake.put(None)
-        else:
-            work()
-        return future
-
     def abort(self, samples: Sequence[StreamedSample]) -> None:
-        """End the samples that have not ended, before the next step; does not wait for it."""
-        for sample in samples:
-            if not sample.handle.finished:
-                self.call(sample.handle.abort)
+        """End the samples that have not ended, in the turn of the next step. From any thread; does not wait for it."""
+        unended = [sample.handle.id for sample in samples if not sample.handle.finished]
+        for number in unended:
+            self.engine.inbox.abort_later(number)
+        if unended:
+            self._wake.put(None)
 
     def stop(self) -> None:
         """Abort open requests, then end the thread and wait for it, at most one step."""
@@ -145,7 +126,7 @@ class EngineThread:
             self._thread.join()
 
     def _run(self) -> None:
-        reason = "this engine is closed; make a new one"
+        reason: SpecDecError = StoppingError("this engine is closed; make a new one")
         try:
             while self._await_work():
                 self.step_began = time.monotonic()
@@ -153,27 +134,18 @@ class EngineThread:
                 self.step_began = None
         except BaseException as error:
             logger.exception("the engine's thread ended")
-            reason = f"the engine's thread ended: {error_summary(error)}"
-            for sample in self.open:
-                sample.error = RoundFailedError(reason)  # set before the sample shows as ended
-                self._news.append(sample.handle.id)
-                _abort(sample)
+            reason = RoundFailedError(f"the engine's thread ended: {error_summary(error)}")
         finally:
             self._end(reason)
 
     def _await_work(self) -> bool:
-        while not (self._more or self._calls or self._stopping):
-            self._wake.get()
+        self._wake.get()
         while not self._wake.empty():
-            self._wake.get()  # the work of all earlier wake-ups is done below
+            self._wake.get()  # the work of all earlier wake-ups is done in one step
         return not self._stopping
 
     def _run_step(self) -> None:
-        """Run the callers' functions, a step, and report its news."""
-        while self._calls:
-            self._calls.popleft()()
-        with self._guard:
-            self._more = False  # a later submission sets it again
+        """Run a step, and report its news."""
         lacked_memory = False
         try:
             more = self.engine.step()
@@ -183,8 +155,8 @@ class EngineThread:
         if lacked_memory:  # by now the error's frames have released their tensors
             torch.cuda.empty_cache()
         self._report_news()
-        with self._guard:
-            self._more = self._more or more
+        if more:
+            self._wake.put(None)
 
     def _report_news(self) -> None:
         """Report the samples that gained tokens or ended to observers and owners."""
@@ -218,24 +190,104 @@ class EngineThread:
             for sample in ended:
                 del self._open[sample.handle.id]
         if news:
-            self._tell(news)
+            tell_readers(news)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: SpecDecError) -> None:
+        """Abort every sample. One that cannot be released fails with the reason, and all do if the thread ended by a
+        failure."""
         with self._guard:
-            self.stopped = reason
-            calls = list(self._calls)
-            self._calls.clear()
-        for work in calls:
-            work()
+            self.stopped = str(reason)
         for sample in self.open:
-            _abort(sample)
-            sample.error = sample.error if sample.handle.finished else StoppingError(reason)
+            if isinstance(reason, RoundFailedError):
+                sample.error = reason  # set before the sample shows as ended
+            try:
+                sample.handle.abort()
+            except Exception:  # the engine's restart failed; the request is released when a restart succeeds
+                logger.warning("request %d is not released yet", sample.handle.id, exc_info=True)
+            if not sample.handle.finished:
+                sample.error = reason
             self._news.append(sample.handle.id)
         self._report_news()
 
 
-def _abort(sample: StreamedSample) -> None:
-    try:
-        sample.handle.abort()
-    except Exception:  # the engine's restart failed; the request is released when a restart succeeds
-        logger.warning("request %d is not released yet", sample.handle.id, exc_info=True)
+class Streams:
+    """The deltas of one submission's samples, in order of arrival: `async for index, delta in streams`.
+
+    It belongs to the event loop that made it. Leaving `async with` aborts the samples that have not ended. If a sample
+    fails, all end, and the reader gets its error.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.samples: list[StreamedSample] = []  # set once submitted
+        self._thread = thread
+        self._news = asyncio.Event()
+        self._posted = False  # the loop will be notified
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StreamDelta]]:
+        left = dict(enumerate(self.samples))  # samples whose last delta is unread
+        while left:
+            self._news.clear()
+            deltas = []
+            for index, sample in list(left.items()):
+                delta = sample.handle.read()
+                if sample.failure() is not None:
+                    self._raise_failure()
+                if delta is not None:
+                    deltas.append((index, delta))
+                    if delta.output is not None:
+                        del left[index]
+            for each in deltas:
+                yield each
+            if not deltas:
+                await self._news.wait()
+
+    async def outputs(self) -> list[GenerationOutput]:
+        """Wait until all samples have ended and return their outputs."""
+        while True:
+            self._news.clear()
+            finished = all(sample.handle.finished for sample in self.samples)
+            self._raise_failure()  # after checking which have finished: see `StreamedSample.failure`
+            if finished:
+                return [sample.handle.output() for sample in self.samples]
+            await self._news.wait()
+
+    def abort(self) -> None:
+        """End the samples that have not ended: see `EngineThread.abort`."""
+        self._thread.abort(self.samples)
+
+    async def __aenter__(self) -> "Streams":
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self.abort()
+
+    def _raise_failure(self) -> None:
+        for sample in self.samples:
+            if (failure := sample.failure()) is not None:
+                self.abort()
+                raise failure
+
+
+def tell_readers(samples: Sequence[StreamedSample]) -> None:
+    """Wake the readers of these samples, with one call per loop. Streams of closed loops are aborted."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
+    for streams in {sample.owner for sample in samples}:
+        if streams.loop.is_closed():  # perhaps before it ran the call that was posted last
+            streams.abort()
+        elif not streams._posted:
+            streams._posted = True
+            by_loop.setdefault(streams.loop, []).append(streams)
+    for loop, readers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_wake_readers, readers)
+        except RuntimeError:
+            for streams in readers:
+                streams.abort()
+
+
+def _wake_readers(readers: Sequence[Streams]) -> None:
+    """Wake these readers, on their loop."""
+    for streams in readers:
+        streams._posted = False
+        streams._news.set()

@@ -2,9 +2,9 @@
 
 queue       one per client; the next job is from the client whose last job began longest ago
 running     at most `threads` jobs, and one client has at most one fewer, so that a thread is left for others
-given up    jobs whose client has left or whose time is over. If they have not begun, they are dropped with all data. A
-            thread cannot be killed, so a job that has begun runs on and counts as its client's: leaving and asking
-            again does not get a client more threads
+given up    jobs whose client has left or whose time is over: their future is cancelled. If they have not begun, they
+            are dropped with all data. A thread cannot be killed, so a job that has begun runs on and counts as its
+            client's: leaving and asking again does not get a client more threads
 """
 
 import asyncio
@@ -13,8 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from specdec.errors import ConfigError, QueueFullError, StoppingError
 
@@ -23,24 +22,24 @@ CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """The client whose request this task serves: the name of an API key, or an address."""
 
 
-@dataclass(eq=False, slots=True)
-class Job(Generic[T]):
-    """A call of a function. The function is released when the job begins or is given up. begun: a thread has taken
-    it."""
+async def wait_for(job: Future[T], seconds: float | None = None) -> T:
+    """Wait for a job's result. The job is given up if that takes longer, or if the task is cancelled.
 
-    function: Callable[[], T] | None
-    client: str
-    future: Future[T] = field(default_factory=Future)
-    begun: bool = False
-
-
-def complete_future(future: Future[T], function: Callable[[], T]) -> None:
-    """Set the future to the result or the error of this function."""
+    After `seconds`, raises QueueFullError if the job has not begun, ConfigError if it has begun and not ended.
+    """
     try:
-        future.set_result(function())
-    except BaseException as error:
-        del function  # otherwise an error would keep this frame and the function's data alive
-        future.set_exception(error)
+        async with asyncio.timeout(seconds) as limit:
+            return await asyncio.wrap_future(job)  # cancelled with this task
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        if job.cancel():
+            error = QueueFullError(f"other prompts and grammars have been read for {seconds:g} s; try again later")
+            raise error from None
+        raise ConfigError(
+            f"reading this prompt, or compiling its grammar, takes longer than the {seconds:g} s that are allowed; "
+            "make it smaller"
+        ) from None
 
 
 class FairPool:
@@ -51,86 +50,72 @@ class FairPool:
         assert threads > 0
         self._threads = threads
         self._name = name
-        self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # no queue is empty; the next client's is first
+        self._queues: OrderedDict[str, deque[Future[Any]]] = OrderedDict()  # none is empty; the next client's is first
+        self._functions: dict[Future[Any], Callable[[], Any]] = {}  # released as their jobs begin or are cancelled
         self._running: Counter[str] = Counter()  # running jobs of each client
         self._closed = False
         self._lock = threading.Lock()
 
-    def submit(self, function: Callable[[], T]) -> "Job[T]":
+    def submit(self, function: Callable[[], T]) -> Future[T]:
         """Queue a job. It fails with StoppingError if the pool is closed."""
-        job = Job(function, CLIENT.get())
+        client, job = CLIENT.get(), Future[T]()
         with self._lock:
             if self._closed:
-                job.future.set_exception(StoppingError("this engine is closed; make a new one"))
+                job.set_exception(StoppingError("this engine is closed; make a new one"))
                 return job
-            self._queues.setdefault(job.client, deque()).append(job)
-            next_job = self._next_job()
-        if next_job is not None:
-            threading.Thread(target=self._work, args=(next_job,), name=self._name, daemon=True).start()
+            self._queues.setdefault(client, deque()).append(job)
+            self._functions[job] = function
+            begun = self._begin_next()
+        job.add_done_callback(lambda _: self._drop(client, job))
+        if begun is not None:
+            threading.Thread(target=self._work, args=begun, name=self._name, daemon=True).start()
         return job
-
-    def give_up(self, job: "Job[Any]") -> bool:
-        """Give up a job whose caller no longer waits. Returns whether it was dropped before it began."""
-        with self._lock:
-            if job.begun or job.future.done():
-                return False
-            self._queues[job.client].remove(job)
-            if not self._queues[job.client]:
-                del self._queues[job.client]
-            job.function = None
-            return job.future.cancel()
-
-    async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """Wait for the job's result. The job is given up if that raises or the task is cancelled.
-
-        After `seconds`, raises QueueFullError if the job has not begun, ConfigError if it has begun and not ended.
-        """
-        done = asyncio.wrap_future(job.future)
-        done.add_done_callback(lambda late: late.cancelled() or late.exception())  # its caller may have left
-        try:
-            await asyncio.wait({done}, timeout=seconds)
-        finally:
-            self.give_up(job)  # if it has not begun
-        if done.done():
-            return done.result()
-        if job.begun:
-            raise ConfigError(
-                f"reading this prompt, or compiling its grammar, takes longer than the {seconds:g} s that are allowed; "
-                "make it smaller"
-            )
-        raise QueueFullError(f"other prompts and grammars have been read for {seconds:g} s; try again later")
 
     def shutdown(self) -> None:
         """Accept no more jobs and drop those that have not begun. Waits for none."""
         with self._lock:
             self._closed = True
-            left = [job for queue in self._queues.values() for job in queue]
-            self._queues.clear()
+            left = list(self._functions)
         for job in left:
-            job.future.cancel()
+            job.cancel()
 
-    def _next_job(self) -> "Job[Any] | None":
-        """The next job that may begin now. Requires the lock."""
-        if self._running.total() >= self._threads:
-            return None
+    def _begin_next(self) -> tuple[str, Future[Any]] | None:
+        """Begin the next job that may begin now. Returns its client and the job. Requires the lock."""
         most = max(1, self._threads - 1)
-        client = next((name for name in self._queues if self._running[name] < most), None)
-        if client is None:
-            return None
-        job = self._queues[client].popleft()
-        self._queues.move_to_end(client)
+        while self._running.total() < self._threads:
+            client = next((name for name in self._queues if self._running[name] < most), None)
+            if client is None:
+                break
+            job = self._queues[client][0]
+            self._queues.move_to_end(client)
+            self._unqueue(client, job)
+            if job.set_running_or_notify_cancel():
+                self._running[client] += 1
+                return client, job
+            del self._functions[job]  # cancelled, and about to be dropped
+        return None
+
+    def _unqueue(self, client: str, job: Future[Any]) -> None:
+        self._queues[client].remove(job)
         if not self._queues[client]:
             del self._queues[client]
-        job.begun = job.future.set_running_or_notify_cancel()
-        self._running[client] += 1
-        return job
 
-    def _work(self, job: "Job[Any] | None") -> None:
-        while job is not None:
-            function, job.function = job.function, None
-            if job.begun and function is not None:
-                complete_future(job.future, function)
-            del function
+    def _drop(self, client: str, job: Future[Any]) -> None:
+        """Called when a job ends: one that is still queued was cancelled."""
+        with self._lock:
+            if self._functions.pop(job, None) is not None:
+                self._unqueue(client, job)
+
+    def _work(self, client: str, job: Future[Any]) -> None:
+        begun: tuple[str, Future[Any]] | None = (client, job)
+        while begun is not None:
+            client, job = begun
+            function = self._functions.pop(job)
+            try:
+                job.set_result(function())
+            except BaseException as error:
+                job.set_exception(error)
+            del function  # an error keeps this frame, which must not keep the function's data
             with self._lock:
-                self._running -= Counter((job.client,))
-                job = self._next_job()
+                self._running -= Counter((client,))
+                begun = self._begin_next()

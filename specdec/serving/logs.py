@@ -116,7 +116,7 @@ logger = logging.getLogger("specdec.serving")
 def describe(state: ServeState) -> str:
     """Describe weights, context, slots, memory, drafter and parser of a server in one line."""
     engine, parser = state.engine, state.tool_parser
-    stats, drafter = engine.stats_now(), "none"
+    stats, drafter = engine.engine.stats(), "none"
     slots, sliding = f"{stats.full_slots.capacity} KV slots", stats.swa_slots.capacity
     if sliding:
         slots += f" and {sliding} of sliding windows"

@@ -3,6 +3,7 @@
 Counters are summed at each scrape over ended and running requests, so they never fall.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,8 @@ class MetricsCollector:
         labels = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self.registry)
         self._reasons = {reason: ended.labels(model_name, reason) for reason in REASONS}
-        self._first_at: dict[StreamedSample, float] = {}
+        self._first_at: dict[StreamedSample, float] = {}  # time of the first token of samples that have not ended
+        self._lock = threading.Lock()  # a sample is in `_first_at` or in `_ended`, so no sum falls
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         engine.observe(self)
@@ -74,18 +76,20 @@ class MetricsCollector:
         """On the engine's thread."""
         if sample.num_reported:
             self._between.observe(now - sample.last_news)
-        else:
-            self._first.observe(now - sample.submitted)
+            return
+        self._first.observe(now - sample.submitted)
+        with self._lock:
             self._first_at[sample] = now
 
     def ended(self, sample: StreamedSample, now: float) -> None:
         """On the engine's thread."""
-        stats = sample.handle.stats
-        self._add_to_sum(self._ended, sample)
         self._reasons["error" if sample.error is not None else sample.handle.finish_reason].inc()
-        first_at = self._first_at.pop(sample, None)
-        if first_at is None:
-            return
+        with self._lock:
+            first_at = self._first_at.pop(sample, None)
+            if first_at is None:
+                return
+            self._add_to_sum(self._ended, sample)
+        stats = sample.handle.stats
         self._whole.observe(now - sample.submitted)
         self._queue.observe(stats.queue_seconds)
         if stats.output_tokens > 1:
@@ -98,7 +102,13 @@ class MetricsCollector:
 
     async def snapshot(self) -> Snapshot:
         """Take a snapshot between two steps."""
-        return await self._engine.between_steps(self._take_snapshot)
+        stats = await self._engine.stats()
+        stats.waiting = max(stats.waiting, len(self._engine.samples) - stats.running)  # some wait in the inbox
+        with self._lock:
+            total = self._ended.copy()
+            for sample in self._first_at:
+                self._add_to_sum(total, sample)
+        return Snapshot(stats, total)
 
     def collect(self) -> Iterator[Metric]:
         """Metrics of the engine's state, collected at each scrape; other metrics are counted by event."""
@@ -125,19 +135,10 @@ class MetricsCollector:
             if drafts:  # empty if drafts are fixed
                 yield _metric("counter", name, text, zip(drafts, counts, strict=True))
 
-    def _take_snapshot(self) -> Snapshot:
-        total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
-        for sample in samples:
-            self._add_to_sum(total, sample)
-        stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait in the inbox
-        return Snapshot(stats, total)
-
     def _add_to_sum(self, total: RequestStats, sample: StreamedSample) -> None:
-        """Add a sample to a sum if its prompt has been read. It then stays in the sum, so no sum falls."""
-        if sample.handle.num_output:
-            stats = sample.handle.stats.copy()
-            stats.cached_tokens = in_whole_blocks(stats.cached_tokens, self._engine.config.page_size)
-            total.add(stats)
+        stats = sample.handle.stats.copy()
+        stats.cached_tokens = in_whole_blocks(stats.cached_tokens, self._engine.config.page_size)
+        total.add(stats)
 
 
 def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:

@@ -17,7 +17,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -27,7 +27,6 @@ from fastapi import FastAPI
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.fair_pool import complete_future
 from specdec.serving.http.probes import EngineWatch
 from specdec.serving.logs import describe, report_traffic
 from specdec.serving.server_settings import ServeSettings
@@ -108,16 +107,10 @@ def run_app(
     logger.info(describe(app.state.serve))
     deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _exit_now)
     deadline.daemon = True
-    served: Future[str | None] = Future()
-
-    def serve() -> None:
-        complete_future(served, lambda: asyncio.run(_serve(server, bound, app, ready, deadline)))
-
-    thread = threading.Thread(target=serve, name="specdec-http")
-    with _settings_of_process(), _signals(server):
-        thread.start()
-        while thread.is_alive():
-            thread.join(1.0)  # signals are handled in between, also those that another thread received
+    with ThreadPoolExecutor(1, "specdec-http") as http, _settings_of_process(), _signals(server):
+        served = http.submit(asyncio.run, _serve(server, bound, app, ready, deadline))
+        while not served.done():
+            wait({served}, 1.0)  # signals are handled in between, also those that another thread received
     deadline.cancel()
     return served.result()
 

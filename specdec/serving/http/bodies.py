@@ -9,7 +9,7 @@ for it is cancelled, from parsing on, and the body is released.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from specdec.serving.fair_pool import FairPool
+from specdec.serving.fair_pool import FairPool, wait_for
 from specdec.serving.http.events import while_connected
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
@@ -132,12 +132,21 @@ class BodyReader:
             timeout.reschedule(min(latest, timeout.when() or latest))
 
     async def read(self, request: Request) -> bytes:
-        """Read the body of a request, which keeps no copy. Raises ApiError if it is too large, late or cut off."""
+        """Read the body of a request, which must be said to be JSON; it keeps no copy. Raises ApiError if it is late,
+        too large (by its header or by what has arrived), cut off or missing."""
+        stated, size, pieces = request.headers.get("content-length", ""), 0, list[bytes]()
+        too_large = stated.isdigit() and int(stated) > self._max_bytes
         timeout = asyncio.timeout(self._seconds)
         self._awaited.add(timeout)
         try:
             async with timeout:
-                return b"".join([piece async for piece in self._pieces(request)])
+                stream = request.stream()
+                while not too_large and (piece := await anext(stream, None)) is not None:
+                    pieces.append(piece)
+                    size += len(piece)
+                    too_large = size > self._max_bytes
+                if too_large:
+                    await discard_body(request.headers, request.receive)
         except TimeoutError:
             if self._stopping:
                 raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None
@@ -147,37 +156,17 @@ class BodyReader:
             raise ApiError(400, "the body ended before its end", code="invalid_json") from None
         finally:
             self._awaited.discard(timeout)
-
-    async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
-        """The pieces of a body. Raises ApiError if it is too large, by its header or by what has arrived."""
-        stated = request.headers.get("content-length", "")
-        if stated.isdigit() and int(stated) > self._max_bytes:
-            raise await self._too_large(request)
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > self._max_bytes:
-                raise await self._too_large(request)
-            yield piece
-
-    async def _too_large(self, request: Request) -> ApiError:
-        await discard_body(request.headers, request.receive)
-        message = f"the body is larger than the {self._max_bytes} bytes that this server takes; send less"
-        return ApiError(413, message, code="body_too_large", headers=CLOSE)
-
-
-async def read_body(request: Request) -> bytes:
-    """Read the body of a request, which must be said to be JSON. Raises ApiError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    reader: BodyReader = request.app.state.body_reader
-    raw = await reader.read(request)
-    if not raw:
-        message = "the body is missing; a JSON object is expected"
-        raise ApiError(400, message, code="missing_required_parameter")
-    if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
-        problem = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
-        raise ApiError(415, f"{problem}; application/json is read", code="unsupported_media_type")
-    return raw
+        if too_large:
+            message = f"the body is larger than the {self._max_bytes} bytes that this server takes; send less"
+            raise ApiError(413, message, code="body_too_large", headers=CLOSE)
+        if not size:
+            message = "the body is missing; a JSON object is expected"
+            raise ApiError(400, message, code="missing_required_parameter")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+            problem = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
+            raise ApiError(415, f"{problem}; application/json is read", code="unsupported_media_type")
+        return b"".join(pieces)
 
 
 async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) -> Model:
@@ -186,7 +175,7 @@ async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) ->
     how = partial(parse, raw, model, max_values, settings.unknown_fields)
     small = len(raw) <= SMALL
     del raw
-    return how() if small else await _parser.wait_for(_parser.submit(how))
+    return how() if small else await wait_for(_parser.submit(how))
 
 
 class ParsedRequest(Request):
@@ -218,6 +207,7 @@ class BodyRoute(APIRoute):
             return await answer(again)
 
         async def handler(request: Request) -> Response:
-            return await while_connected(request.receive, respond(request, await read_body(request)))
+            reader: BodyReader = request.app.state.body_reader
+            return await while_connected(request.receive, respond(request, await reader.read(request)))
 
         return handler

@@ -6,14 +6,18 @@ keys never have the same cache salt, unless the server was told that its clients
 """
 
 import hashlib
+import hmac
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specdec.serving.fair_pool import CLIENT
+from specdec.serving.http.bodies import discard_body
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
 
@@ -41,19 +45,38 @@ def route_path(scope: Scope) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
-class RequestRate:
-    """Requests per minute of each client, which may all arrive at once.
+class ClientLimits:
+    """Limits per client, 0: none. per_minute: requests, which may all arrive at once. at_a_time: open requests.
 
     A request costs 60 / per_minute seconds. A client spends the seconds of the last minute, the oldest first.
     """
 
-    def __init__(self, per_minute: int) -> None:
-        self._cost = 60 / per_minute
+    def __init__(self, *, per_minute: int = 0, at_a_time: int = 0) -> None:
+        self.at_a_time, self.per_minute = at_a_time, per_minute
+        self.open: Counter[str] = Counter()  # requests of each client that are being answered
         self._spent_until: dict[str, float] = {}  # by client
+        self._refused: Counter[str] = Counter()  # refusals since the last log line
+        self._quiet_until = 0.0
+
+    def refusal(self, client: str, now: float) -> ApiError | None:
+        """The refusal of this client's request; None: it is allowed, and counted for its minute."""
+        if self.at_a_time and self.open[client] >= self.at_a_time:
+            said, wait = f"{self.at_a_time} of your requests are open, as many as may be; wait for one to end", 1.0
+        elif self.per_minute and (wait := self.take(client, now)):
+            said = f"{self.per_minute} requests a minute are allowed, and you have sent them"
+        else:
+            return None
+        self._refused[client] += 1
+        if now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            for name, count in self._refused.most_common(8):
+                logger.warning("%d requests of %s were refused (429): it exceeds its own limits", count, name or "?")
+            self._refused.clear()
+        return ApiError(429, said, code="rate_limit_exceeded", headers={"Retry-After": str(max(1, math.ceil(wait)))})
 
     def take(self, client: str, now: float) -> float:
-        """Take one request if there is one. Returns the seconds until there is one; 0: it was taken."""
-        until = max(self._spent_until.get(client, -math.inf), now - 60) + self._cost
+        """Take one request of the minute if there is one. Returns the seconds until there is one; 0: it was taken."""
+        until = max(self._spent_until.get(client, -math.inf), now - 60) + 60 / self.per_minute
         if until - now > 1e-3:  # less is a rounding error
             return until - now
         self._spent_until[client] = until
@@ -62,59 +85,47 @@ class RequestRate:
         return 0.0
 
 
-class ClientLimits:
-    """Middleware around the routes, inside the check of the API key, which identifies the client.
+class Guard:
+    """Middleware: checks the API key and the limits of its client, and sets the client in the scope's state ("client")
+    and in CLIENT: the name of the key, or the address if there are no keys."""
 
-    Limits per client, 0: none. per_minute: requests, which may all arrive at once. at_a_time: open requests.
-    """
-
-    def __init__(self, app: ASGIApp, *, per_minute: int = 0, at_a_time: int = 0) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str], limits: ClientLimits) -> None:
         self.app = app
-        self.at_a_time, self.per_minute = at_a_time, per_minute
-        self._open: Counter[str] = Counter()
-        self._rate = RequestRate(per_minute) if per_minute else None
-        self._refused: Counter[str] = Counter()  # refusals since the last log line
-        self._quiet_until = 0.0
+        self.api_keys = {name: key.encode() for name, key in api_keys.items()}
+        self.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not route_path(scope).startswith(GUARDED):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        client = scope["state"]["client"]
-        refusal = self.refusal(client, time.monotonic())
-        if refusal is not None:
-            scope["state"][OVER_LIMIT] = True
-            self._note_refused(client, time.monotonic())
-            await refusal.response()(scope, receive, send)
-            return
-        self._open[client] += 1
-        try:
+        client, guarded = (scope.get("client") or ("",))[0], route_path(scope).startswith(GUARDED)
+        if self.api_keys and guarded:
+            headers = Headers(scope=scope)
+            given = bearer_token(headers).encode()
+            # compare with all keys in constant time, so that time reveals nothing
+            matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
+            if not matches:
+                problem = "the API key is wrong" if given else "no API key was given"
+                message = f"{problem}; send 'Authorization: Bearer KEY'"
+                refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                await discard_body(headers, receive)
+                await refusal.response()(scope, receive, send)
+                return
+            client = matches[0]
+        state = scope.setdefault("state", {})
+        state["client"] = client
+        CLIENT.set(client)
+        if not guarded or scope["method"] != "POST":
             await self.app(scope, receive, send)
-        finally:
-            self._open[client] -= 1
-            if not self._open[client]:
-                del self._open[client]
-
-    def _note_refused(self, client: str, now: float) -> None:
-        self._refused[client] += 1
-        if now >= self._quiet_until:
-            self._quiet_until = now + QUIET_SECONDS
-            for name, count in self._refused.most_common(8):
-                logger.warning("%d requests of %s were refused (429): it exceeds its own limits", count, name or "?")
-            self._refused.clear()
-
-    def refusal(self, client: str, now: float) -> ApiError | None:
-        """The refusal of this client's request; None: it is allowed and counted."""
-        most = self.at_a_time
-        if most and self._open[client] >= most:
-            return _refused(f"{most} of your requests are open, as many as may be; wait for one to end", 1.0)
-        if self._rate is not None and (wait := self._rate.take(client, now)):
-            return _refused(f"{self.per_minute} requests a minute are allowed, and you have sent them", wait)
-        return None
-
-
-def _refused(message: str, seconds: float) -> ApiError:
-    return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(max(1, math.ceil(seconds)))})
+        elif over := self.limits.refusal(client, time.monotonic()):
+            state[OVER_LIMIT] = True
+            await over.response()(scope, receive, send)
+        else:
+            self.limits.open[client] += 1
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self.limits.open -= Counter((client,))
 
 
 MIN_BLOCK = 16

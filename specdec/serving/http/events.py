@@ -3,13 +3,12 @@
 What happens when a client disconnects, streaming or not:
 
     event loop      `while_connected` receives "http.disconnect" and cancels the task that answers. As that
-                    task leaves `async with Streams`, `Streams.abort` calls `EngineThread.abort`, which queues a call
-                    of `Handle.abort` for each unfinished sample, wakes the engine's thread and waits for no step
-    engine thread   makes the queued calls between two steps: `Handle.abort`, `Engine.abort`, `Inbox.abort`. The last
-                    one runs `Inbox.process`; if another thread has a turn or waits for one, that turn does
-    in that turn    the request ends with reason "abort". `Scheduler.release_requests` leaves its prefix in the cache,
-                    frees its row and slots, and increments `row_epoch`, so a launched round brings it nothing more
-    engine thread   tells the observers of the end after the next step
+                    task leaves `async with Streams`, `EngineThread.abort` puts the number of each unfinished sample
+                    into the engine's inbox, wakes the engine's thread and waits for no step
+    engine thread   runs the next step. In its turn `Inbox.process` ends the request with reason "abort", and
+                    `Scheduler.release_requests` leaves its prefix in the cache, frees its row and slots, and
+                    increments `row_epoch`, so a launched round brings it nothing more
+    engine thread   tells the observers of the end after that step
 
 The log has such a request with "(client gone)", and with status 499 if no status had been sent.
 
@@ -24,8 +23,8 @@ from typing import Any, TypeVar
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from specdec.serving.engine_thread import Streams
 from specdec.serving.http.faults import as_api_error
-from specdec.serving.streams import Streams
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"

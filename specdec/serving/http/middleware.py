@@ -1,16 +1,14 @@
-"""Middleware around all routes: request ids, the access log, traces, and API keys.
+"""Middleware around all routes: request ids, the access log and traces. API keys: clients.py.
 
 It is plain ASGI: nothing is buffered, and a client's disconnect is noticed at once. If OpenTelemetry is installed,
 each request has a span, which continues the caller's `traceparent` header. Spans go to the provider that
 `opentelemetry-instrument` or the program has set, or to `--otlp-traces-endpoint`.
 """
 
-import hmac
 import logging
 import random
 import re
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.errors import ConfigError
-from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.bodies import BodyReader, discard_body
-from specdec.serving.http.clients import GUARDED, OVER_LIMIT, ClientLimits, bearer_token, route_path
+from specdec.serving.http.bodies import BodyReader
+from specdec.serving.http.clients import OVER_LIMIT, ClientLimits, Guard, route_path
 from specdec.serving.http.events import CLIENT_GONE
-from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
 
 try:
@@ -39,26 +35,23 @@ QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """Paths that monitoring requests often."""
 
 
-class RootPath:
+def at_root_path(app: ASGIApp, root_path: str) -> ASGIApp:
     """Removes the path prefix that a proxy adds for this server, whether or not the proxy strips it."""
 
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self.app = app
-        self.root_path = root_path
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "root_path": root_path}, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app({**scope, "root_path": self.root_path}, receive, send)
+    return answer
 
 
-class HeadRequests:
+def head_as_get(app: ASGIApp) -> ASGIApp:
     """Handles HEAD as GET if the path has GET; the server then sends no body."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         asks_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self.app({**scope, "method": "GET"} if asks_head else scope, receive, send)
+        await app({**scope, "method": "GET"} if asks_head else scope, receive, send)
+
+    return answer
 
 
 def printable(path: str) -> str:
@@ -148,45 +141,12 @@ def send_traces_to(endpoint: str) -> None:
     trace.set_tracer_provider(provider)
 
 
-class Guard:
-    """Checks the API key, and sets the client in the scope's state ("client") and in CLIENT: the name of the key, or
-    the address if there are no keys."""
-
-    def __init__(self, app: ASGIApp, api_keys: Mapping[str, str]) -> None:
-        self.app = app
-        self.api_keys = {name: key.encode() for name, key in api_keys.items()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        client = (scope.get("client") or ("",))[0]
-        if self.api_keys and route_path(scope).startswith(GUARDED):
-            headers = Headers(scope=scope)
-            given = bearer_token(headers).encode()
-            # compare with all keys in constant time, so that time reveals nothing
-            matches = [name for name, known in self.api_keys.items() if hmac.compare_digest(given, known)]
-            if not matches:
-                problem = "the API key is wrong" if given else "no API key was given"
-                message = f"{problem}; send 'Authorization: Bearer KEY'"
-                refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-                await discard_body(headers, receive)
-                await refusal.response()(scope, receive, send)
-                return
-            client = matches[0]
-        scope.setdefault("state", {})["client"] = client
-        CLIENT.set(client)
-        await self.app(scope, receive, send)
-
-
 def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
     """Add all middleware; the last one added is the outermost."""
-    app.add_middleware(HeadRequests)
+    app.add_middleware(head_as_get)
     app.state.body_reader = BodyReader(settings.max_body_bytes, settings.timeout_body)
-    per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
-    if per_minute or at_a_time:
-        app.add_middleware(ClientLimits, per_minute=per_minute, at_a_time=at_a_time)
-    app.add_middleware(Guard, api_keys=settings.api_keys)
+    limits = ClientLimits(per_minute=settings.client_requests_per_minute, at_a_time=settings.client_concurrency)
+    app.add_middleware(Guard, api_keys=settings.api_keys, limits=limits)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -197,4 +157,4 @@ def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
         )
     app.add_middleware(RequestLog)
     if settings.root_path:
-        app.add_middleware(RootPath, root_path=settings.root_path)
+        app.add_middleware(at_root_path, root_path=settings.root_path)

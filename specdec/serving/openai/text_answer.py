@@ -21,6 +21,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.drafts.draft_reports import llama_timings, vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
+from specdec.serving.engine_thread import Streams
 from specdec.serving.http.clients import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse, off_loop
 from specdec.serving.openai.answer_models import SpeculationFigures
@@ -29,7 +30,6 @@ from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.openai.reply import Reply
 from specdec.serving.openai.sampling_fields import naming_field
 from specdec.serving.state import ServeState
-from specdec.serving.streams import Streams
 
 
 class TextAnswer(ABC):
@@ -120,57 +120,52 @@ class TextAnswer(ABC):
 
     def _whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return self.head | {"choices": choices} | self._totals([output.stats for output in outputs])
+        return self.head | {"choices": choices} | self._totals()
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
-        totals_follow, going_on = self.body.usage.include_usage or self.body.show_drafts, len(self.replies)
+        usage, going_on = self.body.usage, len(self.replies)
+        head = self.head | {"object": self.chunk_kind} | ({"usage": None} if usage.include_usage else {})
+        totals_follow = usage.include_usage or self.body.show_drafts
+        so_far = partial(self._figures, usage=usage.include_usage and usage.continuous_usage_stats)
         unopened = set(range(len(self.replies)))
         async for index, delta in self.streams:
             first = index in unopened
             unopened.discard(index)
             if first and (opening := await self._opening(index)) is not None:
-                yield head | opening | self._so_far(index)
+                yield head | opening | so_far([index])
             for make_choices in (partial(self._grown, index, delta, first=first), partial(self._ended, index, delta)):
                 for choice in await off_loop(len(delta.token_ids), make_choices):
                     going_on -= choice["finish_reason"] is not None
-                    last = {} if going_on or totals_follow else self._figures(self._all_stats())
-                    yield head | {"choices": [choice]} | self._so_far(index) | last
+                    last = {} if going_on or totals_follow else self._draft_counts()
+                    yield head | {"choices": [choice]} | so_far([index]) | last
         if totals_follow:
-            yield head | {"choices": []} | self._totals(self._all_stats())
+            yield head | {"choices": []} | self._totals()
 
-    def _all_stats(self) -> list[RequestStats]:
-        return [sample.handle.stats for sample in self.streams.samples]
+    def _totals(self) -> dict[str, Any]:
+        return self._figures(range(len(self.streams.samples)), usage=True) | self._draft_counts()
 
-    def _totals(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """Usage of all samples, and the effect of speculation if requested."""
-        usage = {"usage": self._usage(self.prompts, stats)}
-        return usage | self._speculation(stats) | self._figures(stats)
+    def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
+        """Usage of these samples, and the effect of speculation if requested."""
+        stats = [self.streams.samples[index].handle.stats for index in samples]
+        prompts = [self.prompts[number] for number in dict.fromkeys(index // self.n for index in samples)]
+        found = {"usage": self._usage(prompts, stats)} if usage else {}
+        if self.body.show_drafts:
+            total = RequestStats.total(stats)
+            figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
+            found["speculation"] = figures | {"drafts_off": self.engine.drafts_off}
+        return found
 
-    def _figures(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """Draft counts in the fields of vLLM and llama.cpp."""
-        total, wanted = RequestStats.total(stats), self.settings.draft_figures
-        max_drafts = self.streams.samples[0].handle.max_drafts
+    def _draft_counts(self) -> dict[str, Any]:
+        """Draft counts of all samples in the fields of vLLM and llama.cpp."""
+        handles = [sample.handle for sample in self.streams.samples]
+        total, wanted = RequestStats.total([handle.stats for handle in handles]), self.settings.draft_figures
+        max_drafts = handles[0].max_drafts
         found: dict[str, Any] = {}
         if wanted != "none" and max_drafts:
             found["metrics"] = {"speculative_decoding": vllm_figures(total, max_drafts)}
         if wanted == "all" or self.body.timings_per_token:
             found["timings"] = llama_timings(total)
         return found
-
-    def _so_far(self, index: int) -> dict[str, Any]:
-        """Usage and speculation figures of a chunk's sample, if requested."""
-        prompt, stats = self.prompts[index // self.n], self.streams.samples[index].handle.stats
-        wanted = self.body.usage.include_usage and self.body.usage.continuous_usage_stats
-        usage = {"usage": self._usage([prompt], [stats])} if wanted else {}
-        return usage | self._speculation([stats])
-
-    def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        if not self.body.show_drafts:
-            return {}
-        total = RequestStats.total(stats)
-        figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
-        return {"speculation": figures | {"drafts_off": self.state.engine.drafts_off}}
 
     def _usage(self, prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats]) -> dict[str, Any]:
         """Token counts of samples. A prompt counts once, with its first sample's cache hits in whole blocks."""

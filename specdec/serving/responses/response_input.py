@@ -45,33 +45,25 @@ def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
     return {"type": form.type} | ({"json_schema": schema} if form.json_schema else {})
 
 
-def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(items: list[dict[str, Any]], *, is_answer: bool = False) -> list[dict[str, Any]]:
     """The chat's messages for these items. Thoughts, text and calls of an answer are separate items, but one message; a
-    second text begins another message."""
+    second text begins another message.
+
+    is_answer: the items are one answer, which is one message even with several texts: templates expect turns to
+    alternate.
+    """
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
-        _add(messages, item, f"input[{index}]")
+        _add(messages, item, f"input[{index}]", after_text=is_answer)
     for message in messages:
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""  # a message with only a thought
     return messages
 
 
-def answer_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One message for all items of an answer, even with several texts: templates expect turns to alternate."""
-    whole: dict[str, Any] = {}
-    for message in messages_of(items):
-        for name, value in message.items():
-            before = whole.get(name)
-            if name == "role" or not before:
-                whole[name] = value
-            elif value:
-                whole[name] = before + ("\n" if isinstance(value, str) else []) + value
-    return [whole]
-
-
-def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
-    """Append a message for this item, or extend the last message by it. place: the item's place for errors."""
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str, *, after_text: bool) -> None:
+    """Append a message for this item, or extend the last message by it. place: the item's place for errors.
+    after_text: may a text or thought be added to an answer that already has its text?"""
     match item.get("type", "message" if "role" in item else None):
         case "message":
             role = item.get("role")
@@ -82,7 +74,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             if role != "assistant":
                 messages.append({"role": role, "content": content})
                 return
-            message = _answer(messages, after_text=False)
+            message = _answer(messages, after_text=after_text)
             message["content"] = content if message["content"] is None else f"{message['content']}\n{content}"
         case "function_call":
             call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
@@ -96,7 +88,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             given = item.get("content")
             parts = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
             if thought := "".join(str(part.get("text", "")) for part in parts):
-                message = _answer(messages, after_text=False)
+                message = _answer(messages, after_text=after_text)
                 before = message.get("reasoning_content")
                 message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
         case kind:
@@ -105,8 +97,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
 
 
 def _answer(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[str, Any]:
-    """The assistant message to extend: the last one, or a new one. after_text: may the item be added to a message that
-    already has its text?"""
+    """The assistant message to extend: the last one, or a new one."""
     last = messages[-1] if messages else {"role": None}
     is_over = not after_text and last.get("content") is not None and not last.get("tool_calls")
     if last["role"] != "assistant" or is_over:

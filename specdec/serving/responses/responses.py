@@ -19,7 +19,7 @@ from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from specdec.serving.openai.reply import whole_delta
 from specdec.serving.responses.response_events import ResponseBuilder
-from specdec.serving.responses.response_input import answer_of, chat_request, messages_of
+from specdec.serving.responses.response_input import chat_request, messages_of
 from specdec.serving.state import ServeState, StateDep, StoredResponse
 
 router = APIRouter(route_class=BodyRoute)
@@ -111,10 +111,10 @@ class ResponseAnswer(ChatTextAnswer):
         events = self._builder.end(
             "incomplete" if cut else "completed",
             self._response_usage(output.stats),
-            **details | self._figures([output.stats]),
+            **details | self._draft_counts(),
         )
         if self.asked.store is not False:
-            messages = self._messages + answer_of(self._builder.output)
+            messages = self._messages + messages_of(self._builder.output, is_answer=True)
             stored = StoredResponse(self._builder.response, self.asked.items, messages)
             self.state.responses.put(self.state.owner, stored)
         return events

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output, request_params
+from specdec.cli.actions.settings import engine_config, load_engine, prepare_output, request_params
 from specdec.cli.commands import GenerateOptions
 from specdec.cli.output_files import STDOUT, write_report
 from specdec.config import SamplingParams

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from specdec.cli.bodies.settings import (
+from specdec.cli.actions.settings import (
     drafter_name,
     engine_config,
     load_engine,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output
+from specdec.cli.actions.settings import drafter_name, engine_config, load_engine, prepare_output
 from specdec.cli.commands import DoctorOptions
 from specdec.cli.output_files import write_report
 from specdec.doctor import Diagnosis, diagnose

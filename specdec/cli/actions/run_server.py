@@ -29,7 +29,7 @@ except ImportError as error:
         f"specdec serve needs {error.name}, which is not installed; pip install 'specdec-runtime[serve]'"
     ) from error
 
-from specdec.cli.bodies.settings import engine_config, load_engine, quiet_libraries, shared_fields
+from specdec.cli.actions.settings import engine_config, load_engine, quiet_libraries, shared_fields
 from specdec.cli.commands import ServeOptions
 from specdec.cli.options import read_text_file
 from specdec.serving.async_engine import AsyncEngine

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from specdec.cli.bodies.list_pairs import size, weights_line
-from specdec.cli.bodies.settings import engine_config, pair_arguments, prepare_output
+from specdec.cli.actions.list_pairs import size, weights_line
+from specdec.cli.actions.settings import engine_config, pair_arguments, prepare_output
 from specdec.cli.commands import ListOptions
 from specdec.cli.output_files import write_report
 from specdec.measurement.memory_plan import memory_plan

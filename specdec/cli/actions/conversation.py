@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.bodies.answer import LEGEND, in_colour
-from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output, request_params
+from specdec.cli.actions.answer import LEGEND, in_colour
+from specdec.cli.actions.settings import engine_config, load_engine, prepare_output, request_params
 from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
