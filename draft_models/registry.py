@@ -1,7 +1,7 @@
 """Drafters that have a config.json or a word of their own: how each is recognised, and how it is made.
 
-To add one, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without). `specdec/drafter_loading.py` recognises
-MTP modules, language models, and drafters that depend on the target.
+To add one, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without). `specdec/loading/drafter_loading.py`
+recognises MTP modules, language models, and drafters that depend on the target.
 """
 
 from collections.abc import Callable, Mapping

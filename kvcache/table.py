@@ -31,10 +31,6 @@ from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.layout import NULL_SLOT, ByGroup, PrimaryLoc
 
-FROZEN_EXTRA_KEYS = 2
-"""Committed keys that a window keeps in addition for a frozen drafter. The target reads window - 1 keys before its own
-token; the drafter reads the newest window + 1."""
-
 PREALLOC_SLOTS = 16
 """Extra slots that a row gets, and evictable peers that it may keep, while the pools have ample room. So most rounds
 change neither the slots nor the maps on the host."""
@@ -88,7 +84,7 @@ class RequestTable:
         max_requests: int,
         max_len: int,
         lookahead: int,
-        extra_keys: int = FROZEN_EXTRA_KEYS,
+        extra_keys: int = 0,
         reread: int = 0,
         max_lag: ByGroup[int] | None = None,
     ) -> None:

@@ -23,13 +23,13 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter, with_defaults
-from specdec.drafter_loading import load_any_drafter, require_options_used
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
-from specdec.load_check import warn_at_load
-from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
+from specdec.loading.drafter_loading import load_any_drafter, require_options_used
+from specdec.loading.load_check import warn_at_load
+from specdec.loading.model_loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.target import TargetModel
 from specdec.modules.weight_watch import watched_weights
 from specdec.progress import progress_bar
@@ -440,7 +440,7 @@ class Engine:
             for request in ended:
                 self.inbox.remove_ended(request.id)
             if not self._conventions.is_done:
-                self._conventions.after_step(ended, self.scheduler.running)
+                self._conventions.after_step(ended, running=bool(self.scheduler.running))
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.raise_fault()
 

@@ -21,7 +21,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specdec.config import MAX_TREE_NODES, BoundedDepth, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
-from specdec.loading import pick_tokenizer
+from specdec.loading.model_loading import pick_tokenizer
 from specdec.models.described_model import context_length
 from specdec.settings.declared_fields import require
 from specdec.settings.plain_arguments import plain_number

@@ -33,7 +33,7 @@ from specdec.kvcache.layout import (
 )
 from specdec.kvcache.page_pool import PagePool
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
+from specdec.kvcache.table import Move, RequestTable
 
 
 def ints(*values: int) -> IntArray:
@@ -51,6 +51,9 @@ def layer_spec(
 
 SWA = GroupId(1)
 """The windowed group of models with one window."""
+
+FROZEN_EXTRA_KEYS = 2
+"""Keys that a frozen drafter reads beyond the target's: the newest window + 1, not window - 1 before its own token."""
 
 
 class Worker:

@@ -20,7 +20,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
 from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
-from specdec.drafter_loading import load_any_drafter
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.measurement.model_shapes import SHAPES, Shrink
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import cache_argument

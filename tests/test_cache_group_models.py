@@ -131,6 +131,6 @@ def test_groups_of_a_model_are_its_windows(make_target) -> None:
     assert [layer.window for layer in layout.layers] == [None, 8, 3, 8]
     allocator = make_allocator(4, window_sizes([layout]))
     table = RequestTable(allocator, max_requests=1, max_len=9, lookahead=1)
-    assert table.retain[1:].tolist() == [4, 9]
+    assert table.retain[1:].tolist() == [2, 7]
     fields = TargetModel(make_target("deepseek_v3")).layout.layers[0].fields
     assert fields == attention_fields(4, 12, 8)

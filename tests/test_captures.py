@@ -20,6 +20,7 @@ from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.gpu.captures import SPARE_POOL, CaptureMemory, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts
+from specdec.runtime.rounds.captured_rounds import ROUNDS
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
@@ -131,7 +132,7 @@ def test_a_shape_is_captured_again_when_memory_is_there(engine_with, random_prom
     graphs = engine.steps.captured_rounds
     for shape in list(graphs._waits):
         graphs._setbacks[shape], graphs._waits[shape] = 60, 0
-        graphs.capture_next(shape, [lambda: torch.zeros(1)])
+        graphs.capture_next(shape, [lambda: torch.zeros(1)], ROUNDS)
         assert graphs._waits[shape] == 1024
         graphs._waits[shape] = 1
     tape.failing = ()

@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.cli.app import COMMANDS, app, load_command
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.models import published
 from specdec.runtime.drafts.draft_policy import DraftPolicy
 

@@ -22,9 +22,9 @@ from specdec.doctor.causes import changed_block, possible_masks
 from specdec.doctor.diagnosis import Measured, Trial
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
-from specdec.load_check import warn_at_load
+from specdec.loading.drafter_loading import load_any_drafter
+from specdec.loading.load_check import warn_at_load
 from specdec.models import published
 from specdec.models.published import ACCEPTED, HELD_OUT_PROBLEMS, PAIRS_BY_TITLE, published_acceptance
 from specdec.models.weight_storage import NONE, grid_of

@@ -21,6 +21,7 @@ from specdec.evaluation.bench_run import BenchReport, markdown_table
 from specdec.runtime.drafts.draft_policy import DraftPolicy, RoundTimes, draft_ladder
 from specdec.runtime.drafts.draft_reports import (
     acceptance_in_words,
+    busy_in_words,
     depths_in_words,
     llama_timings,
     vllm_figures,
@@ -206,11 +207,10 @@ def test_words_of_drafts():
 
 def test_no_verdict_below_one_without_its_reason():
     stats = RequestStats(rounds=10, round_tokens=20)
-    assert why_slower(1.0, stats, off="why", processor_share=0.1) == ""
+    assert why_slower(1.0, stats, off="why") == ""
     assert why_slower(0.5, stats) == "a round brought 2.00 tokens and took 4.00 times as long as a plain one"
-    reason = why_slower(0.5, stats, off="none pays", processor_share=0.3)
-    assert "drafts are off: none pays" in reason and "this one had 0.30 of a core" in reason
-    assert "core" not in why_slower(0.5, stats, processor_share=1.0)
+    assert "drafts are off: none pays" in why_slower(0.5, stats, off="none pays")
+    assert "this one had 0.30 of a core" in busy_in_words(0.3) and busy_in_words(1.0) == ""
 
 
 @pytest.fixture

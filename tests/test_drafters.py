@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_heads import KINDS, random_block
+from kv_rig import FROZEN_EXTRA_KEYS
 from mtp_checkpoints import SHAPES, publish
 from random_loads import check_tokens, random_config, random_requests
 
@@ -23,10 +24,9 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import frozen_kv
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 
 from inside import capture_on_tape

@@ -12,7 +12,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, find_parting, open_transcripts, problem_seed, read_transcripts
 from specdec.evaluation.data_sets import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
-from specdec.loading import load_tokenizer
+from specdec.loading.model_loading import load_tokenizer
 from specdec.models.published import resolve_name
 from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem

@@ -131,7 +131,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
     assert 20 < len(shapes) <= 46
     for tokens, room, pool in ((2048, 2048, "prompts"), (2049, 2560, "long prompts"), (8192, 8192, "long prompts")):
         shape = graphs.bucket(1, tokens, StatesNeeded.LAST)
-        assert shape.tokens == room and graphs.pool(shape) == pool
+        assert shape.tokens == room and shape.rule.pool == pool
     assert graphs.bucket(1, 8193, StatesNeeded.LAST) is None
 
 

@@ -33,10 +33,7 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
     ("specdec.attention", "specdec.sampling", "specdec.layers"),
     ("specdec.models", "specdec.draft_models"),
     ("specdec.runtime",),
-    (
-        *("specdec.loading", "specdec.drafter_loading", "specdec.load_check", "specdec.engine"),
-        *("specdec.hf_generate", "specdec", "specdec.measurement"),
-    ),
+    ("specdec.loading", "specdec.engine", "specdec.hf_generate", "specdec", "specdec.measurement"),
     ("specdec.serving", "specdec.evaluation", "specdec.training", "specdec.doctor"),
     ("specdec.cli",),
 )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
-from specdec.loading import Checkpoint, pick_dtype
+from specdec.loading.model_loading import Checkpoint, pick_dtype
 
 from marks import deep, deep_cases, slow
 
@@ -291,7 +291,7 @@ def test_a_drafter_is_no_target(loaded, make_target, make_assistant):
     [("tiny-gemma", "tiny-gemma4"), ("smollm2-135m-eagle", "smollm2-135m-eagle3"), ("n-gram", "ngram")],
 )
 def test_a_misspelt_name_is_answered_at_once(name, meant, monkeypatch, make_target):
-    monkeypatch.setattr("specdec.loading.cached_file", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr("specdec.loading.model_loading.cached_file", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match=f"^no checkpoint '{name}' here; did you mean '{meant}'"):
         Engine.from_pretrained(make_target("llama"), name)
 

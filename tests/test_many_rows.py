@@ -16,6 +16,7 @@ from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import PREALLOC_SLOTS
 from specdec.runtime.request_output import RowTotals
+from specdec.runtime.rounds.result import DraftShape
 from specdec.sampling.sampling_table import SamplerFeatures, SamplingTable
 
 from inside import (
@@ -176,7 +177,7 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
     """Rows that gain a token each round get slots, and lose peers, every sixteen tokens; where a pool is short, in
     every round, and none more than it needs."""
     allocator = make_allocator(400, [3], window_pages)
-    table = RequestTable(allocator, max_requests=2, max_len=80, lookahead=LOOKAHEAD)
+    table = RequestTable(allocator, max_requests=2, max_len=80, lookahead=LOOKAHEAD, extra_keys=2)
     rows, found = ints(table.open_row(), table.open_row()), []
     for _ in range(40):
         before = table.capacity.tolist(), table.evicted_len.tolist()
@@ -259,10 +260,9 @@ def test_an_interrupted_step_moves_no_reader(monkeypatch):
 
 @pytest.mark.parametrize("draft", [SpecConfig(4), SpecConfig(3, 2, 6), SpecConfig(1), SpecConfig(3, 1, 3)])
 def test_only_the_end_of_an_output_shortens_a_draft(draft):
-    request = Request([1], SamplingParams(max_new_tokens=9), 0, Detokenizer(None), frozenset(), draft)
-    sizes = [request.draft_size(remaining) for remaining in range(1, 10)]
+    sizes = [DraftShape.from_spec(draft, depth) for depth in range(9)]
     assert [(size.num_steps, size.num_nodes) for size in sizes] == [draft.shortened(depth) for depth in range(9)]
-    assert {size.topk for size in sizes} == {draft.topk} and request.max_drafts == sizes[-1].depth == draft.depth
+    assert {size.topk for size in sizes} == {draft.topk} and sizes[-1] == DraftShape.from_spec(draft)
 
 
 def test_who_is_restricted_has_rules_that_still_hold():

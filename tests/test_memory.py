@@ -18,11 +18,11 @@ import specdec.gpu.memory
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
-from specdec.drafter_loading import drafts_by_modules
 from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.layout import layout_from_config
-from specdec.loading import Checkpoint
+from specdec.loading.drafter_loading import drafts_by_modules
+from specdec.loading.model_loading import Checkpoint
 from specdec.measurement.memory_plan import memory_plan
 from specdec.models.described_model import GeometryContext, ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel

@@ -178,7 +178,7 @@ def test_prompts_of_a_step_are_one_forward_without_padding(
         widths.append((length.tolist(), num_places))
         return read_chunk(state, rows, length, num_places, *rest)
 
-    monkeypatch.setattr("specdec.runtime.prompts.prefill.read_chunk", watched)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.read_chunk", watched)
     prompts = [random_prompt(n) for n in (4, 100, 2, 6)]
     handles = [engine.submit(prompt, PARAMS) for prompt in prompts]
     engine.step()

@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, read_parts
-from specdec.loading import Checkpoint, load_tokenizer
+from specdec.loading.model_loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
 from specdec.runtime.drafts import convention_watch
@@ -190,11 +190,11 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
 def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
     def answered(prompt: int, answer: int) -> Any:
         tokens = list(range(prompt + answer))
-        settled = SimpleNamespace(num_tokens=len(tokens))
-        return SimpleNamespace(prompt=tokens[:prompt], tokens=[*tokens, -1], settled=settled, num_output=answer)
+        return SimpleNamespace(prompt=tokens[:prompt], tokens=tokens, num_output=answer)
 
-    read = filter(convention_watch.is_long_enough, [answered(300, 9), answered(4, 8), answered(4, 7)])
-    assert [*map(convention_watch.answered_text, read)] == [
+    watch = convention_watch.ConventionWatch(SimpleNamespace(), None)  # type: ignore[arg-type]
+    watch.after_step([answered(300, 9), answered(4, 8), answered(4, 7)], running=True)
+    assert watch._texts == [
         (list(range(300 - 256, 309)), 256),
         (list(range(12)), 4),
     ]

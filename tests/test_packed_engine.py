@@ -22,7 +22,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import is_quantised, weights_in_words

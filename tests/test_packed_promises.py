@@ -23,7 +23,7 @@ from specdec import SamplingParams
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.loading import Checkpoint as Loaded
+from specdec.loading.model_loading import Checkpoint as Loaded
 
 from inside import packed_values
 from marks import deep, each_value

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.actions import benchmarks as command
 from specdec.cli.app import app
-from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.measurement import phase_run as run_module
 from specdec.measurement import timed_rounds
 from specdec.measurement.memory_floor import StepBytes, read_bandwidth

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,10 +172,12 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
     round, seen = engine.steps.state, []
     state = next(kept.state for kept in round.cache.stores[0].layers.values() if kept.state is not None)
 
-    def read(rows: Any, length: Any, states: Any) -> None:
+    def begin_forward(rows: Any, length: Any, states: Any) -> Any:
         seen.append((int(round.cache.table.committed_len.host[rows[0]]), int(state.folded_len[rows[0]])))
+        return SimpleNamespace(run=lambda: None)
 
-    measured["time_prompts"](round, engine.scheduler.prompt_gap, read, 64)
+    prefill = SimpleNamespace(begin_forward=begin_forward)
+    measured["time_prompts"](round, engine.scheduler.prompt_gap, prefill, 64)
     assert max(seen) > (100, 100) and all(0 <= prefix - folded < 16 for prefix, folded in seen)
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 
-from specdec import Engine, EngineConfig, SamplingParams, loading
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
 from specdec.evaluation.accuracy import open_transcripts
+from specdec.loading import model_loading
 from specdec.models.published import resolve_name
 from specdec.text.record_files import append_record
 
@@ -114,13 +115,13 @@ def no_network(monkeypatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(model_loading.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_loading, "_is_cached", lambda *_: False)
 
 
 def test_an_unknown_hub_id_without_network_is_one_sentence_at_once(no_network, monkeypatch):
     """The hub's library tried six times, said so in eleven lines, and took 25 seconds."""
-    monkeypatch.setattr(loading, "cached_file", lambda *_, **__: pytest.fail("the hub's library tried"))
+    monkeypatch.setattr(model_loading, "cached_file", lambda *_, **__: pytest.fail("the hub's library tried"))
     with pytest.raises(CheckpointError) as error:
         load("nobody/nothing")
     assert str(error.value).startswith("no checkpoint 'nobody/nothing' here, and 127.0.0.1 cannot be reached")
@@ -132,17 +133,17 @@ def test_a_proxy_that_is_away_is_named(variable, no_network, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
     monkeypatch.setenv(variable, "http://localhost:9")
     with pytest.raises(CheckpointError, match="localhost cannot be reached"):
-        loading.require_hub("nobody/nothing", {})
+        model_loading.require_hub("nobody/nothing", {})
 
 
 def test_nothing_is_tried_offline_or_for_what_is_in_the_cache(monkeypatch):
-    monkeypatch.setattr(loading.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
-    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", True)
-    loading.require_hub("nobody/nothing", {})
-    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
-    loading.require_hub("nobody/nothing", {"local_files_only": True})
-    monkeypatch.setattr(loading, "cached_file", lambda *_, **__: "config.json")
-    loading.require_hub("somebody/something", {})
+    monkeypatch.setattr(model_loading.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
+    monkeypatch.setattr(model_loading.constants, "HF_HUB_OFFLINE", True)
+    model_loading.require_hub("nobody/nothing", {})
+    monkeypatch.setattr(model_loading.constants, "HF_HUB_OFFLINE", False)
+    model_loading.require_hub("nobody/nothing", {"local_files_only": True})
+    monkeypatch.setattr(model_loading, "cached_file", lambda *_, **__: "config.json")
+    model_loading.require_hub("somebody/something", {})
 
 
 def test_gguf_files_are_refused_by_name(tmp_path):

@@ -17,7 +17,7 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.kvcache.layout import layout_from_config
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.models import published
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs

@@ -29,8 +29,8 @@ import specdec.engine
 from bench.report import Row
 from bench.subjects import pair_of, prompts_of
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.runtime.rounds import captured_rounds

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from bench.report import Row
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.measurement.model_shapes import Shrink, find_shape
 
 GB = 1e9

@@ -24,8 +24,8 @@ from bench.humaneval import grade, read_problems
 from bench.report import Row
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
-from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.accuracy_report import is_correct, wilson_interval
+from specdec.loading.drafter_loading import load_any_drafter
 from specdec.measurement.timed_comparison import run_figures, run_interleaved
 from specdec.text.prompt_files import Problem, read_prompts
 

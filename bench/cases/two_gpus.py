@@ -22,7 +22,7 @@ from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import DeviceLostError
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.gpu.ranks import Ranks, make_ranks
-from specdec.loading import load_target
+from specdec.loading.model_loading import load_target
 from specdec.models.target import TargetModel
 
 LENGTHS = (5, 9) if ON_CPU else (700, 33, 1, 260, 512)

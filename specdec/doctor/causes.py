@@ -29,7 +29,15 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.conventions import all_conventions, difference
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.load_check import ASSISTANTS, HEADS, LOAD_SYMPTOMS, CheckedPair, Symptom, changed_assistant, module_of
+from specdec.loading.load_check import (
+    ASSISTANTS,
+    HEADS,
+    LOAD_SYMPTOMS,
+    CheckedPair,
+    Symptom,
+    changed_assistant,
+    module_of,
+)
 from specdec.models.published import last_part
 from specdec.models.target import TargetModel
 

@@ -30,7 +30,7 @@ from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, clear_wi
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.load_check import CheckedPair, Symptom, drafter_path, visible_symptoms
+from specdec.loading.load_check import CheckedPair, Symptom, drafter_path, visible_symptoms
 from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.drafts.dense_drafts import DENSE_FORMS, RecordedText, dense_drafts, record

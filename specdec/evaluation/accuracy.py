@@ -37,7 +37,7 @@ from specdec.evaluation.data_sets import (
     load_data,
     question_text,
 )
-from specdec.loading import Checkpoint, load_tokenizer, pick_device
+from specdec.loading.model_loading import Checkpoint, load_tokenizer, pick_device
 from specdec.measurement.conditions import VERSIONS, hardware, pair_names
 from specdec.measurement.timed_comparison import Record, first_difference, run_interleaved
 from specdec.models.described_model import context_length

@@ -22,11 +22,11 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_mo
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import AUTO, MTP, building, drafter_parts, is_drafter_config, require_target
-from specdec.drafter_loading import drafts_by_modules, meant_by_auto, require_drafter
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import StateShape
-from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
+from specdec.loading.drafter_loading import drafts_by_modules, meant_by_auto, require_drafter
+from specdec.loading.model_loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import stored_tensors, without_quantization
 from specdec.models.weight_storage import stored_weights

@@ -38,7 +38,7 @@ from specdec.layers.description.families import FAMILIES
 from specdec.layers.description.moe_families import experts_of
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear, packed_of
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
-from specdec.loading import pick_device, pick_dtype
+from specdec.loading.model_loading import pick_device, pick_dtype
 from specdec.measurement.model_shapes import ModelShape, MtpSpec, Shrink
 from specdec.measurement.phase_run import BenchSubject
 from specdec.models.described_model import META, ModelOnMeta

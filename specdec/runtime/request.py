@@ -16,7 +16,6 @@ from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_f
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request_output import GenerationOutput, RequestStats, RowTotals, StreamDelta
-from specdec.runtime.rounds.result import DraftShape, shortened_draft
 from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer, TokenView
@@ -78,7 +77,6 @@ class Request:
     awaited_prefix_len: int = field(default=0, init=False)  # length of that prefix
     max_total_len: int = field(init=False)  # its length if only max_new_tokens ends it
     max_drafts: int = field(init=False)  # most drafts that it can accept in a round
-    whole_draft: DraftShape = field(init=False)  # its draft before it is shortened near the end
     stops: StopStrings = field(init=False)  # made once, since every round reads them
     error: SpecDecError | None = field(default=None, init=False)  # the error that ended it, if one did
     updated_ids: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
@@ -91,7 +89,6 @@ class Request:
         self._tokens = list(self.prompt)
         self.max_total_len = len(self.prompt) + self.params.max_new_tokens
         self.max_drafts = 0 if self.spec is None else self.spec.depth
-        self.whole_draft = shortened_draft(self.spec, self.max_drafts)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
         reader = copy.copy(self.detokenizer)
@@ -159,10 +156,6 @@ class Request:
     def has_fixed_draft(self) -> bool:
         """Did the request fix its draft, even if another one would pay more?"""
         return self.spec is not None and not self.spec.adaptive
-
-    def draft_size(self, remaining: int) -> DraftShape:
-        """A draft large enough for a request that may still get `remaining` tokens, the bonus token included."""
-        return self.whole_draft if remaining > self.max_drafts else shortened_draft(self.spec, remaining - 1)
 
     @property
     def grammar_state(self) -> GrammarState | None:

@@ -166,15 +166,12 @@ class Scheduler:
         due = self._pages_to_come(self.running)
         available = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
-        counted: dict[int, int] = {}  # admissions already counted in a request's `times_overtaken`, by number
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
                 break
             if self.running and (due > available).any():
                 break
-            counted[request.id] = passes = _num_later(numbers, request)
-            request.times_overtaken += passes
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
@@ -182,6 +179,7 @@ class Scheduler:
             if self.running and (due > available).any():
                 break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
+            request.times_overtaken += _num_later(numbers, request)
             self.prefixes.adopt_prefix(request, rank(request))
             request.assign_row(request.row)
             insort(self.running, request, key=rank)
@@ -190,7 +188,7 @@ class Scheduler:
         if admitted:
             self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
             for request in self.waiting:
-                request.times_overtaken += _num_later(numbers, request) - counted.get(request.id, 0)
+                request.times_overtaken += _num_later(numbers, request)
             self.waiting.sort(key=rank)  # passed requests may have gained a level
         return admitted
 
@@ -199,24 +197,20 @@ class Scheduler:
 
         `share_tokens` decides the requests and lengths; a chunk shrinks to the available pages.
         """
-        table, page_size = self.table, self.table.allocator.page_size
+        table = self.table
         chosen: list[tuple[Request, int]] = []
-        pages = table.allocator.available_pages  # not yet assigned to a chunk
         for request, wanted in self._prompt_shares():
-            if request.state is not RequestState.PREFILL:
-                continue
-            done = int(table.committed_len.host[request.row])
-            while request.state is RequestState.PREFILL:
-                owned = int(table.capacity[request.row]) - done
-                chunk = min(wanted, owned + pages * page_size)
-                if chunk > 0:
+            while request.state is RequestState.PREFILL:  # until it has a chunk or is preempted
+                row = request.row
+                done = int(table.committed_len.host[row])
+                room = int(table.capacity[row]) - done + table.allocator.available_pages * table.allocator.page_size
+                if room > 0:
+                    chunk = min(wanted, room)
+                    table.ensure_slots(row, done + chunk)
                     chosen.append((request, chunk))
-                    pages -= max(0, -(-(chunk - owned) // page_size))
                     break
-                chosen = self._take_chunks(chosen)  # before any request is preempted
                 self._make_room()
-                pages = table.allocator.available_pages
-        chosen = self._take_chunks(chosen)
+        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         return [request for request, _ in chosen], np.array([chunk for _, chunk in chosen], dtype=np.int64)
 
     def commit_chunks(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
@@ -276,14 +270,6 @@ class Scheduler:
         settled."""
         decodes = RequestState.DECODE
         return [each for each in self.running if each.state is decodes and each.params.max_new_tokens > 1]
-
-    def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Allocate slots for the chunks of requests that still run. Returns these chunks."""
-        chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
-        if chosen:
-            rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
-            self.table.ensure_slots(rows, self.table.committed_len.host[rows] + chunk_len)
-        return chosen
 
     def _lookahead(self, rows: IntArray) -> IntArray:
         """The slots [B] that each of these rows must own for a round."""

@@ -33,7 +33,7 @@ from specdec.runtime.rounds.captured_prompts import CapturedPrompts
 from specdec.runtime.rounds.captured_rounds import CapturedRounds, run_programs
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft, whole_draft
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape, covering_draft
 from specdec.runtime.rounds.round_shapes import captured_shape, end_drafts, is_rare, round_shape, with_forced
 from specdec.runtime.scheduler import RequestBatch, Scheduler
 
@@ -222,9 +222,10 @@ class Steps:
     def _largest_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
         """The smallest draft that suffices for the requests that are `drafting` [B]."""
         if self.captured_rounds is not None:
-            return whole_draft(self.spec) if drafting.any() else NO_DRAFT
+            return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)
-        return covering_draft({request.draft_size(left) for request, left, drafts in each if drafts})
+        usable = [(request.spec, left - 1) for request, left, drafts in each if drafts]  # without the bonus token
+        return covering_draft({DraftShape.from_spec(spec, depth) for spec, depth in usable if spec is not None})
 
     def _unsettled_nodes(self) -> int:
         """Upper bound on the tokens of a row that the host does not know yet."""

@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from specdec.gpu.mirrored_array import IntArray
 from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
 from specdec.runtime.drafts.draft_policy import RoundTimes
+from specdec.runtime.prompts.prefill import Prefill
 from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS, token_buckets
-from specdec.runtime.rounds.result import NO_DRAFT, RoundShape, whole_draft
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, RoundShape
 from specdec.runtime.rounds.round_shapes import batch_buckets, captured_shape, prefix_buckets, round_shape
 from specdec.runtime.steps import Steps
 
@@ -44,7 +44,7 @@ def warm_up(steps: Steps) -> None:
     captured_rounds, state = steps.captured_rounds, steps.state
     if captured_rounds is None:
         return
-    own = NO_DRAFT if state.worker is None else whole_draft(steps.spec)
+    own = NO_DRAFT if state.worker is None else DraftShape.from_spec(steps.spec)
     drafts = [own] if steps.draft_policy is None else steps.draft_policy.shapes
     shapes = [
         captured_shape(state, round_shape(state, NO_ROWS, [], draft, 0)._replace(batch=size))
@@ -74,7 +74,7 @@ def warm_up(steps: Steps) -> None:
             [gap.longest_round] = time_rounds(captured_rounds, shapes[:1], lambda _: None)
             gap.learn_round(gap.longest_round)
             max_tokens = min(gap.budget.while_decoding, steps.table.max_requests * gap.budget.chunk)
-            time_prompts(state, gap, steps.prefill.read, max_tokens)
+            time_prompts(state, gap, steps.prefill, max_tokens)
             gap.cap_budget()
             _capture_parts(steps)
         steps.restart([])
@@ -97,9 +97,7 @@ def _capture_parts(steps: Steps) -> None:
     for needed in {steps.state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
-            found = captured_prompts.begin_forward(rows, length, needed, divided=True)
-            if found is not None:
-                found.run()
+            captured_prompts.begin_forward(rows, length, needed, divided=True).run()
 
 
 def time_rounds(
@@ -133,12 +131,9 @@ def time_rounds(
     return seconds
 
 
-def time_prompts(
-    state: DeviceState, gap: PromptGap, read: Callable[[IntArray, IntArray, StatesNeeded], object], max_tokens: int
-) -> None:
+def time_prompts(state: DeviceState, gap: PromptGap, prefill: Prefill, max_tokens: int) -> None:
     """Time forwards over prompts for `gap`: few tokens; a quarter, half and all of `max_tokens`; few tokens after a
-    long prefix. The fastest of three runs counts. read: reads rows [R] of these lengths [R] and makes the requested
-    final states.
+    long prefix. The fastest of three runs counts.
 
     These runs also capture the forwards over few tokens, so no request waits for a capture later.
     """
@@ -154,7 +149,7 @@ def time_prompts(
         seconds = []
         for _ in range(4):
             state.clock.start("prefill")
-            read(rows, length, needed)
+            prefill.begin_forward(rows, length, needed).run()
             begin, end = state.clock.stop().tolist()
             seconds.append((end - begin) / 1e9)
         table.committed_len[table.padding_row] = 0
@@ -173,7 +168,7 @@ def time_prompts(
         spent(count, 0, within)
     runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
     for needed in {within, ending}:  # compiles the kernels for many short prompts
-        read(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed)
+        prefill.begin_forward(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), needed).run()
     if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
         for count in sorted({few[len(few) // 2], few[-1]}):
             spent(count, prefix, within)

@@ -25,7 +25,7 @@ from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ConfigError
-from specdec.loading import Checkpoint
+from specdec.loading.model_loading import Checkpoint
 from specdec.training.train_settings import TrainSettings
 
 FREE_SETTINGS = frozenset(

@@ -15,10 +15,10 @@ import transformers
 from accelerate import PartialState
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.loading import Checkpoint, load_tokenizer
+from specdec.loading.drafter_loading import load_any_drafter
+from specdec.loading.model_loading import Checkpoint, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
 from specdec.settings.declared_fields import require_fields

@@ -1,4 +1,4 @@
-"""Checks, on the first answers of an engine, that MTP modules run under the conventions of their training.
+"""Checks, on the first answers that an engine completes, that MTP modules run under the conventions of their training.
 
 No tensor states the conventions; they come from a table of families or a file next to the modules. A wrong entry has
 one symptom: low acceptance. After WATCHED committed tokens, the target reads their texts again in dense forwards, and
@@ -27,7 +27,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.models.target import TargetModel
 from specdec.runtime.drafts.dense_drafts import dense_drafts, record
-from specdec.runtime.request import Request, RequestState
+from specdec.runtime.request import Request
 
 logger = logging.getLogger("specdec")
 
@@ -42,30 +42,27 @@ MAX_CONTEXT = 256
 
 
 class ConventionWatch:
-    """Collects answers until they have WATCHED tokens, then judges them. is_done: there is nothing to judge, or it has
-    judged."""
+    """Collects answers that have ended until they have WATCHED tokens, then judges them. is_done: there is nothing to
+    judge, or it has judged."""
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         self._target, self._model = target, None if drafter is None else model_of(drafter)
         # a dense forward runs on one device, and recurrent layers block by block, too slowly for a step of an engine
         is_watched = isinstance(self._model, NativeMtpDrafter) and not target.recurrent and target.ranks is None
         self.is_done = not is_watched
-        self._ended: list[Request] = []
+        self._texts: list[tuple[list[int], int]] = []  # see `answered_text`
         self._parts: Iterator[None] | None = None  # the judgement, once there are enough tokens
         self._waited = 0  # steps since the last forward of the judgement
 
-    def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Watch a step: the requests that ended in it, and those that run. Copies nothing before there are WATCHED
-        tokens; then it runs one forward of the judgement every PAUSE steps, or all that are left if no request runs."""
+    def after_step(self, ended: Sequence[Request], *, running: bool) -> None:
+        """Watch a step and the requests that ended in it. Once there are WATCHED tokens, it runs one forward of the
+        judgement every PAUSE steps, or all that are left if no request is `running`."""
         if self._parts is None:
-            self._ended += filter(is_long_enough, ended)
-            decoding = [each for each in running if each.state is RequestState.DECODE and is_long_enough(each)]
-            answered = self._ended + decoding
-            if sum(request.num_output for request in answered) < WATCHED:
+            self._texts += [answered_text(each) for each in ended if each.num_output >= MIN_WATCHED_ANSWER]
+            if sum(len(tokens) - first for tokens, first in self._texts) < WATCHED:
                 return
             assert isinstance(self._model, NativeMtpDrafter)
-            self._parts = judge(self._target, self._model, list(map(answered_text, answered)))
-            self._ended = []
+            self._parts = judge(self._target, self._model, self._texts)
         self._waited += 1
         if running and self._waited < PAUSE:
             return
@@ -79,16 +76,11 @@ class ConventionWatch:
         self.is_done = True
 
 
-def is_long_enough(request: Request) -> bool:
-    """Is the request's answer worth reading its prompt?"""
-    return request.num_output >= MIN_WATCHED_ANSWER
-
-
 def answered_text(request: Request) -> tuple[list[int], int]:
     """Tokens of its prompt's end and its answer, and the index at which the answer begins."""
     first = len(request.prompt)
     cut = max(0, first - MAX_CONTEXT)
-    return request.tokens[cut : request.settled.num_tokens], first - cut
+    return request.tokens[cut:], first - cut
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from specdec.config import SpecConfig
 from specdec.gpu.captures import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.drafts.draft_reports import DraftStats
-from specdec.runtime.rounds.result import NO_DRAFT, DraftShape, whole_draft
+from specdec.runtime.rounds.result import NO_DRAFT, DraftShape
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -67,7 +67,7 @@ def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> S
 
     A lookup next to a model adds its full draft and, if rounds are captured, a chain of half as many levels.
     """
-    whole = whole_draft(spec)
+    whole = DraftShape.from_spec(spec)
     half = max(1, whole.depth // 2)
     chains, trees = (CHAINS, ()) if whole.topk == 1 else (CHAINS[:2], TREES)
     rungs = [DraftShape(depth, 1, depth + 1) for depth in chains if depth < whole.depth]
@@ -80,8 +80,8 @@ def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> S
 
 def _tree(spec: SpecConfig, num_nodes: int) -> DraftShape:
     """A tree of `num_nodes` nodes. Its depth rises by one level for twice the nodes."""
-    steps, most = spec.shortened(num_nodes.bit_length())
-    return DraftShape(steps, spec.topk, min(num_nodes, most))
+    tree = DraftShape.from_spec(spec, num_nodes.bit_length())
+    return tree._replace(num_nodes=min(num_nodes, tree.num_nodes))
 
 
 class DraftAcceptance:

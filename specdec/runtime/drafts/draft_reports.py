@@ -86,21 +86,16 @@ def depths_in_words(accepted: Sequence[float], drafted: Sequence[int]) -> str:
     return f"{', '.join(f'{share:.2f} of {count}' for share, count in pairs)} rounds"
 
 
-def why_slower(speed_up: float, stats: RequestStats, *, off: str = "", processor_share: float | None = None) -> str:
+def why_slower(speed_up: float, stats: RequestStats, *, off: str = "") -> str:
     """Why drafts were slower than plain decoding; empty if they were not.
 
-    stats: figures of the run with drafts. off: why rounds have no drafts now (`Engine.drafts_off`). processor_share: on
-    a CPU, core seconds per second of the comparison.
+    stats: figures of the run with drafts. off: why rounds have no drafts now (`Engine.drafts_off`).
     """
     if speed_up >= 1 or not stats.rounds:
         return ""
     brought = stats.round_tokens / stats.rounds
     reason = f"a round brought {brought:.2f} tokens and took {brought / speed_up:.2f} times as long as a plain one"
-    if off:
-        reason += f"; drafts are off: {off}"
-    if busy := busy_in_words(processor_share):
-        reason += f"; {busy}"
-    return reason
+    return reason + (f"; drafts are off: {off}" if off else "")
 
 
 def busy_in_words(processor_share: float | None) -> str:

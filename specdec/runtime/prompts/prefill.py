@@ -27,18 +27,15 @@ from specdec.runtime.launches import HostCopy, Launch, copy_to_host
 from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts, parts_of_layers
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts, eager_forward
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
     LAYERS_A_PART,
     PREFILL_STAGES,
-    Chunk,
     PromptParts,
     divide,
     draw_first_tokens,
-    read_chunk,
     score_chunk,
-    whole_chunk,
 )
 from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
@@ -165,13 +162,13 @@ class Prefill:
         self._scheduler.commit_chunks(requests, chunk_len)
         return launched
 
-    def read(self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> Chunk:
-        """Run the target over prompt chunks; short ones are captured. needed: see `Chunk`."""
-        captured = self.captured_prompts
-        if captured is not None and (parts := captured.begin_forward(rows, chunk_len, needed)) is not None:
-            return parts.run()
-        runs = upload(np.stack([rows, chunk_len]), self._state.device)
-        return read_chunk(self._state, runs[0], runs[1], int(chunk_len.sum()), needed)
+    def begin_forward(
+        self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
+    ) -> PromptParts:
+        """Begin a forward over prompt chunks, as a whole or divided; short ones are captured. needed: see `Chunk`."""
+        if self.captured_prompts is None:
+            return eager_forward(self._state, rows, chunk_len, needed, divided=divided)
+        return self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=divided)
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
@@ -184,14 +181,8 @@ class Prefill:
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
         gap, load = self._scheduler.prompt_gap, PromptLoad.from_runs(done, chunk_len)
         divided = others_decode and gap.seconds_allowed(self._scheduler.num_waiting, load) is not None
-        found = None
-        if divided and self.captured_prompts is not None:
-            found = self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=True)
-        elif divided:
-            found = parts_of_layers(self._state, rows, chunk_len, needed)
-        if found is None:
-            found = whole_chunk(lambda: self.read(rows, chunk_len, needed), self._state.weights.generation())
-        return PromptReading(batch, chunk_len, done, scoring, found)
+        parts = self.begin_forward(rows, chunk_len, needed, divided=divided)
+        return PromptReading(batch, chunk_len, done, scoring, parts)
 
 
 def division_of(state: DeviceState, *, captured: bool) -> Division | None:

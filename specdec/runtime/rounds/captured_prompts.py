@@ -9,7 +9,7 @@ A shape is a number of places and a choice of final states. Prefixes, and the di
 data. So there are at most 52 shapes: 23 sizes as a whole and three in parts, each with and without final states.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.paused_forward import PausedForward
 from specdec.models.target import StatesNeeded
-from specdec.runtime.rounds.captured_rounds import CaptureSet
+from specdec.runtime.rounds.captured_rounds import CaptureRule, CaptureSet
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, PromptParts, begin_reading, divide, read_chunk
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
@@ -44,6 +44,13 @@ class ChunkShape(NamedTuple):
     runs: int
     needed: StatesNeeded
     divided: bool = False
+
+    @property
+    def rule(self) -> CaptureRule:
+        """Each long size warns of its own: smaller ones may be captured."""
+        if self.tokens <= MIN_LONG_TOKENS:
+            return CaptureRule("prompts", "prompts run without CUDA graphs: %s")
+        return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s")
 
 
 class ChunkProgram:
@@ -112,9 +119,11 @@ class ChunkProgram:
         return self._chunk.hidden
 
 
-def parts_of_layers(state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded) -> PromptParts:
-    """A forward that is not captured, of which each layer is a part."""
-    shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided=True)
+def eager_forward(
+    state: DeviceState, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
+) -> PromptParts:
+    """A forward that is not captured, as a whole or with each layer as a part."""
+    shape = ChunkShape(int(chunk_len.sum()), len(rows), needed, divided)
     program = ChunkProgram(state, shape, layers_a_part=1)
     program.load_chunks(rows, chunk_len)
     return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
@@ -152,41 +161,29 @@ class CapturedPrompts(CaptureSet):
             self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
         return self._results[name][:count].copy_(new)
 
-    def pool(self, shape: Hashable) -> str:
-        assert isinstance(shape, ChunkShape)
-        return SPARE_POOL if shape.tokens > MIN_LONG_TOKENS else self.kind
-
-    def warning(self, shape: Hashable) -> str:
-        """See `CaptureSet.warning`. For many tokens the text names the size, so that each size warns: smaller ones may
-        be captured."""
-        assert isinstance(shape, ChunkShape)
-        if shape.tokens > MIN_LONG_TOKENS:
-            return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
-        return "prompts run without CUDA graphs: %s"
-
     def begin_forward(
         self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
-    ) -> PromptParts | None:
-        """Prepare a forward over the next `chunk_len` [R] tokens of `rows` [R], as a whole or divided, with its inputs
-        loaded; None: it is not captured.
+    ) -> PromptParts:
+        """Prepare a forward over the next `chunk_len` [R] tokens of `rows` [R], with its inputs loaded.
 
-        Not captured: other sizes, and (rare) chunks with scores if the target otherwise makes fewer final states.
-        needed: see `Chunk`.
+        Not captured: sizes beyond the largest, and (rare) chunks with scores if the target otherwise makes fewer final
+        states. divided: in parts, if such a size is captured in parts. needed: see `Chunk`.
         """
-        shape = self.bucket(len(rows), int(chunk_len.sum()), needed, divided=divided)
+        size = len(rows), int(chunk_len.sum())
+        shape = (self.bucket(*size, needed, divided=True) if divided else None) or self.bucket(*size, needed)
         rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
-            self.store.uncaptured[self.kind] += 0 if divided else 1  # a divided one is tried as a whole
-            return None
+            self.store.uncaptured[self.kind] += 1
+            return eager_forward(self.state, rows, chunk_len, needed)
         self.state.weights.generation()  # checked first: another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        programs = self.programs_to_run(shape, program.programs)
+        programs = self.programs_to_run(shape, program.programs, shape.rule)
 
         def read() -> Chunk:
             chunk = program.result()
-            self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
+            self.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
             return chunk
 
         return PromptParts(program.shares, programs, read, self._generation)

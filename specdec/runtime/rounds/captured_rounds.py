@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -49,6 +49,19 @@ MAX_BACKOFF_RUNS = 1024
 """Upper bound on the runs of a shape between two attempts to capture it, after evictions or for lack of memory."""
 
 
+class CaptureRule(NamedTuple):
+    """How a shape is captured. pool: name of its memory pool. warning: log text if that fails, with %s for the error;
+    each text is logged once. patience: eager runs before its capture, at least 1."""
+
+    pool: str
+    warning: str
+    patience: int = 1
+
+
+ROUNDS = CaptureRule("rounds", "rounds run without CUDA graphs: %s")
+RARE_ROUNDS = CaptureRule("rare rounds", ROUNDS.warning, RARE_RUNS_BEFORE_CAPTURE)
+
+
 class CaptureSet:
     """An engine's captured programs of one kind, by shape. strict: a failed capture is an error; otherwise the program
     runs eagerly, is counted (`CaptureStore.stats`), and its capture is tried again later."""
@@ -71,27 +84,15 @@ class CaptureSet:
         """Bytes of the tensors that receive the results of captured programs."""
         return 0
 
-    def pool(self, shape: Hashable) -> str:
-        """Name of the memory pool of this shape."""
-        return self.kind
-
-    def warning(self, shape: Hashable) -> str:
-        """Log text, with %s for the error, if this shape could not be captured. Each text is logged once."""
-        raise NotImplementedError
-
-    def patience(self, shape: Hashable) -> int:
-        """Number of eager runs of a new shape before its capture, at least 1."""
-        return 1
-
-    def programs_to_run(self, shape: Hashable, programs: Sequence[Program]) -> Sequence[Program]:
+    def programs_to_run(self, shape: Hashable, programs: Sequence[Program], rule: CaptureRule) -> Sequence[Program]:
         """Replays of the captured programs of this shape, or `programs`, to be run eagerly."""
         if self._generation != (now := self.state.weights.generation()):
             self._generation = now
             self.clear()
-        self.capture_next(shape, programs)
+        self.capture_next(shape, programs, rule)
         captured = self._captured.get(shape)
         if captured is None:
-            self._waits[shape] = max(0, self._waits.get(shape, self.patience(shape)) - 1)
+            self._waits[shape] = max(0, self._waits.get(shape, rule.patience) - 1)
             self.store.uncaptured[self.kind] += 1
             return programs
         if captured.view_key != self.state.view.key:
@@ -100,25 +101,24 @@ class CaptureSet:
         self.store.touch(self, shape)
         return [partial(_replay, *each) for each in captured.replays]
 
-    def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
+    def capture_next(self, shape: Hashable, programs: Sequence[Program], rule: CaptureRule) -> None:
         """Capture the programs of a shape if it has run and need not wait, so that its next run is a replay."""
         if self._waits.get(shape) != 0:
             return
-        pool = self.pool(shape)
         try:
-            self._captured[shape] = self.store.make(self, shape, pool, self.state.view.key, programs)
+            self._captured[shape] = self.store.make(self, shape, rule.pool, self.state.view.key, programs)
             del self._waits[shape]
         except Exception as error:  # of any kind: a model may do anything that a graph cannot record
             no_memory, reason = is_out_of_memory(error), first_line(_root(error))
-            if self._strict and not (pool == SPARE_POOL and (no_memory or isinstance(error, OverBudget))):
+            if self._strict and not (rule.pool == SPARE_POOL and (no_memory or isinstance(error, OverBudget))):
                 raise ConfigError(
                     f"{self.kind} cannot be captured in a CUDA graph ({reason}); use cuda_graphs='auto' or False"
                 ) from error
             self.store.refused += 1
             self._back_off(shape, MAX_BACKOFF_RUNS if no_memory else None)
-            warning = self.warning(shape)
-            logger.log(logging.DEBUG if warning in self._warned else logging.WARNING, warning, reason)
-            self._warned.add(warning)
+            level = logging.DEBUG if rule.warning in self._warned else logging.WARNING
+            logger.log(level, rule.warning, reason)
+            self._warned.add(rule.warning)
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
@@ -155,23 +155,15 @@ class CapturedRounds(CaptureSet):
 
     kind = "rounds"
 
-    def warning(self, shape: Hashable) -> str:
-        return "rounds run without CUDA graphs: %s"
-
-    def pool(self, shape: Hashable) -> str:
-        return "rare rounds" if isinstance(shape, RoundShape) and is_rare(shape) else "rounds"
-
-    def patience(self, shape: Hashable) -> int:
-        return RARE_RUNS_BEFORE_CAPTURE if isinstance(shape, RoundShape) and is_rare(shape) else 1
-
     def run(self, shape: RoundShape, between: HostWorkBetween | None = None) -> torch.Tensor:
         """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
-        return run_programs(self.programs_to_run(shape, decode_programs(self.state, shape)), between)
+        rule = RARE_ROUNDS if is_rare(shape) else ROUNDS
+        return run_programs(self.programs_to_run(shape, decode_programs(self.state, shape), rule), between)
 
     def read_lag(self, shape: RoundShape) -> None:
         """Let the drafter read the lag of the rows seated for a round of this shape."""
         program = partial(self.state.read_lag, shape, MAX_LAG)
-        run_programs(self.programs_to_run((shape.batch, shape.max_committed_len), [program]))
+        run_programs(self.programs_to_run((shape.batch, shape.max_committed_len), [program], ROUNDS))
 
 
 def run_programs(programs: Sequence[Program], between: HostWorkBetween | None = None) -> torch.Tensor:

@@ -157,12 +157,6 @@ def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
 
-def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
-    """A forward as a single part."""
-    found: list[Chunk] = []
-    return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
-
-
 @torch.inference_mode()
 def draw_first_tokens(
     state: DeviceState,

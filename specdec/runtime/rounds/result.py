@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.config import SpecConfig
+from specdec.config import MAX_TREE_NODES, SpecConfig
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.stage_clock import seconds_by_stage
 from specdec.sampling.log_probs import LogProbs, TokenLogprob
@@ -29,6 +29,12 @@ class DraftShape(NamedTuple):
     topk: int
     num_nodes: int
     by_lookup: bool = False
+
+    @classmethod
+    def from_spec(cls, spec: SpecConfig, max_depth: int = MAX_TREE_NODES) -> "DraftShape":
+        """The draft of these settings for requests that can use at most `max_depth` levels."""
+        num_steps, num_nodes = spec.shortened(max_depth)
+        return cls(num_steps, spec.topk, num_nodes)
 
     @property
     def depth(self) -> int:
@@ -50,22 +56,9 @@ NO_DRAFT = DraftShape(0, 1, 1)
 """No draft: the root only."""
 
 
-def whole_draft(spec: SpecConfig) -> DraftShape:
-    """The draft of these settings before any request shortens it."""
-    return shortened_draft(spec, spec.depth)
-
-
-def shortened_draft(spec: SpecConfig | None, depth: int) -> DraftShape:
-    """The draft of these settings for requests that can use at most `depth` levels. spec None: no draft."""
-    if spec is None:
-        return NO_DRAFT
-    num_steps, num_nodes = spec.shortened(depth)
-    return DraftShape(num_steps, spec.topk, num_nodes)
-
-
 def covering_draft(drafts: Collection[DraftShape]) -> DraftShape:
     """The smallest draft that covers all of these; no draft if there are none."""
-    return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
+    return DraftShape(*(max(size) for size in zip(NO_DRAFT, *drafts, strict=True)))
 
 
 class RoundShape(NamedTuple):

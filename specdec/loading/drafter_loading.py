@@ -27,7 +27,7 @@ from specdec.draft_models.registry import (
     not_a_drafter,
 )
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
-from specdec.loading import Checkpoint, load_tokenizer, unwrapped
+from specdec.loading.model_loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.published import PAIRS, resolve_name
 from specdec.models.quantised.packed_quantizer import load_packed
 from specdec.models.target import TargetModel
