@@ -49,8 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
         drafts_of_one_shape()
         prompts_of_one_cost()
         clients_of_one_context()
-    elif sys.platform == "linux" and os.environ["TRITON_INTERPRET"] == "1":
-        config.pluginmanager.import_plugin("forked_workers")
 
 
 def drafts_of_one_shape() -> None:
@@ -98,7 +96,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     if "processes" in sys.modules:
-        sys.modules["processes"].stop()
+        sys.modules["processes"].stop_fork_server()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

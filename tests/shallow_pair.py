@@ -21,7 +21,7 @@ from marks import is_deep
 
 WHOLE = published.BUNDLED_DIR
 TARGET = Path(__file__).with_name("shallow_target")
-VARIABLE = "SHALLOW_PAIR"  # tells a fork of fork_server.py the folder
+VARIABLE = "SHALLOW_PAIR"  # tells a fork of forked_command.py the folder
 AUX_LAYERS = [0, 1, 3]  # of the 6, for 1, 14 and 26 of the 30
 
 
