@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec.gpu.triton_shim import triton
 
@@ -112,24 +113,32 @@ def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
 
 @contextmanager
 def _kernels_on(tape: Tape) -> Iterator[None]:
-    """Launches of interpreted kernels go onto the tape as well."""
+    """Launches of interpreted kernels are recorded too."""
+
+    def recorded(launch: Callable[[], None], *arguments: Any) -> None:
+        for tensor in tensors_in(arguments):
+            tape.keep(tensor)
+        tape._kept.append(arguments)
+        launch()
+        tape.steps.append(launch)
+
+    with around_launches(recorded):
+        yield
+
+
+@contextmanager
+def around_launches(run: Callable[..., None]) -> Iterator[None]:
+    """Call `run(launch, args, kwargs, executor)` for each launch of an interpreted kernel, with torch's modes off."""
     if not triton:
         yield
         return
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor  # not imported on a GPU
 
-    launch = GridExecutor.__call__
+    own = GridExecutor.__call__
 
-    def recorded(executor: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.utils._python_dispatch._disable_current_modes():
-            for tensor in tensors_in((args, kwargs)):
-                tape.keep(tensor)
-            tape._kept.append((args, kwargs))
-            launch(executor, *args, **kwargs)
-        tape.steps.append(lambda: launch(executor, *args, **kwargs))
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            run(lambda: own(executor, *args, **kwargs), args, kwargs, executor)
 
-    GridExecutor.__call__ = recorded
-    try:
+    with mock.patch.object(GridExecutor, "__call__", launched):
         yield
-    finally:
-        GridExecutor.__call__ = launch
