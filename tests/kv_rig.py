@@ -67,15 +67,23 @@ def make_allocator(
     device: torch.device | str = "cpu",
 ) -> HybridAllocator:
     """Pools of a primary group and of one group a window. window_pages: of each of these, or of all; None: `pages`."""
-    groups = cache_groups([KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))])
-    more = pages if window_pages is None else window_pages
+    layout = KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))
+    return make_pools([layout], pages, window_pages, page_size=page_size, device=device)
+
+
+def make_pools(
+    layouts: Sequence[KVLayout],
+    pages: int,
+    other_pages: int | Sequence[int] | None = None,
+    *,
+    page_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> HybridAllocator:
+    """The pools of these models. other_pages: pages of each group but the primary one, or of all; None: `pages`."""
+    groups = cache_groups(layouts)
+    more = pages if other_pages is None else other_pages
     each = [more] * (len(groups) - 1) if isinstance(more, int) else more
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
-
-
-def window_sizes(layouts: Sequence[KVLayout]) -> list[int]:
-    """The window of each windowed group of these models."""
-    return [kept.window for kept in cache_groups(layouts) if kept.window is not None]
 
 
 def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
@@ -104,8 +112,8 @@ class KVRig(KVCache):
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        windows = window_sizes([layout] if drafts is None else [layout, drafts])
-        allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
+        layouts = [layout] if drafts is None else [layout, drafts]
+        allocator = make_pools(layouts, pages, window_pages, page_size=page_size, device=device)
         table = RequestTable(
             allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
         )

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from kv_rig import DraftTree, HybridAllocator, RequestTable, ints
+from kv_rig import DraftTree, KVRig, ints
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import KVPlan, Pack, plan_packed, plan_verify
+from specdec.attention.plan import KVPlan, Pack, plan_packed
 from specdec.gpu.triton_shim import INTERPRETED
-from specdec.kvcache.cache import KVCache
-from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec, cache_groups
+from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 
@@ -83,16 +81,19 @@ class Scene:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.backend, self.shape, self.device = backend, shape, device
-        layout = KVLayout((shape.layer(), shape.convolution()))
-        groups = cache_groups([layout])
-        pages = max_requests * (max_len + LOOKAHEAD + page_size) // page_size
-        allocator = HybridAllocator(groups, [pages, pages], page_size=page_size, device=device)
-        self.table = RequestTable(
-            allocator, max_requests=max_requests, max_len=max_len, lookahead=LOOKAHEAD, extra_keys=0
+        self.rig = KVRig(
+            KVLayout((shape.layer(), shape.convolution())),
+            pages=max_requests * (max_len + LOOKAHEAD + page_size) // page_size,
+            page_size=page_size,
+            max_requests=max_requests,
+            max_len=max_len,
+            lookahead=LOOKAHEAD,
+            extra_keys=0,
+            dtype=dtype,
+            device=device,
+            backend=backend,
         )
-        self.cache = KVCache(allocator, self.table, backend)
-        self.store = self.cache.add_store(layout, dtype)
-        self.view = own_view(allocator, self.store)
+        self.table, self.store, self.view = self.rig.table, self.rig.store, self.rig.view
         draw = torch.Generator().manual_seed(5)
         self.weight = torch.randn(shape.channels, TAPS + 1, generator=draw).to(device, dtype)
         self.bias = torch.randn(shape.channels, generator=draw).to(device, dtype)
@@ -123,16 +124,11 @@ class Scene:
         self.table.ensure_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
         found = torch.tensor(parents).to(self.device)
         tree = DraftTree.from_parents(torch.zeros_like(found), found)
-        padded = self.table.rows(np.append(rows, self.table.padding_row))
-        outs = self.forward(plan_verify(self.backend, self.table, padded, tree), given)
+        outs = self.forward(self.rig.verify(np.append(rows, self.table.padding_row), tree), given)
         return [out[: len(rows) * tree.num_nodes] for out in outs]
 
     def commit(self, rows: np.ndarray, length: np.ndarray, path: np.ndarray) -> None:
-        on_device = (torch.from_numpy(x).to(self.device) for x in (length, path))
-        move = self.table.commit_on_device(self.table.rows(rows), *on_device)
-        if move is not None:
-            self.cache.move(move)
-        self.table.commit_on_host(rows, length, path)
+        self.rig.commit(rows, length, path)
         self.table.evict_unseen(rows)
 
     def keep(self, row: int) -> list[torch.Tensor]:
