@@ -85,6 +85,12 @@ def poison_empty() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def quick_collections() -> None:
+    """Exclude all that other tests of the process hold from the garbage collector, for tests that collect often."""
+    gc.freeze()
+
+
 @pytest.fixture
 def seeded() -> None:
     """Random numbers of a test are the same each time."""

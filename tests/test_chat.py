@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.app import app
 from specdec.cli.bodies.conversation import Conversation, Session
 from specdec.errors import CapacityError, ConfigError
@@ -20,6 +20,7 @@ from specdec.runtime.request_output import GenerationOutput, RequestStats, Strea
 from specdec.text.detokenize import DraftColours
 
 from processes import start
+from served_engine import bundled_engine
 
 NEW = 24
 TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -98,11 +99,7 @@ def at_keyboard(monkeypatch):
     return typing
 
 
-@pytest.fixture(scope="module")
-def engine():
-    spec = SpecConfig(adaptive=False)  # whether a round drafts depends on no timing
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec) as engine:
-        yield engine
+engine = bundled_engine()
 
 
 @cache

@@ -14,7 +14,6 @@ from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
-from tiny_models import random_eagle3
 
 NEW = examples(6, 8)
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
@@ -30,15 +29,13 @@ UNLIKE = ("mtp-tree", "eagle3-chain", "eagle3-tree")  # drafters of which each f
 
 
 @pytest.fixture
-def build(make_target, make_assistant, make_engine) -> Callable[..., Engine]:
+def build(make_target, make_drafter, make_engine) -> Callable[..., Engine]:
     """build(case, **config): an engine of one of the cases."""
 
     def make(case: tuple[str, str | None, SpecConfig], **config: Any) -> Engine:
         family, drafter, spec = case
         model = make_target(family)
-        made = {"mtp": make_assistant, "eagle3": random_eagle3}
-        module = made[drafter](model) if drafter in made else drafter
-        return make_engine(model, module, spec=spec, **config)
+        return make_engine(model, make_drafter(drafter, model), spec=spec, **config)
 
     return make
 

@@ -16,7 +16,6 @@ from specdec.runtime.rounds.result import NO_DRAFT
 from inside import capture_on_tape
 from marks import deep, deep_cases, slow
 from stand_ins import following
-from tiny_models import random_eagle3
 
 NEW = 14
 TREE = SpecConfig(3, 2, 6)
@@ -28,15 +27,14 @@ def asking(speculation, **settings) -> SamplingParams:
 
 
 @pytest.fixture
-def engine_for(make_target, make_assistant, make_engine, monkeypatch):
+def engine_for(make_target, make_drafter, make_engine, monkeypatch):
     """engine_for(drafter, captured=False, spec=TREE, **config)"""
 
     def make(drafter, captured=False, spec=TREE, **config) -> Engine:
         capture_on_tape(monkeypatch, captured)
         model = make_target("gemma4-e2b")
-        other = partial(make_target, "gemma4-e2b", seed=3)  # another model of the same vocabulary
-        made = {"mtp": make_assistant, "eagle3": random_eagle3, "language_model": lambda _: other()}
-        module = made[drafter](model) if drafter in made else drafter
+        same_vocabulary = partial(make_target, "gemma4-e2b", seed=3)
+        module = same_vocabulary() if drafter == "language_model" else make_drafter(drafter, model)
         return make_engine(model, module, spec=spec, **{"max_batch_size": 4, "max_model_len": 96, **config})
 
     return make

@@ -25,14 +25,11 @@ PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
 class Interrupt(BaseException):
     """An exception like KeyboardInterrupt."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def only_what_these_tests_leave_is_collected():
-    """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
-    gc.freeze()
 
 
 def within(seconds, job):

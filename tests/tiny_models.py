@@ -512,7 +512,7 @@ def random_eagle3(
     return Eagle3Drafter(head.place(target.device, target.dtype).eval(), target)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_drafter(
     make_target: Callable[..., PreTrainedModel],
     make_assistant: Callable[..., Gemma4AssistantForCausalLM],
