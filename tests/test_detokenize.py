@@ -144,7 +144,7 @@ def ids_of(tokenizer, *pieces):
     return [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
 
 
-def test_a_byte_that_spoils_a_run_takes_back_nothing_that_was_handed_out():
+def test_an_invalid_byte_takes_back_no_streamed_text():
     """E5 A5 BD is a character; with FF after it, the run is four replacement characters."""
     tokenizer = TOKENIZERS["llama"]
     ids = ids_of(tokenizer, "▁the", "<0xE5>", "<0xA5>", "<0xBD>", "<0xFF>", "a")

@@ -205,7 +205,7 @@ def test_words_of_drafts():
     assert acceptance_in_words(RequestStats(rounds=3), "why") == "no drafts were made: why"
 
 
-def test_no_verdict_below_one_without_its_reason():
+def test_a_speedup_below_one_is_reported_with_its_reason():
     stats = RequestStats(rounds=10, round_tokens=20)
     assert why_slower(1.0, stats, off="why", processor_share=0.1) == ""
     assert why_slower(0.5, stats) == "a round brought 2.00 tokens and took 4.00 times as long as a plain one"

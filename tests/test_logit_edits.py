@@ -47,7 +47,7 @@ def test_counts_are_of_the_output_along_each_path():
 @pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
+def test_edits_match_their_definition(kind, with_tree, softcap, kernels_run):
     """Every setting, and a request that asks for nothing, in one batch, on every node; drawn greedily."""
     params = [SamplingParams(**{**s, "temperature": 0, "seed": None}) for s in [{}, *EDITS.values()]]
     generator = torch.Generator().manual_seed(3)
@@ -103,7 +103,7 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     assert drawn[1] == sampler.sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
 
 
-def test_drafts_behind_the_root_are_masked_and_others_are_not():
+def test_drafts_after_the_root_are_masked_and_others_are_not():
     """The grammar allows token 0 at position 7; at 8 nobody knows yet, and token 2 is the best."""
     draws = RootMaskedSampler(
         sampler_of([SamplingParams(regex="a")], [0]),
@@ -131,7 +131,7 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
-def test_nobody_else_pays():
+def test_requests_without_edits_pay_nothing():
     free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
     assert not SamplerFeatures.from_params(free).edits
     assert SamplerFeatures.from_params([SamplingParams(presence_penalty=0.1)]).counts
@@ -161,7 +161,7 @@ def test_a_preempted_request_counts_its_output_alone(make_target, make_engine, r
     assert engine.stats().preemptions and [out.token_ids for out in outs] == alone
 
 
-def test_params_are_copied_and_nobody_changes_them_later():
+def test_params_are_copied_at_submission():
     bias = {1: 2.0}
     params = SamplingParams(logit_bias=bias, json_schema=None)
     bias[2] = 3.0

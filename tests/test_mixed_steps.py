@@ -86,7 +86,7 @@ def test_the_cap_is_of_all_prompts_together_and_first_come_first_served(engine_f
 @deep_cases("None-eager", "eagle3-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, deep("ngram"), deep("mtp"), slow("eagle3")])
-def test_prompts_under_way_settle_nothing_but_what_is_due(
+def test_a_step_settles_prompts_only_when_their_tokens_are_due(
     captured, drafter, engine_for, make_target, make_assistant, greedy_oracle, random_prompt
 ):
     """Requests join and leave four rows, one prompt token or sixty, some for one token only."""

@@ -149,7 +149,7 @@ def test_tiles_of_many_rows_over_packed_weights(
         (128, (320, 0)),
     ],
 )
-def test_fine_tiles_fill_what_high_ones_leave(num_rows: int, programs: tuple[int, int], hopper: None):
+def test_short_tiles_cover_the_rows_that_tall_tiles_leave(num_rows: int, programs: tuple[int, int], hopper: None):
     launch = choose_packed_rows(num_rows, empty_weight("e4m3-row", 20480, 2560), DEVICE)
     assert launch is not None
     short = launch.short_programs(num_rows, 20480)
@@ -215,7 +215,7 @@ def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
-def test_who_multiplies_many_rows_over_packed_weights(
+def test_which_kernel_multiplies_many_rows_over_packed_weights(
     in_order: bool, watched: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ):
     """From 33 rows on not the tiles of decoding: they would decode a weight once for each of a few rows."""
@@ -258,7 +258,7 @@ def test_gated_projection_of_some_rows_over_an_fp8_weight(
 
 
 @pytest.mark.parametrize("form", ["int4", "int4-zeros", "e2m1"])
-def test_columns_behind_the_last_tile_of_an_expert(form: str):
+def test_columns_after_the_last_tile_of_an_expert(form: str):
     """320 are a tile of 256 and one of 64; 352 are two of 256, the second masked."""
     chosen = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=DEVICE)
     routing = Routing(chosen, torch.rand(2, 2, device=DEVICE))

@@ -169,7 +169,7 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, scene_of):
     assert doomed.finish_reason == "abort"
 
 
-def test_an_abort_of_all_lets_go_of_what_was_read_at_once(scene_of):
+def test_an_abort_of_all_releases_the_forward_in_progress_at_once(scene_of):
     """No step follows: states of a paused prompt, of any length, lay on the device until the next request."""
     scene = scene_of()
     late = scene.submit_divided(20)
@@ -225,7 +225,7 @@ def test_an_interrupted_step_begins_again(scene_of, monkeypatch):
     scene.finish()
 
 
-def test_who_comes_in_the_middle_waits_for_its_end(scene_of):
+def test_a_request_that_arrives_midway_waits_for_the_end(scene_of):
     """And is read then, before the rest of the long one, which it passes."""
     scene = scene_of()
     scene.submit(60)
@@ -269,7 +269,7 @@ def test_a_cached_prefix_goes_on_in_parts(scene_of, random_prompt):
     assert late.stats.cached_tokens > 8
 
 
-def test_who_sets_a_chunk_has_it_read_whole_and_tiles_are_not_divided(make_engine, make_target):
+def test_a_configured_chunk_is_read_whole_and_tiles_are_not_divided(make_engine, make_target):
     model = make_target("llama")
     assert make_engine(model, None, prefill_chunk=None).scheduler.prompt_gap.division is not None
     assert make_engine(model, None, prefill_chunk=8).scheduler.prompt_gap.division is None

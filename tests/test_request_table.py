@@ -69,7 +69,7 @@ def opened(table: KVRig, prompt: list[float]) -> int:
 # opening, growing, closing
 
 
-def test_slots_ahead_are_taken_where_they_fit_besides_what_is_asked_for():
+def test_slots_ahead_are_allocated_only_if_they_fit_next_to_the_requested_ones():
     """The window has 202 free slots of 220, which is ample room, but not for the 192 asked for and 48 more ahead."""
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
@@ -94,7 +94,7 @@ def test_rows_are_taken_in_order_and_reused():
 
 
 @PAGE_SIZES
-def test_close_gives_everything_back_also_after_eviction(page_size: int):
+def test_closing_a_row_frees_everything_even_after_eviction(page_size: int):
     table = make(page_size)
     row = opened(table, [float(i) for i in range(30)])
     table.evict_unseen(ints(row))

@@ -212,7 +212,7 @@ def distinct(tree: DraftTree) -> DraftTree:
     return tree
 
 
-def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
+def test_the_time_stamps_of_a_round_follow_its_rows() -> None:
     shape = RoundShape(2, 9, DraftShape(2, 1, 3), SamplerFeatures.from_params([]), None)
     (packed, rows, stamps), clock = empty_result(shape, 3, DEVICE), StageClock(DEVICE)
     packed.fill_(-1)
