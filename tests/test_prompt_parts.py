@@ -27,7 +27,7 @@ from inside import (
     divide,
 )
 from marks import deep, deep_cases, examples, usual_cases
-from tiny_models import FAMILIES, TWO_OWNERS, random_eagle3
+from tiny_models import FAMILIES, TWO_OWNERS
 
 NEW = examples(6, 12)
 BOTH = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -120,9 +120,8 @@ def test_a_step_runs_a_part_beside_its_round(scene_of):
 @usual_cases("mtp-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, "ngram", "suffix", "mtp", "eagle3"])
-def test_tokens_are_those_of_each_alone(drafter, captured, scene_of, make_target, make_assistant):
-    model = make_target("gemma4-e2b")
-    made = {"mtp": make_assistant, "eagle3": random_eagle3}[drafter](model) if drafter in ("mtp", "eagle3") else drafter
+def test_tokens_are_those_of_each_alone(drafter, captured, scene_of, make_target, make_drafter):
+    made = make_drafter(drafter, make_target("gemma4-e2b"))
     tree = (2, 6) if drafter in ("mtp", "eagle3") else ()
     scene, divided = scene_of(captured, made, spec=SpecConfig(3, *tree, adaptive=False)), 0
     late = [scene.submit(29), scene.submit(11)]
