@@ -1,13 +1,13 @@
-"""Can this be captured in a CUDA graph? A check that runs anywhere, the CPU included.
+"""Checks that a block can be captured in a CUDA graph. It runs anywhere, the CPU included.
 
     with capturable():
         tree = worker.propose(batch)
 
-raises `HostWork` where the block waits for the device (`.item()`, `.tolist()`, `if tensor:`, a shape that depends on
-values), or makes a tensor out of host data (`torch.tensor([..])`, `torch.from_numpy`, indexing by a list, a factory
-without `device=`). On a CPU, device and host are the same, so the check goes by the operations called, not by where
-tensors lie. On a GPU, copies between host and device are refused as well. Work of Triton's interpreter in place of
-kernels is ignored.
+raises `HostWork` if the block waits for the device (`.item()`, `.tolist()`, `if tensor:`, a shape that depends on
+values), or makes a tensor from host data (`torch.tensor([..])`, `torch.from_numpy`, indexing by a list, a factory
+without `device=`). On a CPU, device and host are the same, so the check looks at the operations called, not at the
+places of tensors. On a GPU it also refuses copies between host and device. It ignores what Triton's interpreter does
+for a kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 class HostWork(AssertionError):
-    """Something that no CUDA graph can hold."""
+    """An operation that no CUDA graph can hold."""
 
 
 @contextmanager

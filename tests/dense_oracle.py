@@ -1,4 +1,4 @@
-"""The oracle of kernels and plain paths: attention by its definition, with one query, its keys and one softmax."""
+"""Attention by its definition: one query, its keys, one softmax. The oracle of kernels and of plain torch."""
 
 import torch
 
@@ -12,7 +12,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[Hq, D] over keys and values [L, Hkv, D] -> [Hq, D] in float64. Zero where there is no key."""
+    """Attend with query [Hq, D] to keys and values [L, Hkv, D] -> [Hq, D] in float64. Without a key it is zero."""
     group = query.shape[0] // keys.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("hd,lhd->hl", query.double(), k) * scaling
