@@ -1,6 +1,6 @@
-"""Tiny checkpoints with MTP modules under the names that models publish, and what these modules compute, densely.
+"""Tiny checkpoints with MTP modules under their published names, and a dense reference of the modules.
 
-A module's block is the layer of a model of one layer, made and saved by transformers; the reference runs that model.
+transformers makes and saves a model of one layer, whose layer is a module's block; the reference runs that model.
 """
 
 import copy
@@ -36,10 +36,13 @@ TOKEN, STATE, PROJ, NORM, HEAD, EMBED, BLOCK = "enorm", "hnorm", "proj", "norm",
 
 
 class Shape(NamedTuple):
-    """A target and its modules. name: how transformers names its classes. single: fields of a model of one layer that
-    is like a module's block. names: where a part of module k lies, by part, of a target of n layers. copies: its head
-    and embedding are the target's. tower: fields of the vision tower of a model that has one. saved_as: a part of names
-    by `save_pretrained`, and the published one; block_names: the same for a tensor of a block."""
+    """A target and its modules.
+
+    name: beginning of its classes in transformers.   single: fields of the one-layer model for a module's block.
+    names: (part, module k, layers n of the target) -> name of the part.   copies: modules repeat the target's head and
+    embedding.   tower: fields of a vision tower.   saved_as: a part of names by `save_pretrained`, and its published
+    form.   block_names: the same for tensors of a block.
+    """
 
     name: str
     fields: dict[str, Any]
@@ -166,7 +169,7 @@ SHAPES: dict[str, Shape] = {
 
 
 class Published(NamedTuple):
-    """A written checkpoint, and its modules in the reference's hands: parts, and a text model of one layer."""
+    """A written checkpoint, and its modules for the reference: tensors by part, and a text model of one layer."""
 
     folder: Path
     shape: Shape
@@ -178,7 +181,7 @@ class Published(NamedTuple):
 
 
 def planted(model: Any, seed: int) -> Any:
-    """Random weights under which states before and after a norm differ."""
+    """Set random weights, such that states before and after a norm differ."""
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
@@ -191,7 +194,7 @@ def planted(model: Any, seed: int) -> Any:
 
 
 def _config_class(name: str) -> Any:
-    """Returns the class of the text model, where that is one of its own."""
+    """Return the config class of the text model."""
     return getattr(transformers, f"{name}{'Text' if name.startswith('Qwen3_5') else ''}Config")
 
 
@@ -245,14 +248,14 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
 
 
 class Reference:
-    """The published forward. text: t_0 .. t_S, of which all but the last are committed; then drafts."""
+    """The published forward of modules. A text t_0 .. t_S is committed except for its last token; drafts follow."""
 
     def __init__(self, published: Published) -> None:
         self.shape, self.model, self.modules = published.shape, published.model, published.modules
         self.known: dict[tuple[int, ...], torch.Tensor] = {}  # states by tokens
 
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """h_p of these tokens [1, T, H]."""
+        """States h_p [1, T, H] of these tokens."""
         if (text := tuple(tokens)) not in self.known:
             self.known[text] = self._states(text)
         return self.known[text]
@@ -271,7 +274,7 @@ class Reference:
         return out
 
     def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """y and z of rows at positions 0, 1, ..."""
+        """Outputs y (before the norm) and z (after it) of the rows at positions 0, 1, ..."""
         parts, block = self.modules[k]
         table = parts.get(EMBED, self.model.get_input_embeddings().weight)
         halves = [self._norm(table[torch.tensor([tokens])], parts[TOKEN]), self._norm(state, parts[STATE])]
@@ -281,7 +284,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
-        """[V] of the draft after `drafts`."""
+        """Logits [V] of the draft after `drafts`."""
         h, tokens, shape = self.states(text[:-1]), [*text, *drafts], self.shape
         if shape.form == "R":
             for _ in range(len(drafts) + 1):

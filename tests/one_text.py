@@ -1,4 +1,4 @@
-"""The recurrent layers of one causal text: a convolution by torch, and transformers' own recurrence, token by token."""
+"""An oracle for recurrent layers over one causal text: torch's convolution and transformers' recurrence."""
 
 import torch
 from torch.nn import functional as F
@@ -8,7 +8,7 @@ from specdec.kvcache.layer_context import Recurrence
 
 
 class OneText:
-    """Recurrent layers call it as their context."""
+    """A context that recurrent layers call."""
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

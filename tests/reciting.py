@@ -1,4 +1,4 @@
-"""A server whose model recites: each answer is a text that the test gives, in deltas of several tokens.
+"""A server whose model recites: the test gives the text of each answer, which arrives in deltas of several tokens.
 
     with reciting(["<think>Hm.</think>Yes.", "No."], reasoning_parser="qwen3") as reciter:
         httpx.post(f"{reciter.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "recite 1"}]})
@@ -6,9 +6,9 @@
         reciter.prompts                                 # what the template made of the requests so far
 
 The target is tiny and random. It recites because its grammar (a `Recital`) allows one token at a time. A `Recital` also
-holds the request's own grammar, and ends a text that this forbids. Log-probabilities are the model's own, so they
-differ from token to token. The drafter knows the texts, and drafts from 0 to MAX_DRAFTS tokens rightly: how many
-follows from `reciter.seed` and the place in the text, so another seed cuts a text into other deltas.
+follows the request's own grammar, and ends a text that this forbids. Log-probabilities are the model's own, so they
+differ from token to token. The drafter knows the texts, and drafts 0 to MAX_DRAFTS right tokens; the number depends on
+`reciter.seed` and the place in the text, so another seed cuts a text into other deltas.
 """
 
 import random
@@ -48,7 +48,7 @@ SPECIAL = tuple(
 )
 """Tokens that a detokenizer leaves out."""
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Tokens of their own, which are text all the same, as in Qwen3."""
+"""Added tokens that are text, as in Qwen3."""
 WORDS = (
     *("\n\n", "}\n", "}}", '"}', '":', '", "', ">\n", ">\n\n", "</", "><", "},"),
     *("<function", "<parameter", "parameter>"),
@@ -134,7 +134,7 @@ class Recital(GrammarState):
 
 
 class Reciter:
-    """What a test gives and sees. texts: those that prompts name by number. prompts: of all requests, as text."""
+    """The test's side of the server. texts: answers that prompts name by number. prompts: those of all requests."""
 
     def __init__(self, texts: Sequence[str], engine_of: Callable[[ScriptedDrafter], Engine]) -> None:
         self.texts = list(texts)
@@ -152,11 +152,11 @@ class Reciter:
         return httpx.post(f"{self.url}/v1/{path}", json=fields, timeout=120)
 
     def answer_next(self, *texts: str) -> None:
-        """What the next requests are answered whose prompts name no text; what is left of earlier ones is dropped."""
+        """Set the answers to the next requests whose prompts name no text. Unused earlier answers are dropped."""
         self._in_turn = deque(texts)
 
     def ids_of(self, text: str, *, by_bytes: bool = False) -> list[int]:
-        """The tokens of a text, and one that ends it unless its own last token does. by_bytes: no marks among them."""
+        """Tokenise a text, with an end token unless its last one ends it. by_bytes: without marks among them."""
         parts = list(text) if by_bytes else [text]
         ids = [i for part in parts for i in self.engine.tokenizer(part, add_special_tokens=False)["input_ids"]]
         if not ids or ids[-1] not in self.engine.end_tokens:
@@ -198,7 +198,7 @@ class Reciter:
 
 
 def tokenizer_for(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a byte, some of several, and the marks of all formats."""
+    """Build a tokenizer with a token for each byte, some of several bytes, and the marks of all formats."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
@@ -219,7 +219,7 @@ def tokenizer_for(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def reciter_of(texts: Sequence[str] = (), *, template: str = TEMPLATE, ends: Sequence[str] = ()) -> Reciter:
-    """A reciter with an engine of its own, to be closed. ends: marks that end an answer, as `<eos>` does."""
+    """Build a reciter with its own engine, which the caller closes. ends: marks that end an answer, as `<eos>` does."""
     tokenizer = tokenizer_for(template)
     torch.manual_seed(0)
     model = spread(
@@ -239,7 +239,7 @@ def reciter_of(texts: Sequence[str] = (), *, template: str = TEMPLATE, ends: Seq
 def reciting(
     texts: Sequence[str] = (), *, template: str = TEMPLATE, ends: Sequence[str] = (), **settings: Any
 ) -> Iterator[Reciter]:
-    """A reciter behind a server on a thread. settings: of the server, such as tool_parser and reasoning_parser."""
+    """Run a reciter with a server on a thread. settings: of the server, such as tool_parser and reasoning_parser."""
     reciter = reciter_of(texts, template=template, ends=ends)
     with reciter.engine, served(reciter.engine, **{"tool_parser": "hermes"} | settings) as (reciter.url, _, _):
         yield reciter

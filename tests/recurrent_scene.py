@@ -1,5 +1,7 @@
-"""One recurrent layer and one short convolution over a cache of their own: what forwards give, and texts that are read
-as prompts and as answers. For tests of kernels, and for `python -m bench recurrent`."""
+"""Runs one recurrent layer and one short convolution over a small cache, with texts as prompts and as answers.
+
+For tests of kernels, and for `python -m bench recurrent`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -20,11 +22,11 @@ from specdec.layers.gated_delta import unit_length
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TAPS, LOOKAHEAD = 3, 40
 Rows = list[dict[str, torch.Tensor]]
-"""What both layers make of the rows of a forward."""
+"""Inputs of both layers for the rows of a forward."""
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer. corrected: has it beta."""
+    """Sizes of a layer. corrected: the layer has beta."""
 
     heads: int
     key_heads: int
@@ -67,7 +69,7 @@ class Shape(NamedTuple):
 
 
 class Scene:
-    """The two layers on one backend."""
+    """The two layers on one backend, with a request table."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class Scene:
         self.bias = torch.randn(shape.channels, generator=draw).to(device, dtype)
 
     def forward(self, plan: KVPlan, rows: Rows) -> list[torch.Tensor]:
-        """-> outputs of both layers [T, ...]."""
+        """Run both layers. Returns their outputs [T, ...]."""
         context, outs = self.backend.recurrence(plan, self.view), []
         for layer, given in enumerate(rows):
             x: dict[str, Any] = {name: tensor.to(self.device) for name, tensor in given.items()}
@@ -132,7 +134,7 @@ class Scene:
         self.table.evict_unseen(rows)
 
     def keep(self, row: int) -> list[torch.Tensor]:
-        """The states of a row after its last whole block, as a copy for the prefix cache has them."""
+        """Return the states of a row after its last whole block, as the prefix cache would copy them."""
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         self.backend.fold(self.table, self.store, row, length)
         states = [kept.state for kept in self.store.layers.values() if kept.state is not None]
@@ -141,7 +143,8 @@ class Scene:
 
 
 def in_float64(rows: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [T, HV, DV] of one text, and the state after its last whole block of FOLD, token by token."""
+    """Run the recurrence token by token. Returns outputs [T, HV, DV] and the state after the last whole block of
+    FOLD."""
     q, k, v, g = (x.double() for x in rows[:4])
     each = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(each, dim=1)[..., None] for x in (q, k))  # [T, HV, DK, 1]
@@ -168,7 +171,7 @@ def joined(*parts: Rows) -> Rows:
 
 
 def as_prompt(scene: Scene, text: Rows, cuts: Sequence[int]) -> list[torch.Tensor]:
-    """Outputs of a text, read in chunks that end at `cuts`."""
+    """Read a text in chunks that end at `cuts`. Returns its outputs."""
     row, outs, done = scene.table.open_row(), [], 0
     for end in cuts:
         given = joined(chosen(text, range(done, end)), scene.shape.random_rows(3, 9))
@@ -178,8 +181,8 @@ def as_prompt(scene: Scene, text: Rows, cuts: Sequence[int]) -> list[torch.Tenso
 
 
 def as_answer(scene: Scene, text: Rows, begin: int, num_nodes: int, seed: int) -> list[torch.Tensor]:
-    """Outputs of a text whose tokens from `begin` on are verified in trees of `num_nodes`, among wrong ones, next to
-    another request."""
+    """Verify a text from `begin` on in trees of `num_nodes` with wrong nodes, next to another request. Returns its
+    outputs."""
     draw, count = random.Random(seed), len(text[0]["g"])
     outs = [as_prompt(scene, text, [begin])]
     other = scene.table.open_row()

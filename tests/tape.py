@@ -1,10 +1,10 @@
-"""A CUDA graph on the CPU: what a program does to tensors, recorded once, then done again without the program.
+"""A CUDA graph on the CPU: records what a program does to tensors, and does it again without the program.
 
-    replay, out = record(program)     runs nothing for good: what the program wrote is put back
-    replay()                          the same operators on the same memory; every output is written where it was
+    replay, out = record(program)     runs the program, then undoes its writes
+    replay()                          runs the same operators on the same memory; outputs keep their addresses
 
-Like a captured graph it freezes what Python decided, has fixed addresses, and refuses what a capture cannot hold: a
-value read back to the host, a shape that depends on data, a list of Python numbers uploaded inside. Kernels of Triton's
+Like a captured graph it freezes the decisions of Python code, has fixed addresses, and refuses what a capture cannot
+hold: a value read back to the host, a shape that depends on data, Python numbers uploaded inside. Kernels of Triton's
 interpreter are recorded too.
 """
 
@@ -23,11 +23,11 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select"
 
 
 class NotCapturable(RuntimeError):
-    """The program does what a graph cannot hold."""
+    """The program does something that a graph cannot hold."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Leaves of arguments or results, in order; several times as fast as what torch has for trees of any kind."""
+    """Yield the tensors of arguments or results in order. Several times as fast as torch's functions for trees."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -72,7 +72,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Remember what a storage that the program did not make holds, before it is written."""
+        """Remember the contents of a storage that the program did not make, before they are overwritten."""
         place = tensor.untyped_storage().data_ptr()
         if place not in self._made and place not in self.written:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -93,7 +93,7 @@ def _rewrite(outs: list[torch.Tensor], again: Any, fresh: list[bool]) -> None:
 
 
 def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """`Capture` of `specdec.runtime.rounds.captured_rounds`, for tests on the CPU."""
+    """Record a program, in place of a CUDA capture: a `Capture` of `specdec.runtime.rounds.captured_rounds`."""
     tape = Tape()
     try:
         with torch.inference_mode(), _kernels_on(tape), tape:

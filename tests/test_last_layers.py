@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import locate_pack
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import REFERENCE
@@ -44,7 +44,7 @@ def make_target(make_target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def engine(make_drafter: Callable[..., Any], make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+def engine(make_drafter: Callable[..., Any]) -> Callable[..., Engine]:
     """engine(model, drafter=None, **config): on fused layers."""
 
     def make(model: Any, kind: str | None = None, **config: Any) -> Engine:
@@ -54,7 +54,8 @@ def engine(make_drafter: Callable[..., Any], make_engine: Callable[..., Engine])
         else:
             drafter = make_drafter(name or None, model)
         spec = SpecConfig(3, 2, 6) if which == "tree" else SpecConfig(3)
-        return make_engine(model, drafter, spec=spec, **{"fused": True, **config})
+        settings = EngineConfig(**{"max_model_len": 256, "prefill_chunk": 16, "fused": True, **config})
+        return Engine.from_pretrained(model, drafter, spec=spec, config=settings)
 
     return make
 
