@@ -16,18 +16,10 @@ from torch import nn
 from torch.func import functional_call
 from transformers import DeepseekV3Config
 
-BASE: dict[str, Any] = {
-    "vocab_size": 6,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-SLIDING, FULL = "sliding_attention", "full_attention"
+import tiny_models
+from tiny_models import FULL, LINEAR, SLIDING
+
+BASE = {**tiny_models.BASE, "vocab_size": 6}
 SLIDES = {"sliding_window": 5, "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 EXAONE_MOE = {**SLIDES, **EXPERTS, "num_experts": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -106,18 +98,9 @@ SPARSE = {"mlp_layer_types": ["sparse"]}
 HY = {**EXPERTS, "num_experts": 4, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 MELLUM = {**SLIDES, **EXPERTS, "num_experts": 4, "layer_types": [FULL, SLIDING, SLIDING]}
 MELLUM["mlp_layer_types"] = ["sparse"] * 3
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
+DEEPSEEK = {**GLM, **tiny_models.LATENT, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
-RECURRENT = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "linear_attention", FULL],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-}
+RECURRENT = {**tiny_models.RECURRENT, "num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]}
 NEXT = {**RECURRENT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 ONE_FULL = {**ONE, "layer_types": [FULL]}
 DENSE_FIRST = {**SLIDES, "layer_types": [FULL, SLIDING, FULL], "mlp_layer_types": ["dense", "sparse", "sparse"]}

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import Engine, EngineConfig, SpecConfig
@@ -30,7 +30,7 @@ from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.mask_bits import Words, token_bits
 
 from served_engine import served
-from stand_ins import ScriptedDrafter
+from stand_ins import ScriptedDrafter, byte_level
 from tiny_models import build_target, spread
 
 MAX_DRAFTS = 16
@@ -199,18 +199,10 @@ class Reciter:
 
 def tokenizer_for(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """Build a tokenizer with a token for each byte, some of several bytes, and the marks of all formats."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
-    merges: dict[tuple[str, str], None] = {}
-    for word in WORDS:
-        [(symbols, _)] = split.pre_tokenize_str(word)
-        for end in range(2, len(symbols) + 1):
-            vocab.setdefault(symbols[:end], len(vocab))
-            merges[symbols[: end - 1], symbols[end - 1]] = None
-    tokenizer = Tokenizer(models.BPE(vocab, list(merges)))
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.ByteLevel()
+    words = (split.pre_tokenize_str(word)[0][0] for word in WORDS)
+    pairs = ((word[:end], word[end]) for word in words for end in range(1, len(word)))
+    tokenizer = byte_level(dict.fromkeys(pairs), use_regex=False)
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL])
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ADDED])
     return PreTrainedTokenizerFast(

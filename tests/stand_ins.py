@@ -4,7 +4,7 @@ A plugin of conftest.py.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -159,13 +159,22 @@ def pair_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def byte_level(merges: Iterable[tuple[str, str]] = (), symbols: Sequence[str] = (), **options: bool) -> Tokenizer:
+    """Build a byte-level BPE tokenizer: a token for each symbol (by default each byte) and for each merged pair."""
+    merges = list(merges)
+    vocab = {symbol: i for i, symbol in enumerate(symbols or sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for pair in merges:
+        vocab.setdefault("".join(pair), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each byte, and <eos> = 256. Some characters need several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 

@@ -42,14 +42,7 @@ class OtherWorker(Worker):
 
 
 def make(page_size: int = 1, pages: int = 32) -> KVRig:
-    return KVRig(
-        LAYOUT,
-        pages=pages,
-        page_size=page_size,
-        max_requests=3,
-        max_len=24,
-        lookahead=LOOKAHEAD,
-    )
+    return KVRig(LAYOUT, pages=pages, page_size=page_size, max_requests=3, max_len=24, lookahead=LOOKAHEAD)
 
 
 def opened(table: KVRig, length: int, first: float = 0.0) -> int:

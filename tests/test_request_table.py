@@ -15,26 +15,12 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
 
-def make(
-    page_size: int = 1,
-    *,
-    window: int | None = 6,
-    pages: int = 64,
-    window_pages: int | None = None,
-    max_requests: int = 3,
-    max_len: int = 40,
-    lookahead: int = 5,
-) -> KVRig:
-    """A table over a sliding layer 0 and a full layer 1 (both full without a window)."""
-    return KVRig(
-        KVLayout((layer_spec(SLIDING_LAYER, window), layer_spec(FULL_LAYER, None))),
-        pages=pages,
-        window_pages=window_pages,
-        page_size=page_size,
-        max_requests=max_requests,
-        max_len=max_len,
-        lookahead=lookahead,
-    )
+LAYOUT = KVLayout((layer_spec(SLIDING_LAYER, 6), layer_spec(FULL_LAYER, None)))
+
+
+def make(page_size: int = 1, **sizes: int) -> KVRig:
+    sizes = {"pages": 64, "max_requests": 3, "max_len": 40, "lookahead": 5, **sizes}
+    return KVRig(LAYOUT, page_size=page_size, **sizes)
 
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
