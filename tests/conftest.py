@@ -1,7 +1,6 @@
 """The environment of all tests: no network, one CPU thread, plugins, and settings that make results repeatable."""
 
 import functools
-import gc
 import inspect
 import os
 import sys
@@ -84,14 +83,6 @@ def clients_of_one_context() -> None:
     from httpx._transports import default
 
     default.create_ssl_context = functools.cache(default.create_ssl_context)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude torch, transformers and all tests, a million objects that stay, from the garbage collector."""
-    if "torch" in sys.modules:
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000)
 
 
 def pytest_unconfigure() -> None:

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cu
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 torch.set_num_threads(1)
-gc.disable()  # until the modules and the tests, millions of objects that live to the end, are all there
+gc.disable()  # until all modules and tests are loaded
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,9 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # modules and tests live to the end: the garbage collector never visits them
+    """Exclude torch, transformers and all tests, a million objects that stay, from the garbage collector."""
+    gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000)
     atexit.register(gc.unfreeze)  # pytest collects twice when it ends, for what tests have left behind
 
 

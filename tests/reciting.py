@@ -16,6 +16,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -63,42 +64,7 @@ TEMPLATE = """\
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
-HARMONY = """\
-<|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}
-# Valid channels: analysis, commentary, final.<|end|>
-{%- if messages[0].role in ("system", "developer") %}{% set told = messages[0].content %}{% set turns = messages[1:] %}
-{%- else %}{% set told = "" %}{% set turns = messages %}{% endif %}
-{%- if told or tools %}<|start|>developer<|message|>{{ told }}
-{%- for tool in tools or [] %} namespace functions { {{ tool | tojson }} }{% endfor %}<|end|>{% endif %}
-{%- set last = namespace(name=none) %}
-{%- for message in turns %}
-{%- if message.role == "assistant" %}
-{%- if "content" in message and "<|channel|>" in message.content
-       or "thinking" in message and "<|channel|>" in message.thinking %}{{ raise_exception("channels") }}{% endif %}
-{%- if "tool_calls" in message %}
-{%- set final = namespace(follows=false) %}
-{%- for later in turns[loop.index:] if later.role == "assistant" and "tool_calls" not in later %}
-{%- set final.follows = true %}
-{%- endfor %}
-{%- if message.content and message.thinking %}{{ raise_exception("both content and thinking") }}{% endif %}
-{%- if (message.content or message.thinking) and not final.follows -%}
-<|start|>assistant<|channel|>analysis<|message|>{{ message.content or message.thinking }}<|end|>
-{%- endif %}
-{%- set call = message.tool_calls[0].function %}
-{%- set last.name = call.name -%}
-<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
-{{- call.arguments | tojson }}<|call|>
-{%- else -%}
-<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>{% set last.name = none %}
-{%- endif %}
-{%- elif message.role == "tool" %}
-{%- if last.name is none %}{{ raise_exception("a tool's answer without a call") }}{% endif -%}
-<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ message.content | tojson }}<|end|>
-{%- else -%}
-<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+HARMONY = (Path(__file__).parent / "data" / "harmony.jinja").read_text("utf-8").removesuffix("\n")
 """A template as strict as GPT-OSS's: thoughts stand before calls that no final message follows, and nowhere else."""
 
 
