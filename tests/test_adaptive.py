@@ -154,7 +154,7 @@ def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
     for _ in range(3 * DECAY_ROUNDS):
         acceptance.learn(0, *np.zeros((3, 0), dtype=np.int64))
     acceptance.begin_rows(rows(1))
-    assert acceptance.tokens(rows(1), np.array([4]))[1, 1] > 1.2  # nobody knows any more
+    assert acceptance.tokens(rows(1), np.array([4]))[1, 1] > 1.2  # unknown again
 
 
 # times

@@ -207,7 +207,7 @@ def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
 
 
 def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, at_keyboard, capsys):
-    """For a moment nobody heard it but Python: the program ended."""
+    """In this moment only Python's own handler saw it, and the program ended."""
 
     class Typed(str):
         def strip(self):  # the first thing that happens after Enter

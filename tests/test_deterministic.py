@@ -47,7 +47,7 @@ class Logits:
         if path not in self.rows:
             self.rows[path] = row.clone()
             return
-        assert torch.equal(self.rows[path], row), f"other bits behind {len(path)} tokens"
+        assert torch.equal(self.rows[path], row), f"other bits after {len(path)} tokens"
         self.again += 1
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def requests(
 
 
 def typed(make_target: Callable[..., Any], family: str, dtype: torch.dtype) -> Any:
-    """A model of this dtype that nobody changes: it is proved once for all engines."""
+    """Return a model of this dtype that no test changes, so it is checked once for all engines."""
     model = make_target(family, fresh=dtype != torch.float32).to(dtype)
     return SHARED.setdefault(id(model), model)
 

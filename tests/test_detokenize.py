@@ -195,7 +195,7 @@ def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
 
 
 class Shouting:
-    """A tokenizer that takes back what it said, in a way that nobody could foresee."""
+    """A tokenizer that later changes its earlier text, unpredictably."""
 
     def decode(self, ids, skip_special_tokens):
         text = "".join(chr(97 + i) for i in ids)

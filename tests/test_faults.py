@@ -147,7 +147,7 @@ BROKEN_BY_PROMPTS: set[CodeType | str] = set()
 
 def calls_of(scene: Scene, stage: str) -> list[CodeType]:
     """The calls that the step makes."""
-    for _ in range(3):  # what happens once in the life of an engine is behind it, and every round has been captured
+    for _ in range(3):  # work that an engine does once is done, and every round is captured
         scene.begin(stage)
         next(scene.other)
         scene.finish()

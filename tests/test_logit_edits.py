@@ -31,7 +31,7 @@ def edited_on_paper(logits, params, prompt, output):
 
 def test_counts_are_of_the_output_along_each_path():
     """prompt 4 4, output 5 5 6; the root is the 6; 1 and 2 are children of the root, 3 a child of 1."""
-    history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is behind the end
+    history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is after the end
     tree = DraftTree.from_parents(torch.tensor([[6, 5, 7, 5]]), torch.tensor([[-1, 0, 0, 1]]))
     counts = output_counts(EditInputs(length, tree, lambda: history, torch.tensor([2])), 10)[0]
     assert [{v: int(n) for v, n in enumerate(row) if n} for row in counts.tolist()] == [
@@ -104,7 +104,7 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
 
 
 def test_drafts_after_the_root_are_masked_and_others_are_not():
-    """The grammar allows token 0 at position 7; at 8 nobody knows yet, and token 2 is the best."""
+    """The grammar allows token 0 at position 7; at 8 the mask is not known yet, and token 2 is the best."""
     draws = RootMaskedSampler(
         sampler_of([SamplingParams(regex="a")], [0]),
         torch.tensor([7]),
