@@ -1,4 +1,4 @@
-"""Finds the package's own source files by the real paths of its folders.
+"""Finds the package's own source files by the real paths of its folders; parses files, and loads scripts as modules.
 
 "specdec/" in a path does not prove that: a checkout may lie in a folder of that name next to an environment.
 """
@@ -6,7 +6,9 @@
 import ast
 import functools
 import gc
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import specdec
 import specdec.attention
@@ -40,3 +42,12 @@ def parse_file(text: str) -> ast.Module:
     finally:
         if enabled:
             gc.enable()
+
+
+def module_of(path: Path) -> ModuleType:
+    """Load a script of tools/, examples/ or another folder as a module. It runs anew in each call."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
