@@ -2,17 +2,15 @@
 
 import io
 import json
-import os
 import re
-import shutil
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from browser import chromium
 from matplotlib.image import imread
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 from server_process import running_server
 
 from specdec import Engine, SamplingParams
@@ -23,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("shallow_pair")
 QUESTION = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 CHUNKS = "**/v1/chat/completions"
 SECONDS = 60_000  # in milliseconds, for a machine however busy
-CHROMIUM = Path(os.environ.get("SPECDEC_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +31,8 @@ def server():
 
 @pytest.fixture(scope="module")
 def browser():
-    """The system's Chromium, headless."""
-    if not CHROMIUM.exists():
-        pytest.skip(f"no Chromium at {CHROMIUM}; install one, or name it with SPECDEC_CHROMIUM")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
