@@ -44,7 +44,7 @@ test-triton: $(VENV)/.test  ## every kernel compiles for GPUs, without one, on t
 	$(PIP) install -q --no-deps --upgrade --target .venv-triton triton==3.6.0
 	SPECDEC_KERNELS=usual PYTHONPATH=.venv-triton $(TEST_ENV) $(BIN)/pytest -q tests/test_kernels_compile.py
 
-gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
+gpu-test: $(VENV)/.test  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
 	$(BIN)/python -m bench paged-attention tables greedy crowd $(ARGS)
 
 # `make check test` finds the layout among the tests

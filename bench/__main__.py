@@ -32,7 +32,7 @@ from bench.figures import decode_speed_svg
 from bench.registry import CASES, Case
 from bench.report import Report, Row, table_head, table_row
 from bench.verify import attempt_all
-from specdec.evaluation.conditions import conditions
+from specdec.measurement.conditions import conditions
 
 
 def main(words: Sequence[str] | None = None) -> int:

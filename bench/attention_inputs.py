@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from bench.device import DEVICE  # isort: skip - before triton
 import torch
+from attention_scene import depths, rounded
 
 from bench.verify import in_float64
 from specdec.attention.deterministic_attention import deterministic_attention
@@ -14,7 +15,6 @@ from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.plan import Pack, RunSlots
-from specdec.kvcache.fp8_pool import Fp8Pool
 
 Shape = dict[str, Any]
 """Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap, sinks, fp8:
@@ -88,20 +88,6 @@ def make_inputs(
 def binary(num_nodes: int) -> list[int]:
     """Parents: node n is a child of node (n - 1) // 2."""
     return [-1] + [(n - 1) // 2 for n in range(1, num_nodes)]
-
-
-def depths(parents: list[int]) -> list[int]:
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
-
-
-def rounded(rows: torch.Tensor) -> Fp8Pool:
-    """These rows [slots, heads, D] in a pool of 8 bits."""
-    pool = Fp8Pool.zeros(*rows.shape, rows.dtype, rows.device)
-    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
-    return pool
 
 
 def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:

@@ -13,8 +13,8 @@ from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.report import Row
-from specdec.evaluation.phases.memory_floor import read_bandwidth
-from specdec.evaluation.phases.timed_rounds import idle_within
+from specdec.measurement.memory_floor import read_bandwidth
+from specdec.measurement.timed_rounds import idle_within, profiled_spans
 
 T = TypeVar("T")
 
@@ -138,15 +138,9 @@ def waiting_row(name: str, work: Callable[[], None]) -> Row:
 def profiled(call: Callable[[], T]) -> tuple[T, float, dict[str, tuple[float, int]]]:
     """What a call returns, milliseconds between its first and its last kernel in which none runs, and by kernel its
     milliseconds and calls."""
-    activity = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity]) as profile:
-        result = call()
-        synchronize([DEVICE])
-    spans, kernels = [], dict[str, tuple[float, int]]()
-    for event in profile.events() or []:
-        if (event.device_type.name == "CPU") == ON_CPU:
-            begin, end = event.time_range.start / 1e3, event.time_range.end / 1e3
-            spans.append((begin, end))
-            ms, calls = kernels.get(event.name[:70], (0.0, 0))
-            kernels[event.name[:70]] = ms + end - begin, calls + 1
-    return result, idle_within(spans), kernels
+    results: list[T] = []
+    spans, kernels = profiled_spans(lambda: results.append(call()), DEVICE), dict[str, tuple[float, int]]()
+    for name, begin, end in spans:
+        ms, calls = kernels.get(name[:70], (0.0, 0))
+        kernels[name[:70]] = ms + 1e3 * (end - begin), calls + 1
+    return results[0], 1e3 * idle_within([span[1:] for span in spans]), kernels

@@ -25,6 +25,7 @@ if ON_CPU:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if importlib.util.find_spec("specdec") is None:
     sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "tests"))  # some cases have models and scenes of the tests
 if importlib.util.find_spec("rich") is None:  # it draws progress bars, which nothing here needs
     sys.modules |= {name: MagicMock() for name in ("rich", "rich.box", "rich.console", "rich.progress", "rich.table")}
 

@@ -11,7 +11,8 @@ import torch
 
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, StatelessDrafter
-from specdec.sampling.reference_sampler import ReferenceSampler
+from specdec.sampling.kernel_sampler import KernelSampler
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 
 Change = Callable[[DraftBatch, DraftTree], DraftTree]
 FIRST_TEXT = 1000
@@ -90,19 +91,20 @@ class RandomText:
     @contextmanager
     def in_samplers(self) -> Iterator[None]:
         """Inside, what the target draws is the text."""
-        drawn_after = ReferenceSampler.draw_after
+        plain = {kind: kind.draw for kind in (ReferenceSampler, KernelSampler)}
 
-        def planted(sampler: ReferenceSampler, tree: Any, allowed: Any, logits: Any, positions: Any, cap: Any) -> Any:
-            drawn = drawn_after(sampler, tree, allowed, logits, positions, cap)
-            assert sampler.inputs is not None
-            number = sampler.inputs.history[:, :1].clamp(max=FIRST_TEXT - 1)
+        def planted(sampler: ReferenceSampler, logits: Any, positions: Any, inputs: EditInputs, cap: Any) -> Any:
+            drawn = plain[type(sampler)](sampler, logits, positions, inputs, cap)
+            number = inputs.history[:, :1].clamp(max=FIRST_TEXT - 1)
             return self.text(number, positions).where(positions > 0, drawn)
 
-        ReferenceSampler.draw_after = planted  # type: ignore[method-assign]
         try:
+            for kind in plain:
+                kind.draw = planted  # type: ignore[method-assign]
             yield
         finally:
-            ReferenceSampler.draw_after = drawn_after  # type: ignore[method-assign]
+            for kind, draw in plain.items():
+                kind.draw = draw  # type: ignore[method-assign]
 
     def drafts(self, batch: DraftBatch, tree: DraftTree) -> DraftTree:
         """The best path of each draft is right as often as its prompt says."""

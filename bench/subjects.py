@@ -3,22 +3,22 @@
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.device import DEVICE, DIVISOR, DTYPE, ON_CPU  # isort: skip - before triton
 import torch
-from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
 from specdec.engine import Engine
-from specdec.evaluation.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
-from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_target
 from specdec.gpu.operations import FAST, REFERENCE
+from specdec.measurement.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
+from specdec.measurement.phase_run import BenchSubject
+from specdec.measurement.random_weights import UNPACKED, drafter_of, find_form, make_target, random_subject
 from specdec.models.target import TargetModel
 
 CHAIN, TREE = SpecConfig(4, adaptive=False), SpecConfig(4, 4, 16, adaptive=False)
@@ -45,10 +45,8 @@ Answer = tuple[list[int], Any]
 class Pair:
     """A target of random weights at a published shape."""
 
-    name: str
     shape: ModelShape
     shrink: Shrink
-    model: PreTrainedModel
     target: TargetModel
 
     def drafter(self, kind: str, seed: int = 1) -> Drafter | None:
@@ -72,7 +70,20 @@ def pair_of(
     shape, form = find_shape(name), find_form(weights or UNPACKED)
     shrink = Shrink(on_cpu if ON_CPU else layers or None, DIVISOR, multiple=32 if form else 8)
     model = make_target(shape, shrink, DEVICE, DTYPE, 0, form)
-    return Pair(pair, shape, shrink, model, TargetModel(model, operations, deterministic=deterministic))
+    return Pair(shape, shrink, TargetModel(model, operations, deterministic=deterministic))
+
+
+def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> BenchSubject:
+    """Such a pair for the phase benchmark, with the drafter that is published for the shape."""
+    name, _, weights = pair.partition(":")
+    return random_subject(
+        find_shape(name),
+        drafts,
+        weights=weights or None,
+        layers=2 if ON_CPU else layers or None,
+        divisor=DIVISOR,
+        config=EngineConfig(device=DEVICE, tensor_parallel=devices, fused=devices > 1 or "auto"),
+    )
 
 
 def few_layers(pair: str) -> int:

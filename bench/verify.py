@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
+from bench.device import DEVICE, ON_CPU, free_memory  # isort: skip - before triton
 import torch
 
 from bench.report import Row
@@ -40,6 +40,13 @@ def attempt_all(name: str, rows: Iterable[Row]) -> Iterator[Row]:
     except Exception as error:
         traceback.print_exc()
         yield Row(name, said(error), ok=False)
+
+
+def rows_of_each(names: Iterable[str], rows_of: Callable[[str], Iterator[Row]]) -> Iterator[Row]:
+    """The rows of one name after the other; one that raises does not stop the others, and leaves no memory held."""
+    for name in names:
+        yield from attempt_all(name, rows_of(name))
+        free_memory()
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
-from specdec.evaluation.timed_comparison import TokenPrompts, run_figures, run_interleaved
+from specdec.measurement.timed_comparison import TokenPrompts, run_figures, run_interleaved
 from specdec.models.published import BUNDLED_NAMES, PublishedPair, last_part, pair_table
 from specdec.runtime.drafts.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.text.detokenize import DraftColours

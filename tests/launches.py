@@ -24,8 +24,6 @@ from specdec.attention.recurrence.gpu_recurrence import RecurrentKernels
 from specdec.attention.trees.tree import DraftTree, tree_fields
 from specdec.attention.trees.tree_builder import Candidates, expand, select_tree
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
-from specdec.evaluation.model_shapes import SHAPES, Shrink
-from specdec.evaluation.phases.random_weights import FORMS, build_model, pack_layers
 from specdec.gpu.exchange_kernels import (
     EMPTY,
     NUMBERS,
@@ -60,6 +58,8 @@ from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import per_layer_inputs
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
+from specdec.measurement.model_shapes import SHAPES, Shrink
+from specdec.measurement.random_weights import FORMS, build_model, pack_layers
 from specdec.modules.private_copy import private_copy
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening

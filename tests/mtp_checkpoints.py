@@ -16,10 +16,10 @@ from torch import nn
 from torch.func import functional_call
 from transformers import DeepseekV3Config
 
-import tiny_models
-from tiny_models import FULL, LINEAR, SLIDING
+import tiny_families
+from tiny_families import FULL, LINEAR, SLIDING
 
-BASE = {**tiny_models.BASE, "vocab_size": 6}
+BASE = {**tiny_families.BASE, "vocab_size": 6}
 SLIDES = {"sliding_window": 5, "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 EXAONE_MOE = {**SLIDES, **EXPERTS, "num_experts": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -98,9 +98,9 @@ SPARSE = {"mlp_layer_types": ["sparse"]}
 HY = {**EXPERTS, "num_experts": 4, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 MELLUM = {**SLIDES, **EXPERTS, "num_experts": 4, "layer_types": [FULL, SLIDING, SLIDING]}
 MELLUM["mlp_layer_types"] = ["sparse"] * 3
-DEEPSEEK = {**GLM, **tiny_models.LATENT, "topk_group": 1}
+DEEPSEEK = {**GLM, **tiny_families.LATENT, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
-RECURRENT = {**tiny_models.RECURRENT, "num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]}
+RECURRENT = {**tiny_families.RECURRENT, "num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]}
 NEXT = {**RECURRENT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 ONE_FULL = {**ONE, "layer_types": [FULL]}
 DENSE_FIRST = {**SLIDES, "layer_types": [FULL, SLIDING, FULL], "mlp_layer_types": ["dense", "sparse", "sparse"]}

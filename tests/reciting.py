@@ -28,11 +28,11 @@ from specdec import Engine, EngineConfig, SpecConfig
 from specdec.errors import ConfigError
 from specdec.runtime.request import Request
 from specdec.sampling.grammars.grammar import GrammarState
-from specdec.sampling.grammars.mask_bits import Words, token_bits
+from specdec.sampling.grammars.token_rules import Words, token_bits
 
 from served_engine import served
 from stand_ins import ScriptedDrafter, byte_level
-from tiny_models import build_target, spread
+from tiny_families import build_target, spread
 
 MAX_DRAFTS = 16
 CONTEXT = 1 << 14
@@ -74,12 +74,8 @@ class Recital(GrammarState):
     def __init__(
         self, ids: list[int], words: int, inner: GrammarState | None, at: int = 0, *, over: bool = False
     ) -> None:
-        super().__init__(None if inner is None else inner.matcher, None, frozenset(ids[-1:]), over=over)
+        super().__init__(None, None, frozenset(ids[-1:]), over=over)
         self.ids, self.words, self.inner, self.at = ids, words, inner, at
-
-    @property
-    def grammar(self) -> GrammarState | None:
-        return self.inner
 
     @property
     def mask(self) -> Words:

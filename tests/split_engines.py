@@ -15,7 +15,7 @@ from specdec.models.target import TargetModel
 
 from marks import examples, is_deep
 from proved_models import SHARED
-from tiny_models import FULL, LINEAR, SLIDING, TWO_OWNERS, VOCAB, build_target, spread
+from tiny_families import FULL, LINEAR, SLIDING, TWO_OWNERS, VOCAB, build_target, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
 WIDE |= {"num_key_value_heads": 4}  # four ranges of K in every sum

@@ -18,7 +18,7 @@ from specdec import DraftTree, Engine
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.kvcache.table import Rows
 
-from tiny_models import VOCAB
+from tiny_families import VOCAB
 
 
 @pytest.fixture(scope="session")

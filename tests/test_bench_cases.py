@@ -77,6 +77,11 @@ def test_every_part_is_a_function_with_these_options():
         assert {*small} - {"parts"} <= case.options.keys() and {*case.timed} <= {*case.parts}, case.name
 
 
+def test_gpu_test_installs_what_its_cases_import():
+    """In a fresh clone the case `crowd` found no pytest, which a helper of the tests imports."""
+    assert "gpu-test: $(VENV)/.test " in (ROOT / "Makefile").read_text("utf-8")
+
+
 def test_a_failed_row_is_the_exit_status_and_time_ends_a_run(capsys, tmp_path):
     report = Report("title")
     report.add("case", [Row("a", "1"), Row("b", ok=False), Row("c", figures={"x": 2})])

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
-from specdec.evaluation import timed_comparison
 from specdec.evaluation.accuracy_report import accuracy_title, make_report, markdown
 from specdec.evaluation.bench_run import PLAIN as UNDRAFTED
 from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
-from specdec.evaluation.timed_comparison import acceptance_figures, time_figures
+from specdec.measurement import timed_comparison
+from specdec.measurement.timed_comparison import acceptance_figures, time_figures
 from specdec.runtime.drafts.draft_reports import vllm_figures
 
 from inside import RequestStats, record_round

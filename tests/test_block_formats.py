@@ -21,14 +21,14 @@ from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
 from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
-from specdec.evaluation.model_shapes import SHAPES, Shrink
+from specdec.measurement.model_shapes import SHAPES, Shrink
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import cache_argument
 
 from marks import examples, slow, usual_cases
 from proved_models import SHARED
 from stand_ins import Proposal, watch_proposals
-from tiny_models import spread
+from tiny_families import spread
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
 from marks import deep, each_value, examples
-from tiny_models import build_target
+from tiny_families import build_target
 
 FAMILIES = ["two_windows", "deepseek_v3", "mimo_v2_flash"]
 NEW = 12

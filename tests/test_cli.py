@@ -163,7 +163,7 @@ def test_eval_writes_its_report_three_ways(tmp_path):
 
 
 def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
-    monkeypatch.setattr("specdec.evaluation.accuracy_report.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.measurement.phase_report.find_spec", lambda name: None)
     no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
     assert no_plots.exit_code == 2
     assert "specdec-runtime[plots]" in no_plots.stderr
@@ -210,8 +210,9 @@ def test_help_and_shell_errors_import_nothing_heavy():
     for command, _, loaded in runs:
         assert not {"torch", "transformers", "numpy", "accelerate", "huggingface_hub"}.intersection(loaded), command
         own = {name.removeprefix("specdec.cli.") for name in loaded if name.startswith("specdec.cli.")}
-        needed = set() if command in (["--help"], ["--version"]) else {"commands", "config_file", "options"}
-        needed |= {"bodies", "bodies.list_pairs"} if command == ["models"] else set()
+        options = {"commands", "config_file", "options", "output_files"}
+        needed = set() if command in (["--help"], ["--version"]) else options
+        needed = needed | {"bodies", "bodies.list_pairs"} if command == ["models"] else needed
         assert own == {"app", "command"} | needed, command
 
 

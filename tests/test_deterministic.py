@@ -26,7 +26,8 @@ from specdec.sampling.reference_sampler import ReferenceSampler
 from inside import capture_on_tape
 from marks import deep, deep_cases, examples, is_deep, slow
 from proved_models import SHARED
-from tiny_models import FAMILIES, VOCAB, random_eagle3
+from tiny_families import VOCAB, random_eagle3
+from tiny_models import FAMILIES
 
 NEW = examples(6, 12)
 BF16 = torch.bfloat16

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from specdec.cli.app import COMMANDS, load_command
-from specdec.evaluation.model_shapes import SHAPES
+from specdec.measurement.model_shapes import SHAPES
 
 from package_files import parse_file
 

@@ -19,7 +19,7 @@ from specdec.models.target import TargetModel
 
 from marks import deep, is_deep, slow
 from stand_ins import Made, watch_proposals
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 Windows = tuple[int | None, ...]
 

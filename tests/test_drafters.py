@@ -31,7 +31,8 @@ from specdec.models.target import TargetModel
 
 from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, pairs, usual_cases
-from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
+from tiny_families import random_eagle3
+from tiny_models import FAMILIES, GEMMA4_FAMILIES
 
 # the protocol
 

@@ -21,7 +21,8 @@ from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases, examples, usual
 from stand_ins import watch_proposals
-from tiny_models import FULL, SLIDING, eager, random_eagle3
+from tiny_families import FULL, SLIDING, random_eagle3
+from tiny_models import eager
 
 V = 12  # so few that a random head is right now and then
 H = 32

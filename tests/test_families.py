@@ -21,7 +21,7 @@ from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import auto_class
 
 from marks import deep, examples, usual_cases
-from tiny_models import TARGETS, VOCAB, build_target, spread
+from tiny_families import TARGETS, VOCAB, build_target, spread
 
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

@@ -27,7 +27,7 @@ from specdec.runtime.request import Request
 from inside import assert_idle, capture_on_tape
 from marks import is_deep
 from package_files import name_in_package
-from tiny_models import FULL, SLIDING
+from tiny_families import FULL, SLIDING
 
 NEW = 6  # more than the first stream has when the second has joined
 LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on after the step that breaks

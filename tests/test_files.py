@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SpecDecError
-from specdec.evaluation.output_files import STDOUT, require_distinct, require_writable, write_file
+from specdec.cli.output_files import STDOUT, require_distinct, require_writable, write_file
 
 
 def names(folder):

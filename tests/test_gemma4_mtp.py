@@ -20,7 +20,8 @@ from specdec.modules.transformers_names import cache_argument
 
 from marks import deep, examples, pairs, quick, usual_cases
 from stand_ins import watch_proposals
-from tiny_models import GEMMA4_FAMILIES, TWO_OWNERS, eager
+from tiny_families import TWO_OWNERS
+from tiny_models import GEMMA4_FAMILIES, eager
 
 STEPS = 4
 

@@ -22,7 +22,8 @@ from specdec.runtime.rounds.device_state import DeviceState
 from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, usual_cases
 from stand_ins import watch_proposals
-from tiny_models import FAMILIES, FAST_FAMILIES, TWO_OWNERS, random_eagle3
+from tiny_families import TWO_OWNERS, random_eagle3
+from tiny_models import FAMILIES, FAST_FAMILIES
 
 SHARING = ["gemma4-e2b", "gemma4-multimodal"]
 WHOLE, LAYERS = 2, 6  # the third stores the last K/V

@@ -34,7 +34,7 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
     ("specdec.runtime",),
     (
         *("specdec.loading", "specdec.drafter_loading", "specdec.load_check", "specdec.engine"),
-        *("specdec.hf_generate", "specdec"),
+        *("specdec.hf_generate", "specdec", "specdec.measurement"),
     ),
     ("specdec.serving", "specdec.evaluation", "specdec.training", "specdec.doctor"),
     ("specdec.cli",),
@@ -61,7 +61,7 @@ NEVER_EVEN_INDIRECTLY = tuple(  # nor any file that it imports
     ("specdec.runtime.scheduler", room, "who runs is decided without a look at the device")
     for room in ("specdec.runtime.rounds.device_state", "specdec.models", "specdec.attention", "specdec.draft_models")
 )
-ASKS_THE_ENGINE = ("specdec.serving", "specdec.evaluation")
+ASKS_THE_ENGINE = ("specdec.serving", "specdec.evaluation", "specdec.measurement")
 """Rooms that use an engine through its public answers (`Engine.running_ids`, `AsyncEngine.tokenizer`, ...)."""
 REACHES_THROUGH = re.compile(r"\.(engine\.engine|table\.allocator|cache\.allocator|scheduler\.\w+)$")
 ROOT_MODULE = "specdec"  # its names are looked up when they are used: to a type checker it imports them all the same
@@ -224,7 +224,7 @@ def test_no_wall_is_broken():
     assert broken_walls({module: reached_from(module, graph) for module in graph}, NEVER_EVEN_INDIRECTLY) == []
 
 
-def test_serving_and_evaluation_ask_the_engine_and_do_not_reach_through_it():
+def test_serving_evaluation_and_measurement_ask_the_engine_and_do_not_reach_through_it():
     assert reaching(product_sources()) == []
 
 

@@ -20,17 +20,17 @@ from specdec.cli.app import app
 from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
 from specdec.drafter_loading import drafts_by_modules
 from specdec.errors import CapacityError
-from specdec.evaluation.memory_plan import memory_plan
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import Checkpoint
+from specdec.measurement.memory_plan import memory_plan
 from specdec.models.described_model import GeometryContext, ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime import sizing
 
 from marks import deep
-from tiny_models import TARGETS
+from tiny_families import TARGETS
 
 CPU = torch.device("cpu")
 GIB, MIB = 1 << 30, 1 << 20

@@ -19,7 +19,7 @@ from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel
 from specdec.layers.norm import reference_rms_norm
 
 from marks import deep, deep_cases, slow, usual_cases
-from tiny_models import build_target
+from tiny_families import build_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -31,8 +31,8 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily, module_tensors
 from specdec.draft_models.native_mtp.mtp_module import beside
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
-from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
+from specdec.measurement.transformers_peer import assisted_peer
 from specdec.runtime.calls import arguments
 from specdec.runtime.drafts.dense_drafts import dense_drafts, record
 

@@ -29,7 +29,7 @@ from specdec.models.weight_storage import is_quantised, weights_in_words
 
 from inside import packed_values
 from marks import deep, deep_cases, examples, is_deep, usual_cases
-from tiny_models import VOCAB, build_target, random_eagle3, spread
+from tiny_families import VOCAB, build_target, random_eagle3, spread
 
 NEW = examples(8, 16)
 GREEDY = SamplingParams(max_new_tokens=NEW)

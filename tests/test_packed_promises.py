@@ -27,7 +27,7 @@ from specdec.loading import Checkpoint as Loaded
 
 from inside import packed_values
 from marks import deep, each_value
-from tiny_models import build_target, spread
+from tiny_families import build_target, spread
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0"

@@ -26,7 +26,7 @@ from specdec.training.packed_rows import PackedRows, pack_rows
 
 from marks import deep, examples
 from stand_ins import watch_proposals
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 CARRIES: tuple[dict[str, Any], ...] = ({}, {"normed_carry": False}, {"form": "T"})
 Fitted = tuple[TargetModel, Any, TrainableDrafter | None]

@@ -5,26 +5,24 @@ import json
 from dataclasses import fields
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from specdec import SamplingParams, SpecConfig
 from specdec.cli.app import app
-from specdec.cli.bodies import bench_rounds as command
+from specdec.cli.bodies import benchmarks as command
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CapacityError
-from specdec.evaluation.phases import phase_run as run_module
-from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
-from specdec.evaluation.phases.parity import check_parity, output_gaps
-from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, phase_table
-from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, round_time, tokens_of_rounds
-from specdec.evaluation.transformers_peer import Peer, peers_for
+from specdec.measurement import phase_run as run_module
+from specdec.measurement import timed_rounds
+from specdec.measurement.memory_floor import StepBytes, read_bandwidth
+from specdec.measurement.parity import check_parity, output_gaps
+from specdec.measurement.phase_report import Cell, PhaseReport, Spread, phase_table
+from specdec.measurement.phase_run import BenchSubject, Plan, run_phases
+from specdec.measurement.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
-from specdec.runtime.rounds.result import RoundResult
 
 from marks import deep_cases
 
@@ -74,38 +72,35 @@ def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, mak
     model = make_target("gemma4-e2b")
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13]]
     engine = make_engine(model, make_assistant(model), num_steps=2, max_batch_size=2)
-    driven = drive(engine, prompts, 5, 2, profiled=True)
+    driven = timed_rounds.drive(engine, prompts, 5, 2, profiled=True)
     assert len(driven.rounds) == 5 and driven.uncaptured == 0 and driven.idle is None
     lengths = [len(output) for output in driven.outputs]
     fresh = make_engine(model, None, max_batch_size=2)
     for prompt, output, length in zip(prompts, driven.outputs, lengths, strict=True):
-        [plain] = fresh.generate([prompt], ignoring_ends(length))
+        [plain] = fresh.generate([prompt], SamplingParams(max_new_tokens=length, ignore_eos=True))
         assert output == plain.token_ids
     for one in driven.rounds:
         assert min(one.draft, one.verify, one.other) > 0
         assert one.draft + one.verify + one.other <= one.wall
         assert one.host <= one.wall
-        assert 2 <= one.emitted <= 6
-
-
-def ignoring_ends(count):
-    return SamplingParams(max_new_tokens=count, ignore_eos=True)
+    assert 1 <= driven.acceptance_length <= 3
 
 
 def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
     model = make_target("llama")
-    [plain] = make_engine(model).generate([[5, 6, 7]], ignoring_ends(tokens_of_rounds(4, 0)))
-    driven = drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
+    params = SamplingParams(max_new_tokens=timed_rounds.tokens_of_rounds(4, 0), ignore_eos=True)
+    [plain] = make_engine(model).generate([[5, 6, 7]], params)
+    driven = timed_rounds.drive(make_engine(model, max_batch_size=1), [[5, 6, 7]], 4, 0, profiled=False)
     assert driven.outputs[0] == plain.token_ids[: len(driven.outputs[0])]
-    assert tokens_of_rounds(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
+    assert timed_rounds.tokens_of_rounds(4, 2) == 1 + (6 + 4 + 8 + 4) * 3
 
 
 def test_the_host_part_is_what_is_not_spent_waiting():
-    seconds = {"draft": 0.2, "verify": 0.3, "other": 0.1}
-    result = RoundResult(np.array([2, 1]), None, None, [], np.ones(2), seconds, np.zeros(2))
-    passed = SimpleNamespace(at=11.0, waiting=0.75, result=result)
-    on_gpu, on_cpu = (round_time(10.0, passed, on_cpu) for on_cpu in (False, True))
-    assert (on_gpu.wall, on_gpu.host, on_gpu.emitted) == (1.0, 0.25, 3)
+    shares = [0.1, 0.15, 0.05]  # of each of two requests
+    before = timed_rounds.SettledRound(SimpleNamespace(settled_at=10.0), 4.0)
+    settled = timed_rounds.SettledRound(SimpleNamespace(settled_at=11.0, shares=shares), 4.75)
+    on_gpu, on_cpu = (timed_rounds.round_time(before, settled, 2, on_cpu) for on_cpu in (False, True))
+    assert on_gpu == (1.0, 0.2, 0.3, 0.1, 0.25)
     assert on_cpu.host == pytest.approx(0.4)
 
 
@@ -113,17 +108,17 @@ def test_gaps_are_counted_within_rounds_and_not_between_them():
     """Two rounds of two stamps, 0 to 5 and 100 to 104, with gaps of 1 and 0.5 in the first and 2 in the second."""
     first = [("_stamp_kernel", 0.0, 1.0), ("a", 2.0, 4.0), ("_stamp_kernel", 4.5, 5.0)]
     second = [("_stamp_kernel", 100.0, 101.0), ("copy", 50.0, 60.0), ("_stamp_kernel", 103.0, 104.0)]
-    assert gaps_between_stamps([*first, *second], 2) == pytest.approx((1.5 + 2.0) / 2)
-    assert gaps_between_stamps([], 2) == 0.0
+    assert timed_rounds.gaps_between_stamps([*first, *second], 2) == pytest.approx((1.5 + 2.0) / 2)
+    assert timed_rounds.gaps_between_stamps([], 2) == 0.0
 
 
 def test_idle_time_is_what_no_span_covers():
     #      0  1  2  3  4  5  6  7
     #      ####     ##       ##
     #         ###
-    assert idle_within([(1.0, 2.0), (0.0, 1.5), (3.0, 4.0), (6.0, 7.0)]) == pytest.approx(1 + 2)
-    assert idle_within([(0.0, 5.0), (1.0, 2.0)]) == 0.0
-    assert idle_within([]) == 0.0
+    assert timed_rounds.idle_within([(1.0, 2.0), (0.0, 1.5), (3.0, 4.0), (6.0, 7.0)]) == pytest.approx(1 + 2)
+    assert timed_rounds.idle_within([(0.0, 5.0), (1.0, 2.0)]) == 0.0
+    assert timed_rounds.idle_within([]) == 0.0
 
 
 # parity
@@ -143,7 +138,7 @@ def test_gaps_do_not_depend_on_the_chunks_of_the_reference(make_target, monkeypa
     model = make_target("gemma4-e2b")
     prompt, output = [i % 90 for i in range(60)], [3, 4, 5]
     whole = output_gaps(model, prompt, output)
-    monkeypatch.setattr("specdec.evaluation.phases.parity.MAX_SCORES", 1)  # 16 at a time, across windows of 8
+    monkeypatch.setattr("specdec.measurement.parity.MAX_SCORES", 1)  # 16 at a time, across windows of 8
     torch.testing.assert_close(output_gaps(model, prompt, output), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -317,7 +312,7 @@ def test_packed_weights_and_only_the_drafts_that_were_asked_for(shape, weights, 
 
 
 def test_a_shape_that_does_not_fit_says_so_before_it_is_made(monkeypatch):
-    monkeypatch.setattr("specdec.evaluation.phases.random_weights.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("specdec.measurement.random_weights.free_bytes", lambda device: 1 << 30)
     result = bench("--shape", "gemma4-31b", "--device", "cpu")
     assert result.exit_code == 2
     assert "gemma4-31b takes 124.7 GB of weights in float32 and 1.1 GB are free on cpu" in result.stderr

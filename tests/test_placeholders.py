@@ -21,7 +21,7 @@ from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
 from marks import deep, deep_cases
-from tiny_models import multimodal_config, spread
+from tiny_families import multimodal_config, spread
 
 IMAGE, VIDEO, AUDIO, BEGIN = 60, 61, 62, 63
 PLAIN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -22,7 +22,7 @@ from specdec.sampling.log_probs import TokenScores
 
 from inside import PromptLogProbs, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
 from marks import deep, deep_cases, examples, usual_cases
-from tiny_models import VOCAB, random_eagle3
+from tiny_families import VOCAB, random_eagle3
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 NEW = 6

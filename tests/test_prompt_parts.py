@@ -27,7 +27,8 @@ from inside import (
     divide,
 )
 from marks import deep, deep_cases, examples, usual_cases
-from tiny_models import FAMILIES, TWO_OWNERS
+from tiny_families import TWO_OWNERS
+from tiny_models import FAMILIES
 
 NEW = examples(6, 12)
 BOTH = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

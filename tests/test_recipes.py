@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig
 from specdec.cli.app import app, load_command
 from specdec.errors import CapacityError
-from specdec.evaluation.model_shapes import SHAPES, Shrink
-from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, recipes, row
+from specdec.measurement.model_shapes import SHAPES, Shrink
+from specdec.measurement.recipes import CARDS, REQUESTS, TOKENS, recipes, row
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES
 from specdec.runtime import sizing

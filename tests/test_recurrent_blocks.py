@@ -16,7 +16,6 @@ from specdec.attention.path_attention import ROWS
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, folded, run_blocks
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.evaluation.phases.random_weights import FORMS, random_packed
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import Recurrence
@@ -29,6 +28,7 @@ from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.packed.packed_modules import PackedLinear
 from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
+from specdec.measurement.random_weights import FORMS, empty_packed, fill_packed
 from specdec.models import recurrent_probe
 from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel
@@ -37,7 +37,7 @@ from specdec.runtime.calls.arguments import require_recurrent
 from dense_oracle import OneText
 from devices import DEVICE, close
 from marks import slow, usual_cases
-from tiny_models import BASE, build_target
+from tiny_families import BASE, build_target
 
 HEADS, KEY_HEADS, K_DIM, V_DIM = 4, 2, 8, 12
 ON_KERNELS = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
@@ -158,7 +158,7 @@ def test_a_small_step_is_exact() -> None:
 
 def packed(linear: torch.nn.Linear) -> PackedLinear:
     draw = torch.Generator(DEVICE).manual_seed(len(linear.weight))
-    return PackedLinear(random_packed(FORMS["int4-g32"], draw, linear.weight.shape))
+    return PackedLinear(fill_packed(empty_packed(FORMS["int4-g32"], DEVICE, linear.weight.shape), draw))
 
 
 @ON_KERNELS

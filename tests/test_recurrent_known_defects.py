@@ -12,7 +12,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 
 from marks import deep, examples, is_deep, slow
 from proved_models import SHARED
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 FAMILIES = [slow("qwen3_5"), *map(deep, ("granitemoehybrid", "qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
 TREE = SpecConfig(3, 2, 6, adaptive=False)

@@ -14,7 +14,7 @@ from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
 from marks import deep, examples
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 FAMILIES = ["qwen3_5", "granitemoehybrid", "lfm2", *map(deep, ("qwen3_next", "qwen3_5_moe", "nemotron_h"))]
 

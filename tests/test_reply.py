@@ -114,6 +114,9 @@ CALLS_AND_THOUGHTS = {
         *("hermes", "qwen3", f"<think><tool_call> is <tool_call>no{CALL}{CALL}"),
         [("thought", "<tool_call> is <tool_call>no"), CALLED, CALLED],
     ),
+    "straight after a call that broke off": (  # it was lost
+        *("hermes", "qwen3", f"<think>I {CALL[:39]}{CALL}"), [("thought", f"I {CALL[:39]}"), CALLED],
+    ),
     "not whole": ("hermes", "qwen3", f"<think>I {CALL[:30]}", [("thought", f"I {CALL[:30]}")]),
     "quoted": ("hermes", "qwen3", f"<think>No {CALL} x</think>B", [("thought", f"No {CALL} x"), ("content", "B")]),
     "quoted, then called": (

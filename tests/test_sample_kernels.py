@@ -12,7 +12,7 @@ from samplers import sampler_of
 from specdec import DraftTree, SamplingParams
 from specdec.gpu.triton_shim import tl, triton
 from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit
-from specdec.sampling.grammars.mask_bits import token_bits
+from specdec.sampling.grammars.token_rules import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
@@ -276,7 +276,9 @@ def test_what_an_engine_samples_with(with_tree):
     generator = torch.Generator().manual_seed(3)
     history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
     tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
-    inputs = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, lambda: history)
+    length, bits = torch.tensor([6, 2, 4], device=DEVICE), torch.zeros(3, 3, dtype=torch.int32, device=DEVICE)
+    mark_seen(bits, torch.arange(3, device=DEVICE), history, length)
+    inputs = EditInputs(length, tree if with_tree else None, lambda: history, seen=bits)
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []

@@ -25,7 +25,7 @@ from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 from inside import RequestStats, record_round
 from marks import deep_cases, examples
 from served_engine import until
-from tiny_models import build_target
+from tiny_families import build_target
 
 
 def metrics_after(engine: Engine, *calls: list[list[int]]) -> tuple[list[Sample], EngineStats]:

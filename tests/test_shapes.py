@@ -8,25 +8,14 @@ import torch
 from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 from specdec.errors import CapacityError, ConfigError
-from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
-from specdec.evaluation.phases import random_weights as weights
-from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, step_bytes
-from specdec.evaluation.phases.random_weights import (
-    COLUMN_MULTIPLE,
-    FORMS,
-    count_weights,
-    drafter_of,
-    find_form,
-    leave_meta,
-    make_target,
-    pack_layers,
-    random_packed,
-    require_room,
-)
 from specdec.layers.description.moe_families import router_of
 from specdec.layers.moe.routing import reference_route
 from specdec.layers.packed.packed_modules import packed_of
 from specdec.layers.packed.packed_weight import dequantised
+from specdec.measurement import random_weights as weights
+from specdec.measurement.memory_floor import draft_bytes, expected_experts, step_bytes
+from specdec.measurement.model_shapes import SHAPES, Shrink, find_shape
+from specdec.measurement.random_weights import COLUMN_MULTIPLE, FORMS
 from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
@@ -84,7 +73,7 @@ PUBLISHED = {  # numbers of a target and of its drafter
 @usual_cases("gemma4-e2b", "gpt-oss-20b", "llama-8b", "qwen3-8b-dspark", "ernie-21b-a3b", "qwen3.5-4b")
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_published_number_of_parameters(name):
-    (target, drafter), found = PUBLISHED[name], count_weights(find_shape(name), Shrink())
+    (target, drafter), found = PUBLISHED[name], weights.count_weights(find_shape(name), Shrink())
     assert (found.target.numbers, found.drafter.numbers) == (target, drafter)
     config = find_shape(name).target(Shrink())
     kept = auto_class(config)._model_mapping[type(config)]._keep_in_fp32_modules_strict or ()
@@ -100,13 +89,13 @@ def test_shapes_have_the_published_number_of_parameters(name):
         (lambda: Shrink(divisor=3), "1, 2, 4, 8 or 16"),
         (lambda: Shrink(divisor=32), "1, 2, 4, 8 or 16"),
         (lambda: SHAPES["gemma4-e4b"].target(Shrink(layers=43)), "layers=43: this shape has 42"),
-        (lambda: find_form("int3"), "'int3' is unknown; choose one of bf16, int4-g32, int4-g128, fp8, mxfp4"),
+        (lambda: weights.find_form("int3"), "'int3' is unknown; choose one of bf16, int4-g32, int4-g128, fp8, mxfp4"),
         (
-            lambda: count_weights(SHAPES["llama-8b"], PACKED, form=FORMS["mxfp4"]),
+            lambda: weights.count_weights(SHAPES["llama-8b"], PACKED, form=FORMS["mxfp4"]),
             "packs experts, and this shape has none; choose int4-g32 or fp8",
         ),
         (
-            lambda: count_weights(SHAPES["gemma4-26b-a4b"], SMALL, form=FORMS["fp8"]),
+            lambda: weights.count_weights(SHAPES["gemma4-26b-a4b"], SMALL, form=FORMS["fp8"]),
             "176 columns are no multiple of 32",
         ),
     ],
@@ -125,7 +114,7 @@ def test_every_depth_of_e4b_has_an_owner_for_each_layer():
 
 
 def test_weights_are_seeded_and_keep_activations_near_one():
-    made = [make_target(SHAPES["mellum2-12b-a2.5b"], SMALL, CPU, torch.float32, seed) for seed in (0, 0, 1)]
+    made = [weights.make_target(SHAPES["mellum2-12b-a2.5b"], SMALL, CPU, torch.float32, seed) for seed in (0, 0, 1)]
     first, again, other = (next(model.parameters()) for model in made)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -139,7 +128,8 @@ def test_weights_are_seeded_and_keep_activations_near_one():
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
     """Their scales differ, their mean is 0, and they are finite: of e4m3 two of 256 patterns are no number."""
-    weight = random_packed(FORMS[name], torch.Generator().manual_seed(0), torch.Size((512, columns)))
+    empty = weights.empty_packed(FORMS[name], CPU, torch.Size((512, columns)))
+    weight = weights.fill_packed(empty, torch.Generator().manual_seed(0))
     plain = dequantised(weight, torch.float32) * columns**0.5
     assert plain.isfinite().all()
     assert 0.97 < float(plain.std()) < 1.03
@@ -153,16 +143,14 @@ def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
 @functools.cache
 def packed_target(shape, form):
     """A small model of this shape, which no test changes. form: None if its weights are plain."""
-    return make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, form and FORMS[form])
+    return weights.make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, form and FORMS[form])
 
 
 @pytest.mark.parametrize(("shape", "form"), [("gpt-oss-20b", "mxfp4"), ("gemma4-e4b", "int4-g32"), ("llama-8b", None)])
 def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
     """`specdec recipe` has the floor that `specdec bench` prints."""
     model = packed_target(shape, form)
-    there = ModelOnMeta(shape, weights.build_model(SHAPES[shape].target(PACKED), weights.META, torch.float32))
-    if form is not None:
-        pack_layers(there.model, FORMS[form], partial(weights.empty_packed, FORMS[form], weights.META))
+    there = ModelOnMeta(shape, weights.target_on_meta(SHAPES[shape], PACKED, torch.float32, form and FORMS[form]))
     assert step_bytes(there, 2, 3, 40) == step_bytes(TargetModel(model), 2, 3, 40)
 
 
@@ -173,7 +161,7 @@ def test_the_floor_of_a_model_on_meta_is_that_of_the_model(shape, form):
 )
 def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
     """Gives the same buffers, other weights, activations near 1, and as many bytes as were foretold."""
-    plain = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0)
+    plain = weights.make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0)
     model = packed_target(shape, form)
     buffers = dict(model.named_buffers())
     for name, buffer in plain.named_buffers():
@@ -186,7 +174,7 @@ def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
     with torch.no_grad():
         logits = model(torch.arange(40)[None]).logits
     assert 0.9 < float(logits.std()) < 1.1
-    foretold = count_weights(SHAPES[shape], PACKED, torch.float32, FORMS[form]).target
+    foretold = weights.count_weights(SHAPES[shape], PACKED, torch.float32, FORMS[form]).target
     assert stored_weights(model) == foretold
     assert foretold.numbers == stored_weights(plain).numbers
     assert foretold.bytes < stored_weights(plain).bytes
@@ -196,18 +184,19 @@ def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
 def test_tied_tables_stay_one_when_they_leave_meta():
     with weights.META:
         model = weights.build_model(llama(tie_word_embeddings=True), weights.META, torch.float32)
-    leave_meta(model, CPU)
+    weights.leave_meta(model, CPU)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(weights, "free_bytes", lambda device: 10 << 30)
-    plain, packed = (count_weights(SHAPES["gemma4-31b"], Shrink(), form=form) for form in (None, FORMS["int4-g32"]))
+    shape, forms = SHAPES["gemma4-31b"], (None, FORMS["int4-g32"])
+    plain, packed = (weights.count_weights(shape, Shrink(), form=form) for form in forms)
     with pytest.raises(CapacityError, match=r"gemma4-31b takes 62\.3 GB of weights in bfloat16 and 10\.7 GB are free"):
-        require_room("gemma4-31b", plain, CPU, torch.bfloat16)
+        weights.require_room("gemma4-31b", plain, CPU, torch.bfloat16)
     with pytest.raises(CapacityError, match=r"20\.2 GB of weights in int4-g32, the rest bfloat16 and 10\.7 GB are"):
-        require_room("gemma4-31b", packed, CPU, torch.bfloat16)
+        weights.require_room("gemma4-31b", packed, CPU, torch.bfloat16)
 
 
 # the floor, by hand
@@ -266,8 +255,8 @@ def test_a_recurrent_layer_reads_and_writes_its_state_and_no_keys():
     ("name", "forwards"), [("exaone-4.5-33b", {0: 3}), slow("mimo-v2-flash", {0: 1, 1: 2, 2: 3})], ids=str
 )
 def test_drafts_of_modules_read_the_head_each_and_a_module_each_forward(name, forwards):
-    target = TargetModel(make_target(SHAPES[name], SMALL, CPU, torch.float32, 0))
-    drafter = drafter_of(SHAPES[name].drafter(target.config, SMALL), target, 1)
+    target = TargetModel(weights.make_target(SHAPES[name], SMALL, CPU, torch.float32, 0))
+    drafter = weights.drafter_of(SHAPES[name].drafter(target.config, SMALL), target, 1)
     spec, head = target.layout.layers[drafter.family.like], target.model.get_output_embeddings().weight.nbytes
     kept = min(100, spec.window) * sum(field.bytes(torch.float32) for field in spec.fields)
     parts = [[part for name, part in module.parts().items() if name != "head"] for module in drafter.modules]
@@ -300,7 +289,7 @@ def test_of_a_mixture_the_expected_experts_are_read():
 @pytest.mark.parametrize("name", ["ernie-21b-a3b", "mellum2-12b-a2.5b"])
 def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name):
     """ERNIE's correction outweighed its scores, so that eight rows read half of what their floor counted."""
-    model = make_target(SHAPES[name], Shrink(layers=2, divisor=16), CPU, torch.float32, 0)
+    model = weights.make_target(SHAPES[name], Shrink(layers=2, divisor=16), CPU, torch.float32, 0)
     router = next(part for part in map(router_of, model.modules()) if part is not None)
     x = torch.randn(50 * 8, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
     chosen = reference_route(x, router).experts.view(50, -1)
@@ -311,7 +300,8 @@ def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name)
 def test_packed_weights_are_read_as_words_and_scales():
     def counted(form, rows):
         model = weights.build_model(mixture(32, 16), CPU, torch.float32)
-        pack_layers(model, FORMS[form], partial(random_packed, FORMS[form], torch.Generator().manual_seed(0)))
+        weights.pack_layers(model, FORMS[form], partial(weights.empty_packed, FORMS[form], CPU))
+        weights.randomise(model, 0)
         return step_bytes(TargetModel(model), 1, rows, 10)
 
     biases, numbers = (64 + 32) * 4, (64 + 32) * 32
@@ -329,8 +319,8 @@ def test_packed_weights_are_read_as_words_and_scales():
 @pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name].drafts])
 def test_every_shape_has_a_drafter_that_fits_it(name):
     shape = SHAPES[name]
-    target = TargetModel(make_target(shape, SMALL, CPU, torch.float32, 0))
-    drafter = drafter_of(shape.drafter(target.config, SMALL), target, 1)
+    target = TargetModel(weights.make_target(shape, SMALL, CPU, torch.float32, 0))
+    drafter = weights.drafter_of(shape.drafter(target.config, SMALL), target, 1)
     assert drafter.fit is not None
     assert set(shape.drafts) in ({"chain", "tree"}, {"mtp1", "mtp", "tree"}, {"block", "tree"})
     if name in ("gemma4-e2b", "gemma4-e4b"):

@@ -23,7 +23,7 @@ from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layout import KEEP_ALL, KVLayout, LayerSpec, Retention, attention_fields
 
 from marks import deep, examples, pairs
-from tiny_models import FULL, SLIDING, VOCAB
+from tiny_families import FULL, SLIDING, VOCAB
 
 
 @pytest.fixture

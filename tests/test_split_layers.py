@@ -37,7 +37,7 @@ from specdec.models.target import TargetModel
 
 from devices import DEVICE
 from marks import deep, examples
-from tiny_models import build_target, spread
+from tiny_families import build_target, spread
 
 CHAIN = SpecConfig(3, adaptive=False)
 HEADS, HEAD_DIM, LENGTH = 8, 256, 300

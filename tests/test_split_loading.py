@@ -17,14 +17,14 @@ from split_engines import DETERMINISTIC, TREE, WIDE, answers
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
 from specdec.layers.description.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
+from specdec.measurement.transformers_peer import assisted_peer
 
 from marks import deep, deep_cases, is_deep
-from tiny_models import FULL, build_target, random_eagle3, spread
+from tiny_families import FULL, build_target, random_eagle3, spread
 
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
 NARROW |= {"num_key_value_heads": 4, "num_hidden_layers": 2}  # one range of K, and three

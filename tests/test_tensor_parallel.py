@@ -37,7 +37,7 @@ from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
 from marks import deep_cases, examples, is_deep, usual_cases
-from tiny_models import VOCAB, build_target
+from tiny_families import VOCAB, build_target
 
 CPUS = [torch.device("cpu")] * 2
 

@@ -12,8 +12,7 @@ import torch
 
 from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling.grammars import token_rules
-from specdec.sampling.grammars.grammar import tree_masks
+from specdec.sampling.grammars.grammar import Grammars, tree_masks
 from specdec.sampling.grammars.grammar_bounds import ONE_LINE, compiles_in_linear_time
 from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first
@@ -78,14 +77,14 @@ def test_after_min_tokens_a_request_waits_for_no_masks(engine_of, prompts, monke
 def test_masks_of_a_tree_by_hand():
     """Two tokens to go; the root 1 has the children 2 and the end, 2 has the end: allowed only at the third token."""
     params = SamplingParams(min_tokens=2, max_new_tokens=8)
-    root = token_rules.rules_state(None, params, frozenset({5}), 40)
+    root = Grammars(None, 40).start(params, frozenset({5}), set())
     masks = tree_masks([(root, [1, 2, 5, 5, 3], [-1, 0, 0, 1, 1])], 2)[0]
     closed, open = np.array([~(1 << 5), -1], dtype=np.int32), np.array([-1, -1], dtype=np.int32)
     assert masks.tolist() == [each.tolist() for each in (closed, closed, open, open, open)]  # 2 and 3: never reached
     state = root.after(2).after(3)
     assert state.free and state.after(5).over
     assert root.after(5) is None
-    assert token_rules.rules_state(None, SamplingParams(), frozenset({5}), 40) is None
+    assert Grammars(None, 40).start(SamplingParams(), frozenset({5}), set()) is None
 
 
 def test_min_tokens_beside_a_grammar(engine_of, prompts):

@@ -29,7 +29,7 @@ from specdec.training.train_settings import TrainSettings
 from marks import deep, deep_cases, examples, slow
 from processes import run as run_python
 from processes import run_ranks
-from tiny_models import FULL, SLIDING
+from tiny_families import FULL, SLIDING
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from specdec.runtime.rounds.drafter_lag import MAX_LAG
 
 from marks import deep, examples, is_deep
 from stand_ins import watch_proposals
-from tiny_models import random_eagle3
+from tiny_families import random_eagle3
 
 CHAIN = SpecConfig(3, adaptive=False)
 TREE = SpecConfig(3, topk=2, num_draft_tokens=7, adaptive=False)

@@ -94,6 +94,7 @@ def test_no_docstring_of_a_class_begins_with_a_field():
 
 
 OF_OTHERS = {"MtpModel", "modeling_layers", "threading", "Condition", "traceparent", "x_to_y", "_len"}
+OF_OTHERS |= {"use_ordered_embeddings"}
 """Names in backticks of another library, a standard, or a pattern."""
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import recipe_figures
 
-from specdec.evaluation.model_shapes import SHAPES
-from specdec.evaluation.recipes import HEADS, recipes, row
 from specdec.layers.description.families import FAMILIES
+from specdec.measurement.model_shapes import SHAPES
+from specdec.measurement.recipes import HEADS, recipes, row
 from specdec.models.published import BUNDLED_NAMES
 from specdec.serving.tools.answer_parser import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS

@@ -10,7 +10,6 @@ A step's time is its memory floor times a multiple, which is measured for the pa
 import json
 import shlex
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import layout_of_modules
-from specdec.evaluation.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
-from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
-from specdec.evaluation.phases.memory_floor import step_bytes
-from specdec.evaluation.phases.random_weights import FORMS, build_model, count_modules, empty_packed, pack_layers
-from specdec.evaluation.recipes import CARDS, CONTEXT, READ_BANDWIDTHS, REQUESTS, TOKENS, CardMemory, Recipe, StepTime
 from specdec.kvcache.layout import PRIMARY
-from specdec.models.described_model import META, ModelOnMeta, model_on_meta
+from specdec.measurement.memory_floor import step_bytes
+from specdec.measurement.memory_plan import PlannedDrafter, memory_by_group, model_needs, own_needs, planned_needs
+from specdec.measurement.model_shapes import SHAPES, MtpSpec, Shrink
+from specdec.measurement.random_weights import FORMS, build_model, count_drafter, target_on_meta
+from specdec.measurement.recipes import CARDS, CONTEXT, READ_BANDWIDTHS, REQUESTS, TOKENS, CardMemory, Recipe, StepTime
+from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.published import RECIPES, PublishedPair
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.sizing import KV_SHARE, CacheNeeds
@@ -50,13 +49,10 @@ def recipe(
 ) -> Recipe:
     """The recipe of a pair. shrink, dtype: for a comparison with an engine of a smaller shape or on a CPU."""
     shape = SHAPES[pair.shape]
-    model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
+    model = ModelOnMeta(pair.target, target_on_meta(shape, shrink, dtype, FORMS.get(pair.form)))
     spec = SpecConfig(pair.num_steps, adaptive=True)
     described = None if pair.drafter == "suffix" else shape.drafter(model.config, shrink)
     planned = PlannedDrafter() if described is None else plan_shape_drafter(described, model, spec)
-    if pair.form:
-        form = FORMS[pair.form]
-        pack_layers(model.model, form, partial(empty_packed, form, META))
     config = EngineConfig(max_batch_size=REQUESTS, max_model_len=TOKENS)
     needs = planned_needs(model, planned, spec, config, TOKENS, device_type)
     weights = {"target": stored_weights(model.model).bytes, "drafter": planned.weights or 0}
@@ -93,7 +89,7 @@ def plan_shape_drafter(
     if isinstance(described, MtpSpec):
         layout = layout_of_modules(model.layout, family_of(model).like, described.modules)
         needs = own_needs(layout, spec, reread=described.modules - 1)
-        return PlannedDrafter(needs, count_modules(described, model).bytes)
+        return PlannedDrafter(needs, count_drafter(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
     if isinstance(described, HeadSpec):
         needs = own_needs(described.kv_layout, spec)

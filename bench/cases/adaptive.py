@@ -22,19 +22,17 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from bench.device import DEVICE, DIVISOR, ON_CPU  # isort: skip - before triton
+from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import numpy as np
 import torch
 
 from bench.plants import FIRST_TEXT, KnownTexts, RandomText, change_drafts
 from bench.report import Row
-from bench.subjects import OPERATIONS, answers, engine_of, few_layers, mixed_params, pair_of, prompts_of
+from bench.subjects import OPERATIONS, answers, engine_of, few_layers, mixed_params, pair_of, prompts_of, subject_of
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.lookup import SuffixDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.evaluation.model_shapes import find_shape
-from specdec.evaluation.phases.random_weights import random_subject
 from specdec.runtime.drafts.draft_policy import DraftPolicy, RoundTimes
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
@@ -172,9 +170,7 @@ def speed_rows(
     most, spec = max(batches), SpecConfig(steps, topk, 16 if topk > 1 else None)
     longest = max(length + tokens, sum(crowd_tokens)) + 32
     sizes = EngineConfig(max_batch_size=most, max_model_len=longest, device=DEVICE)
-    subject = random_subject(
-        find_shape(shape), {"chain": spec}, layers=2 if ON_CPU else layers or None, divisor=DIVISOR, config=sizes
-    )
+    subject = subject_of(shape, {"chain": spec}, layers)
     plant = RandomText(subject.target.vocab_size, subject.target.device)
     drafter = subject.drafter
     assert drafter is not None

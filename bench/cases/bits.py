@@ -87,8 +87,7 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
         return attempt(title, compared)
 
     def split_engine(drafter: Any = None, spec: SpecConfig = CHAIN, **config: Any) -> Engine:
-        most = getattr(drafter, "max_steps", None) or spec.num_steps
-        steps = min(spec.num_steps, most)
+        steps = min(spec.num_steps, getattr(drafter, "max_steps", None) or spec.num_steps)
         nodes = None if spec.topk == 1 else min(spec.num_draft_tokens, 1 + spec.topk * (1 + spec.topk * (steps - 1)))
         fitted = replace(spec, num_steps=steps, num_draft_tokens=nodes)
         return engine_of(pair.target, drafter, fitted, tensor_parallel=devices, kv_dtype=kv_dtype or None, **config)
@@ -148,7 +147,7 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
     for what, find in rows[:count]:
         yield row(what, find)
     if count > len(rows):
-        engine = engine_of(TargetModel(pair.model, pair.target.ops), max_batch_size=64)
+        engine = engine_of(TargetModel(pair.target.model, pair.target.ops), max_batch_size=64)
         default = answers(engine, [*prompts, *crowd], [*params, *[QUIET] * len(crowd)])
         same = sum(a == b for a, b in zip(default, want, strict=False))
         took = time.perf_counter() - begin

@@ -1,7 +1,6 @@
 """Small engines under many requests: level memory, and crowds in captured rounds and in rounds as they are."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -9,8 +8,10 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
-from bench.device import DEVICE, ON_CPU, ROOT  # isort: skip - before triton
+from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
+import tape
 import torch
+from crowd import each_alone, make_crowd, require_no_leak, serve_crowd, wrong_requests
 
 import specdec.engine
 from bench.report import Row
@@ -22,10 +23,6 @@ from specdec.gpu.operations import choose_operations
 from specdec.kvcache.sanitize import SETTING as SANITIZE
 from specdec.models.target import TargetModel
 from specdec.runtime.scheduler import slots_needed
-
-sys.path.insert(0, str(ROOT / "tests"))
-import tape
-from crowd import each_alone, make_crowd, require_no_leak, serve_crowd, wrong_requests
 
 DRAFTS = (("none", CHAIN), ("n-gram", CHAIN), ("MTP", CHAIN), ("MTP", TREE), ("EAGLE-3", TREE))
 CROWD = [Setting(*draft, page) for draft, page in zip(DRAFTS, (16, 1, 16, 1, 16), strict=True)]
@@ -50,7 +47,7 @@ def fused_target(family: str, head_dim: int) -> TargetModel:
 
 def level_rows(rounds: int) -> Iterator[Row]:
     """Captured rounds: a level of memory that stays, and no allocation by the driver."""
-    engine = tiny_engine(TargetModel(tiny_target("Gemma4Text", 64)), Setting("MTP", TREE, 1))
+    engine = tiny_engine(TargetModel(tiny_target("gemma4-e2b", 64)), Setting("MTP", TREE, 1))
     short = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
     def work() -> list[list[int]]:

@@ -20,7 +20,7 @@ from specdec.gpu.operations import Operations, choose_operations
 from specdec.models.target import TargetModel
 
 TIE = 1e-3
-EVERY_BACKEND = ("Gemma4Text", "Gemma2", "GptOss", "Llama")
+EVERY_BACKEND = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")
 """Families that run on all of them; the others are only compared where their layers are fused."""
 DRAFTS = [("none", CHAIN), ("n-gram", CHAIN), ("MTP", CHAIN), ("MTP", TREE), ("EAGLE-3", CHAIN), ("EAGLE-3", TREE)]
 SETTINGS = [Setting(*draft, page_size) for draft in DRAFTS[-1 if ON_CPU else 0 :] for page_size in (1, 16)]

@@ -12,7 +12,6 @@ wrong   a drafter that is never right. Three engines have the same requests and 
 
 import cProfile
 import pstats
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,6 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
 from specdec.models.published import BUNDLED_DIR
 from specdec.models.target import TargetModel
-from specdec.runtime.launches import HostCopy
 from specdec.runtime.rounds import captured_rounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
@@ -105,27 +103,19 @@ def _function_rows(
 ) -> Iterator[Row]:
     """Milliseconds a step without the wait for the device, and the functions that take most: their shares are those
     under the profiler, of the milliseconds without it."""
-    params, waited, on_host = SamplingParams(max_new_tokens=900, **ENDLESS), [0.0], HostCopy.wait
-
-    def timed(copy: HostCopy) -> Any:
-        begin = clock()
-        array = on_host(copy)
-        waited[0] += clock() - begin
-        return array
-
+    params = SamplingParams(max_new_tokens=900, **ENDLESS)
     config = EngineConfig(max_batch_size=count, max_model_len=1024, prefix_cache=False)
     with Engine(target, None, config=config) as engine, cProfile.Profile(clock) as profile:
         profile.disable()
         handles = engine.submit_many([[3 + number % 100] * 16 for number in range(count)], [params] * count)
         while any(handle.num_output < 8 for handle in handles):
             engine.step()
-        passes = []
-        with patch.object(HostCopy, "wait", timed):
-            for _ in range(PASSES):
-                waited[0], begin = 0.0, clock()
-                for _ in range(steps):
-                    engine.step()
-                passes.append((clock() - begin - waited[0]) / steps * 1e3)
+        passes, launches = [], engine.steps.launches
+        for _ in range(PASSES):
+            begin = clock() - launches.waited_seconds
+            for _ in range(steps):
+                engine.step()
+            passes.append((clock() - launches.waited_seconds - begin) / steps * 1e3)
         profile.enable()
         for _ in range(steps):
             engine.step()
@@ -263,8 +253,7 @@ def wrong_rows(drafter: str, batches: Sequence[int], tokens: int, repeats: int) 
             target = Engine.from_pretrained("tiny-gemma4", None, config=sizes).target
         wrong = change_drafts(load_any_drafter(drafter, target), never_right)
         plain = [Engine(target, config=sizes) for _ in range(2)]
-        draw = random.Random(0)
-        prompts = [[draw.randrange(target.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
+        prompts = prompts_of([PROMPT] * batch, target.vocab_size, 0)
         with Engine(target, wrong, spec=SpecConfig(4), config=sizes) as another:
             in_turns([*plain, another], prompts, min(WARM, tokens))
         seconds, each, tables = np.zeros(3), [], []

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from bench.report import Row
-from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.loading import Checkpoint
+from specdec.measurement.model_shapes import Shrink, find_shape
 
 GB = 1e9
 ALLOWED = 2 * GB

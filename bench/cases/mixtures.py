@@ -16,21 +16,21 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-from bench.device import ON_CPU, free_memory  # isort: skip - before triton
+from bench.device import ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.cases.adaptive import speed_rows
-from bench.cases.rounds import cell_row, measured, subject_of
+from bench.cases.rounds import cell_row, measured
 from bench.report import Row
-from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms
-from bench.verify import answers_row, attempt_all
+from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms, subject_of
+from bench.verify import answers_row, rows_of_each
 from specdec.config import SamplingParams, SpecConfig
-from specdec.evaluation.phases.phase_run import PLAIN
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.description.families import FAMILIES
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.routing import Router, Routing, route
+from specdec.measurement.phase_run import PLAIN
 from specdec.models.target import TargetModel
 from specdec.modules.transformers_names import family_name
 
@@ -40,22 +40,19 @@ MAX_GAIN = 1.25
 
 
 def floor_rows(shapes: Sequence[str], batches: Sequence[int], context: int, rounds: int, layers: int) -> Iterator[Row]:
-    for pair in shapes:
+    def rows(pair: str) -> Iterator[Row]:
+        subject = subject_of(pair, {PLAIN: None}, layers)
+        for batch in batches:
+            [cell] = measured(subject, batch, context, rounds)
+            ok = ON_CPU or layers > 0 or (cell.x_floor is not None and cell.x_floor <= MAX_FLOORS)
+            yield cell_row(_shown(pair, layers), cell, f"at most {MAX_FLOORS}x its floor", ok=ok)
 
-        def rows(pair: str = pair) -> Iterator[Row]:
-            subject = subject_of(pair, {PLAIN: None}, layers)
-            for batch in batches:
-                cell = measured(subject, PLAIN, batch, context, rounds)
-                ok = ON_CPU or layers > 0 or (cell.x_floor is not None and cell.x_floor <= MAX_FLOORS)
-                yield cell_row(_shown(pair, layers), cell, f"at most {MAX_FLOORS}x its floor", ok=ok)
-
-        yield from attempt_all(pair, rows())
-        free_memory()
+    yield from rows_of_each(shapes, rows)
 
 
 def gain_rows(shape: str, requests: int, context: int, rounds: int, layers: int) -> Iterator[Row]:
     subject = subject_of(shape, {PLAIN: None, "mtp1": SpecConfig(1)}, layers)
-    cells = [measured(subject, draft, requests, context, rounds) for draft in (PLAIN, "mtp1")]
+    cells = measured(subject, requests, context, rounds)
     took = [cell.ms["round"].median if "round" in cell.ms else float("inf") for cell in cells]
     yield cell_row(_shown(shape, layers), cells[0])
     note = f"{took[1] / took[0]:.3f}x plain, at most {MAX_GAIN}x"
@@ -101,18 +98,16 @@ class CountedRouting:
 
 def routing_rows(routed: Sequence[str], requests: int, context: int, layers: int) -> Iterator[Row]:
     """Plain steps and rounds of three drafts of requests that have all the same text, and different ones."""
-    for name in routed:
 
-        def rows(name: str = name) -> Iterator[Row]:
-            pair = pair_of(name, layers, operations=OPERATIONS)
-            different = prompts_of([context] * requests, pair.target.vocab_size, 0)
-            texts = {"apart": different, "alike": [different[0]] * requests}
-            for kind, spec in (("none", SpecConfig(1, adaptive=False)), ("own", SpecConfig(3, adaptive=False))):
-                for how, prompts in texts.items():
-                    yield _routed(_shown(name, layers), pair, kind, spec, how, prompts)
+    def rows(name: str) -> Iterator[Row]:
+        pair = pair_of(name, layers, operations=OPERATIONS)
+        different = prompts_of([context] * requests, pair.target.vocab_size, 0)
+        texts = {"apart": different, "alike": [different[0]] * requests}
+        for kind, spec in (("none", SpecConfig(1, adaptive=False)), ("own", SpecConfig(3, adaptive=False))):
+            for how, prompts in texts.items():
+                yield _routed(_shown(name, layers), pair, kind, spec, how, prompts)
 
-        yield from attempt_all(name, rows())
-        free_memory()
+    yield from rows_of_each(routed, rows)
 
 
 def _routed(name: str, pair: Any, kind: str, spec: SpecConfig, how: str, prompts: Sequence[list[int]]) -> Row:
@@ -140,25 +135,22 @@ def _routed(name: str, pair: Any, kind: str, spec: SpecConfig, how: str, prompts
 
 
 def unfused_rows(without: Sequence[str], few_layers: int, tokens: int) -> Iterator[Row]:
-    for name in without:
+    def rows(name: str) -> Iterator[Row]:
+        pair = pair_of(name, few_layers, on_cpu=few_layers, operations=OPERATIONS)
+        prompts = prompts_of([5, 40, 17], pair.target.vocab_size, 1)
+        params = [SamplingParams(max_new_tokens=tokens, ignore_eos=True)] * len(prompts)
+        with mock.patch.dict(FAMILIES):
+            del FAMILIES[family_name(pair.target.user_decoder)]
+            target = TargetModel(pair.target.model, pair.target.ops)
+        want = answers(engine_of(target, max_batch_size=4, cuda_graphs=False), prompts, params)
+        engine = engine_of(target, max_batch_size=4)
+        found = answers(engine, prompts, params)
+        captures = engine.stats().captures
+        ok = target.unfused is not None and (ON_CPU or (captures.made > 0 and captures.uncaptured_rounds == 0))
+        note = f"{captures.made} captured, {captures.uncaptured_rounds} rounds not captured"
+        yield answers_row(f"{_shown(name, few_layers)}, without its fused form", found, want, note, ok=ok)
 
-        def rows(name: str = name) -> Iterator[Row]:
-            pair = pair_of(name, few_layers, on_cpu=few_layers, operations=OPERATIONS)
-            prompts = prompts_of([5, 40, 17], pair.target.vocab_size, 1)
-            params = [SamplingParams(max_new_tokens=tokens, ignore_eos=True)] * len(prompts)
-            with mock.patch.dict(FAMILIES):
-                del FAMILIES[family_name(pair.target.user_decoder)]
-                target = TargetModel(pair.model, pair.target.ops)
-            want = answers(engine_of(target, max_batch_size=4, cuda_graphs=False), prompts, params)
-            engine = engine_of(target, max_batch_size=4)
-            found = answers(engine, prompts, params)
-            captures = engine.stats().captures
-            ok = target.unfused is not None and (ON_CPU or (captures.made > 0 and captures.uncaptured_rounds == 0))
-            note = f"{captures.made} captured, {captures.uncaptured_rounds} rounds not captured"
-            yield answers_row(f"{_shown(name, few_layers)}, without its fused form", found, want, note, ok=ok)
-
-        yield from attempt_all(name, rows())
-        free_memory()
+    yield from rows_of_each(without, rows)
 
 
 def _shown(name: str, layers: int) -> str:

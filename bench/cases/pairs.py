@@ -26,7 +26,7 @@ from bench.verify import answers_row
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.accuracy_report import is_correct, wilson_interval
-from specdec.evaluation.timed_comparison import run_figures, run_interleaved
+from specdec.measurement.timed_comparison import run_figures, run_interleaved
 from specdec.text.prompt_files import Problem, read_prompts
 
 RUNS: dict[str, tuple[str, SpecConfig]] = {

@@ -8,6 +8,7 @@ tiles   of many rows, in other tiles, which must have the same bits
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from specdec.layers.gemm.product import Tiles, choose_split_k, finish, split_k_o
 from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.packed_gemm import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
+from specdec.measurement.random_weights import WeightForm, empty_packed, fill_packed
 
 SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
     "E4B gate and up": (20480, 2560, "gelu_tanh"),
@@ -64,19 +66,13 @@ TILES = (
 def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> Any:
     """[.., N, K]; "bf16": as it is, in the dtype of models."""
     code, _, kind = form.partition("-")
-    *leading, n, k = shape
     if code == "bf16":
-        return (torch.randn(shape, device=DEVICE) * k**-0.5).to(dtype)
-    words = torch.randint(-(2**31), 2**31 - 1, (*leading, n, k * BITS[code] // 32), dtype=torch.int32, device=DEVICE)
-    if code == "e4m3":
-        words &= ~0x44004400  # no highest bit of an exponent, so no NaN
-    group = {"row": k, "block": 128, "g128": 128}.get(kind, 32)
-    size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 16.0}[code]
-    scales = (torch.rand(*leading, k // group, n, device=DEVICE) + 0.5) * k**-0.5 / size
-    scales = torch.exp2(scales.log2().round()) if code == "e2m1" else scales
-    scales = scales.to(torch.float32 if code == "e4m3" else dtype)
+        return (torch.randn(shape, device=DEVICE) * shape[-1] ** -0.5).to(dtype)
+    group = {"row": None, "block": 128, "g128": 128}.get(kind, 32)
+    weight = fill_packed(empty_packed(WeightForm(form, code, group), DEVICE, torch.Size(shape)))
+    scales = weight.scales.to(torch.float32 if code == "e4m3" else dtype)
     zeros = torch.randint(0, 17, scales.shape, device=DEVICE).to(scales.dtype) if kind == "zeros" else None
-    return PackedWeight(code, words, scales, zeros, group).with_repeated_scales()
+    return replace(weight, scales=scales, zeros=zeros).with_repeated_scales()
 
 
 def compute(x: torch.Tensor, weight: Any, activation: str | None, tiles: Tiles | None = None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, engine_of, pair_of, prompts_of, round_ms
 from bench.verify import attempt
 from specdec.config import SamplingParams, SpecConfig
-from specdec.evaluation.recipes import CONTEXT, REQUESTS, TOKENS, find_recipe
+from specdec.measurement.recipes import CONTEXT, REQUESTS, TOKENS, find_recipe
 from tools.recipe_figures import recipe
 
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.1

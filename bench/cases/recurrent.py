@@ -6,16 +6,16 @@ stages of a program ("tf32x3/16/1"); "fast" is the fast mode, if given with part
 ("fast/2/32/8/2").
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from bench.device import DEVICE, DTYPE, ON_CPU, ROOT  # isort: skip - before triton
+from bench.device import DEVICE, DTYPE, ON_CPU  # isort: skip - before triton
 import numpy as np
 import torch
+from recurrent_scene import LOOKAHEAD, Scene, Shape, as_answer, as_prompt, in_float64
 
 from bench.cases.greedy import SIZES, differences
 from bench.clock import copies_of, graph_seconds, profiled, timed_row
@@ -34,9 +34,6 @@ from specdec.gpu.operations import choose_operations
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.models.target import TargetModel
-
-sys.path.insert(0, str(ROOT / "tests"))
-from recurrent_scene import LOOKAHEAD, Scene, Shape, as_answer, as_prompt, in_float64
 
 SHAPES = {
     "Qwen3.5-4B": Shape(32, 16, 128, 128, 8192),  # and 9B

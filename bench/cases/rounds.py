@@ -6,67 +6,47 @@ second is shown: before the first, kernels are compiled, and the clock of a GPU 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
-from bench.device import DEVICE, DIVISOR, ON_CPU, free_memory  # isort: skip - before triton
+from bench.device import ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.figures import E4B, readme_rows
 from bench.report import Row
-from bench.verify import attempt_all
-from specdec.config import EngineConfig, SpecConfig
-from specdec.evaluation.model_shapes import ON_REQUEST, block_spec_of, find_shape
-from specdec.evaluation.phases.phase_report import Cell
-from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, Plan, run_phases
-from specdec.evaluation.phases.random_weights import drafter_of, random_subject
+from bench.subjects import subject_of
+from bench.verify import rows_of_each
+from specdec.config import SpecConfig
+from specdec.measurement.model_shapes import ON_REQUEST, block_spec_of, find_shape
+from specdec.measurement.phase_report import Cell, cell_figures
+from specdec.measurement.phase_run import PLAIN, BenchSubject, Plan, run_phases
+from specdec.measurement.random_weights import drafter_of
 from specdec.models.weight_storage import stored_weights
 
 BLOCK = 16
 LAST = BLOCK - 1
 """Drafts of a block."""
-BLOCK_CASES: dict[str, tuple[str, SpecConfig | None, float | None]] = {
-    "plain step": ("none", None, None),
-    "block, chain of 15": ("block", SpecConfig(LAST), 1.35),
-    "block, tree of 31": ("block", SpecConfig(LAST, 4, 32), 1.5),
-    "block, tree of 63": ("block", SpecConfig(LAST, 8, 64), None),
-    "EAGLE-3, chain of 4": ("own", SpecConfig(4), None),
+OWN_DRAFTS = {"plain step": None, "EAGLE-3, chain of 4": SpecConfig(4)}
+BLOCK_DRAFTS = {
+    "block, chain of 15": SpecConfig(LAST),
+    "block, tree of 31": SpecConfig(LAST, 4, 32),
+    "block, tree of 63": SpecConfig(LAST, 8, 64),
 }
-"""What is timed: the drafter, its draft, and how many plain steps a round may take."""
+DEVICE_STAGES = ("draft", "verify", "other")
+BOUNDS = {"block, chain of 15": 1.35, "block, tree of 31": 1.5}
+"""How many plain steps a round may take."""
 
 
-def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> BenchSubject:
-    name, _, weights = pair.partition(":")
-    config = EngineConfig(device=DEVICE, tensor_parallel=devices, fused=devices > 1 or "auto")
-    return random_subject(
-        find_shape(name),
-        drafts,
-        weights=weights or None,
-        layers=2 if ON_CPU else layers or None,
-        divisor=DIVISOR,
-        config=config,
-    )
-
-
-def measured(subject: BenchSubject, draft: str, batch: int, context: int, rounds: int) -> Cell:
-    """One cell, the second of two."""
+def measured(subject: BenchSubject, batch: int, context: int, rounds: int) -> list[Cell]:
+    """A cell for each draft of the subject, from the second of two runs."""
     plan = Plan(batches=[batch], contexts=[context], rounds=rounds)
-    one = replace(subject, drafts={draft: subject.drafts[draft]})
-    for _ in range(1 if ON_CPU else 2):
-        [cell] = run_phases(one, plan).cells
-    return cell
+    return [run_phases(subject, plan).cells for _ in range(1 if ON_CPU else 2)][-1]
 
 
 def cell_row(name: str, cell: Cell, note: str = "", *, ok: bool = True) -> Row:
-    ms = {stage: f"{spread.median:.2f}" for stage, spread in cell.ms.items()}
-    checked = cell.parity.words if cell.parity else ""
-    figures: dict[str, object] = {"batch": cell.batch, "context": cell.context, "run": cell.run}
-    figures |= {"ms a round": ms.get("round", ""), "floor": f"{cell.floor_ms:.2f}"}
-    figures["x floor"] = "" if cell.x_floor is None else f"{cell.x_floor:.2f}"
-    figures |= {stage: ms.get(stage, "") for stage in ("draft", "verify", "other")}
-    figures["uncaptured"] = cell.uncaptured
-    return Row(name, ok=ok and cell.shown, figures=figures | {"checked": cell.note or checked, "note": note})
+    figures = {**cell_figures(cell), "uncaptured": cell.uncaptured, "note": note}
+    return Row(name, ok=ok and cell.shown, figures=figures)
 
 
 def cells_rows(
@@ -79,22 +59,16 @@ def cells_rows(
     devices: int,
 ) -> Iterator[Row]:
     """A shape that does not fit or run is a row, and the others are measured."""
-    for pair in shapes:
-        shape = find_shape(pair.partition(":")[0])
-        known = {PLAIN: None, **shape.drafts, **ON_REQUEST}
-        wanted = {name: known[name] for name in drafts}
 
-        def rows(pair: str = pair, wanted: Any = wanted) -> Iterator[Row]:
-            begin = time.perf_counter()
-            subject = subject_of(pair, wanted, layers, devices)
-            yield Row(pair, about(subject), f"made in {time.perf_counter() - begin:.1f} s")
-            for context in contexts:
-                for batch in batches:
-                    for draft in wanted:
-                        yield cell_row(pair, measured(subject, draft, batch, context, rounds))
+    def rows(pair: str) -> Iterator[Row]:
+        known = {PLAIN: None, **find_shape(pair.partition(":")[0]).drafts, **ON_REQUEST}
+        begin = time.perf_counter()
+        subject = subject_of(pair, {name: known[name] for name in drafts}, layers, devices)
+        yield Row(pair, about(subject), f"made in {time.perf_counter() - begin:.1f} s")
+        for context, batch in product(contexts, batches):
+            yield from (cell_row(pair, cell) for cell in measured(subject, batch, context, rounds))
 
-        yield from attempt_all(pair, rows())
-        free_memory()
+    yield from rows_of_each(shapes, rows)
 
 
 def about(subject: BenchSubject) -> str:
@@ -108,19 +82,15 @@ def about(subject: BenchSubject) -> str:
 def block_rows(rounds: int, context: int, layers: int) -> Iterator[Row]:
     """A block drafter at the shape of Qwen3-8B, next to a plain step and to the EAGLE-3 head of that shape. Bounds hold
     at full depth."""
-    drafts = {name: spec for name, (_, spec, _) in BLOCK_CASES.items()}
-    subject = subject_of("qwen3-8b", drafts, layers)
+    subject = subject_of("qwen3-8b", OWN_DRAFTS, layers)
     spec = block_spec_of(subject.target.config, "dflash", layers=1 if ON_CPU else 5, block_size=BLOCK)
-    block = drafter_of(spec, subject.target, 1)
-    plain = 0.0
-    for name, (kind, _, bound) in BLOCK_CASES.items():
-        mine = replace(subject, drafter=block) if kind == "block" else subject
-        cell = measured(mine, name, 1, context, rounds)
-        stages = [cell.ms[stage].median for stage in ("draft", "verify", "other") if stage in cell.ms]
-        total = sum(stages)
-        plain = plain or total
-        note = f"{total / max(plain, 1e-9):.2f}x plain" + (f", at most {bound}x" if bound else "")
-        yield cell_row("qwen3-8b", cell, note, ok=ON_CPU or layers > 0 or bound is None or total <= bound * plain)
+    block = replace(subject, drafter=drafter_of(spec, subject.target, 1), drafts=BLOCK_DRAFTS)
+    cells = [cell for each in (subject, block) for cell in measured(each, 1, context, rounds)]
+    took = [sum(cell.ms[stage].median for stage in DEVICE_STAGES if stage in cell.ms) for cell in cells]
+    for cell, total in zip(cells, took, strict=True):
+        bound = BOUNDS.get(cell.run)
+        note = f"{total / max(took[0], 1e-9):.2f}x plain" + (f", at most {bound}x" if bound else "")
+        yield cell_row("qwen3-8b", cell, note, ok=ON_CPU or layers > 0 or bound is None or total <= bound * took[0])
 
 
 def recorded_rows() -> Iterator[Row]:
@@ -135,7 +105,7 @@ def measured_rows(rounds: int, context: int, layers: int) -> Iterator[Row]:
     subject = subject_of("gemma4-e4b", {PLAIN: None, "chain": SpecConfig(4)}, layers)
     found = {}
     for batch in E4B:
-        plain, drafted = (measured(subject, draft, batch, context, rounds) for draft in (PLAIN, "chain"))
+        plain, drafted = measured(subject, batch, context, rounds)
         yield cell_row("gemma4-e4b", plain)
         yield cell_row("gemma4-e4b", drafted)
         if plain.shown and drafted.shown:

@@ -66,7 +66,7 @@ class Gauge:
 def load_rows(layers: int) -> Iterator[Row]:
     """A checkpoint on two devices: what each holds, never more than one tensor beyond it, and the bits of one."""
     with tempfile.TemporaryDirectory() as folder:
-        model = pair_of("llama-8b", layers).model
+        model = pair_of("llama-8b", layers).target.model
         by_layer = sum(p.nbytes for path, p in model.named_parameters() if ".layers." in path)
         largest = max(p.nbytes for path, p in model.named_parameters() if ".layers." in path)
         table, head = (part.weight.nbytes for part in (model.get_input_embeddings(), model.get_output_embeddings()))

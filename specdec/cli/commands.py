@@ -225,12 +225,12 @@ MAKE = {
     ),
     "bench": command(
         BenchOptions,
-        body("bench_rounds", "bench"),
+        body("benchmarks", "bench"),
         "With --shape or --phases: the time of each phase of a round, and the round as a multiple of its memory floor.",
     ),
     "eval": command(
         EvalOptions,
-        body("bench_rounds", "evaluate_task"),
+        body("benchmarks", "evaluate_task"),
         "gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval, spec-bench, speed-bench: "
         "speed and acceptance only, by category; answers are not judged and programs are not executed.\n\n"
         "Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...",

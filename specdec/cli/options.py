@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from specdec.cli.command import shell_errors
+from specdec.cli.output_files import require_writable
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.output_files import require_writable
 from specdec.settings.declared_fields import loading_option, option
 
 

@@ -1,1 +1,1 @@
-"""Measurements of an engine: benchmarks, accuracy, scoring, reports."""
+"""A pair on prompts: data sets, scores of answers, and speed with and without the drafter."""

@@ -27,7 +27,6 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.evaluation.accuracy_report import SCORES, Report, is_correct, make_report
-from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.data_sets import (
     DATA_SETS,
     EXEMPLARS,
@@ -38,8 +37,9 @@ from specdec.evaluation.data_sets import (
     load_data,
     question_text,
 )
-from specdec.evaluation.timed_comparison import Record, first_difference, run_interleaved
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
+from specdec.measurement.conditions import VERSIONS, hardware, pair_names
+from specdec.measurement.timed_comparison import Record, first_difference, run_interleaved
 from specdec.models.described_model import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working

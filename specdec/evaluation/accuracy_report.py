@@ -13,14 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from importlib.util import find_spec
-from io import BytesIO
 from typing import Any
 
 import numpy as np
 
-from specdec.errors import ConfigError
-from specdec.evaluation.timed_comparison import (
+from specdec.measurement.phase_report import png_of
+from specdec.measurement.timed_comparison import (
     Record,
     group_lines,
     grouped_figures,
@@ -224,19 +222,6 @@ def _parting_line(one: Record) -> str:
     if one["logit_margin"] is None:
         return f"- {where} ends in one run at token {one['position']}, and goes on in the other"
     return f"- {where} parts at token {one['position']}, logit margin {one['logit_margin']:.2g}"
-
-
-def require_matplotlib() -> None:
-    """Raises ConfigError before any work if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
-
-
-def png_of(figure: Any) -> bytes:
-    """A matplotlib figure as PNG bytes."""
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    return picture.getvalue()
 
 
 def drawn(report: Report) -> bytes:

@@ -12,9 +12,9 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
 from specdec.evaluation.accuracy_report import final_number, is_correct
-from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.evaluation.data_sets import batches_of
-from specdec.evaluation.timed_comparison import (
+from specdec.measurement.conditions import VERSIONS, hardware
+from specdec.measurement.timed_comparison import (
     Record,
     Way,
     acceptance_figures,
@@ -27,7 +27,7 @@ from specdec.evaluation.timed_comparison import (
     table_lines,
     time_figures,
 )
-from specdec.evaluation.transformers_peer import assisted_peer, generate_whole
+from specdec.measurement.transformers_peer import assisted_peer, generate_whole
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.runtime.drafts.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
 from specdec.runtime.request_output import RequestStats

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ class Launches:
 
     captured: rounds are captured, so one launch may be unsettled when the next one is made. draft_policy: learns from
     each settled round. totals: sums over settled rounds; the engine adds the figures of ended requests.
+    waited_seconds: host time spent waiting for the results of rounds.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Launches:
         self.unsettled: deque[Launch] = deque()
         self.row_totals = RowTotals(scheduler.table.max_requests)
         self.totals = EngineStats()
+        self.waited_seconds = 0.0
         self._scheduler = scheduler
         self._state = state
         self._draft_policy = draft_policy
@@ -208,7 +211,10 @@ class Launches:
                 _settle(request, [first], result.logprobs[place])
 
     def _settle_round(self, launched: Launch, present: Sequence[int]) -> None:
-        batch, shape, result = launched.batch, launched.shape, launched.result()
+        batch, shape, began = launched.batch, launched.shape, perf_counter()
+        launched.packed.wait()
+        self.waited_seconds += perf_counter() - began
+        result = launched.result()
         requests, rows = _select_present(batch.requests, present), _select_present(batch.rows, present)
         if len(present) < len(batch.requests):
             result = result.select_requests(present)

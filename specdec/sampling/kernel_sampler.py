@@ -16,7 +16,6 @@ from specdec.sampling.collect_candidates import DEFAULT_VOCAB_SPLIT, VocabSplit,
 from specdec.sampling.log_probs import TopTokens
 from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.row_scores import LogitRows, SeenTokens
-from specdec.sampling.token_bitmaps import mark_seen
 
 MAX_BEST = 64
 """Upper bound on the tokens per row that `best_tokens` returns."""
@@ -37,24 +36,15 @@ class KernelSampler(ReferenceSampler):
     ) -> torch.Tensor:
         if self.features.edits:  # edits that the kernels cannot do while they read
             return self.sample(self.edited(logits, inputs, softcap), positions)
-        seen = _seen(inputs, logits.shape) if self.features.penalty else None
+        seen, tree = None, inputs.tree
+        if self.features.penalty:
+            assert inputs.seen is not None
+            nothing = positions.new_full((*positions.shape, 1), -1)
+            seen = SeenTokens(inputs.seen, nothing if tree is None else path_tokens(tree.tokens, tree.ancestors))
         return sample(LogitRows(logits, positions, self.params, softcap, seen))
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         return best_tokens(LogitRows(logits, positions, self.params), count)
-
-
-def _seen(inputs: EditInputs, shape: torch.Size) -> SeenTokens:
-    """Tokens before each node of logits [B, N, V]: a bit for each token of the histories, and the tokens on each node's
-    path."""
-    batch, num_nodes, vocab_size = shape
-    bits = inputs.seen
-    if bits is None:
-        bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=inputs.history.device)
-        mark_seen(bits, torch.arange(batch, device=bits.device), inputs.history, inputs.length)
-    if inputs.tree is None:
-        return SeenTokens(bits, inputs.length.new_full((batch, num_nodes, 1), -1))
-    return SeenTokens(bits, path_tokens(inputs.tree.tokens, inputs.tree.ancestors))
 
 
 def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,6 @@ class TokenScores(NamedTuple):
     values: npt.NDArray[np.float32]
     ids: npt.NDArray[np.int32]
 
-    def after(self, skipped: int) -> "TokenScores":
-        return TokenScores(self.chosen[skipped:], self.values[skipped:], self.ids[skipped:])
-
 
 ALIGN = 64
 """In elements: a row that begins at a multiple of it is summed in the same order at any place of a batch."""
@@ -48,10 +45,8 @@ class TopTokens(NamedTuple):
 
     @classmethod
     def empty(cls, places: Sequence[int], count: int, device: torch.device) -> "TopTokens":
-        shape = (*places, count)
-        return cls(
-            torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
-        )
+        dtypes = torch.int64, torch.float32
+        return cls(*(torch.empty((*places, count), dtype=dtype, device=device) for dtype in dtypes))
 
 
 def top_tokens(log_p: torch.Tensor, count: int) -> TopTokens:

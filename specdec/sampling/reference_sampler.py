@@ -37,9 +37,6 @@ class NodePaths(Protocol):
     @property
     def ancestors(self) -> torch.Tensor: ...
 
-    @property
-    def num_nodes(self) -> int: ...
-
 
 @dataclass(frozen=True)
 class EditInputs:
@@ -63,17 +60,13 @@ class EditInputs:
         """The tokens so far [B, L], the root included; the first `length` [B] are valid."""
         return self.read_history()
 
-    def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "EditInputs":
-        """Returns these histories, with the drafts of `tree` after them and the masks `allowed`."""
-        return EditInputs(self.length, tree, lambda: self.history, self.prompt_len, allowed, self.seen)
-
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
     params, features, bias: from `SamplingTable.row_params`. noise: [B, W, V] for the W positions from first [B] on,
-    made once for all draws there (`with_noise`); None: made as needed. inputs: the histories of the requests.
+    made once for all draws there (`with_noise`); None: made as needed.
     """
 
     params: ParamVectors
@@ -81,7 +74,6 @@ class ReferenceSampler:
     bias: torch.Tensor | None = None
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
-    inputs: EditInputs | None = None
 
     def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
         """Returns this sampler with the noise of `count` positions from first [B] on, which tree nodes and draft steps
@@ -100,18 +92,6 @@ class ReferenceSampler:
     ) -> torch.Tensor:
         """The target's tokens [B, N]: `sample` after `edited`. softcap: applied first, if the logits are uncapped."""
         return self.sample(self.edited(logits, inputs, softcap), positions)
-
-    def draw_after(
-        self,
-        tree: NodePaths | None,
-        allowed: torch.Tensor | None,
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """`draw` after the requests' own histories and these drafts, under these masks (see `EditInputs`)."""
-        assert self.inputs is not None, "a sampler without histories"
-        return self.draw(logits, positions, self.inputs.before(tree, allowed), softcap)
 
     def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         """The `count` best of `log_scores`, a node's children. If the filters leave fewer tokens, the lowest removed
@@ -249,7 +229,7 @@ def output_counts(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     counts = empty.scatter_add(1, torch.where(counted, inputs.history, 0), counted.float())[:, None]
     if inputs.tree is None:
         return counts
-    num_nodes = inputs.tree.num_nodes
+    num_nodes = inputs.tree.tokens.shape[1]
     drafted = inputs.tree.ancestors & (torch.arange(num_nodes, device=columns.device) > 0)  # the root is in the history
     tokens = inputs.tree.tokens[:, None, :].expand(drafted.shape)  # [B, N, N]
     return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
@@ -257,18 +237,16 @@ def output_counts(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
 
 def past_tokens(inputs: EditInputs, vocab_size: int) -> torch.Tensor:
     """Tokens that already occur before each node's continuation: [B, N, V] bool, along its own ancestor path."""
+    tree = inputs.tree
     if inputs.seen is not None:
-        return _along_paths(unpack_bits(inputs.seen, vocab_size), inputs.tree)
-    history = inputs.history
-    valid = torch.arange(history.shape[1], device=history.device) < inputs.length[:, None]
-    column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
-    seen = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device).scatter_(1, column, True)
-    return _along_paths(seen, inputs.tree)
-
-
-def _along_paths(seen: torch.Tensor, tree: NodePaths | None) -> torch.Tensor:
-    """seen [B, V] with each node's own ancestors added: [B, N, V]; no tree: [B, 1, V]."""
+        seen = unpack_bits(inputs.seen, vocab_size)
+    else:
+        history = inputs.history
+        valid = torch.arange(history.shape[1], device=history.device) < inputs.length[:, None]
+        column = torch.where(valid, history, history[:, :1])  # repeat the first token instead of padding
+        empty = torch.zeros((len(history), vocab_size), dtype=torch.bool, device=history.device)
+        seen = empty.scatter_(1, column, True)
     if tree is None:
         return seen[:, None]
     path_tokens = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :, None])  # [B, N, N]
-    return seen[:, None].repeat(1, tree.num_nodes, 1).scatter_(2, path_tokens, True)
+    return seen[:, None].repeat(1, tree.tokens.shape[1], 1).scatter_(2, path_tokens, True)

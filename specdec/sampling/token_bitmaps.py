@@ -17,7 +17,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.gpu.triton_shim import pdl_options, tl, trigger_next, triton, wait_for_previous
-from specdec.sampling.grammars.mask_bits import token_bits
+from specdec.sampling.grammars.token_rules import token_bits
 
 
 def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -39,18 +39,10 @@ class TokenView(Sequence[int]):
     def __len__(self) -> int:
         return self._stop - self._start
 
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[int]: ...
-
-    def __getitem__(self, at: int | slice) -> int | list[int]:
-        if isinstance(at, slice):
-            first, last, step = at.indices(len(self))
-            assert step == 1, "a view is read forwards"
-            return self._tokens[self._start + first : self._start + max(first, last)]
-        return self._tokens[self._start + range(len(self))[at]]
+    def __getitem__(self, at: Any) -> Any:
+        """One token, or a list of those of a slice of step 1."""
+        place = range(self._start, self._stop)[at]
+        return self._tokens[place] if isinstance(place, int) else self._tokens[place.start : place.stop]
 
 
 class Kinds(NamedTuple):
@@ -223,8 +215,7 @@ class Detokenizer:
 
     def _kinds(self) -> Kinds:
         tokenizer: Any = self.tokenizer
-        kinds = _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
-        return kinds._replace(special=kinds.special - self.written) if self.written else kinds
+        return _kinds(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0, self.written)
 
     def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         assert self.tokenizer is not None
@@ -236,9 +227,9 @@ class Detokenizer:
 
 
 @lru_cache(maxsize=16)
-def _kinds(tokenizer: Any, size: int) -> Kinds:
+def _kinds(tokenizer: Any, size: int, written: frozenset[int]) -> Kinds:
     """Reads the kinds of tokens from any object that decodes; kinds that it does not list are empty. `size`: part of
-    the cache key, since tokens may be added later."""
+    the cache key, since tokens may be added later. written: special tokens that count as text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if token.special}
     special.update(getattr(tokenizer, "all_special_ids", ()))
@@ -250,7 +241,7 @@ def _kinds(tokenizer: Any, size: int) -> Kinds:
     if type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE":
         told_twice = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         cleans_up = cleans_up and getattr(tokenizer, told_twice, False)
-    return Kinds(frozenset(special), frozenset(byte), bool(cleans_up))
+    return Kinds(frozenset(special) - written, frozenset(byte), bool(cleans_up))
 
 
 class DraftColours:

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output, request_params
 from specdec.cli.commands import GenerateOptions
+from specdec.cli.output_files import STDOUT, write_report
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.output_files import STDOUT, write_report
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
 from specdec.runtime.drafts.draft_reports import acceptance_in_words

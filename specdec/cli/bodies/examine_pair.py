@@ -7,13 +7,13 @@ import typer
 
 from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output
 from specdec.cli.commands import DoctorOptions
+from specdec.cli.output_files import write_report
 from specdec.doctor import Diagnosis, diagnose
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import ConfigError
-from specdec.evaluation.output_files import write_report
 from specdec.models.published import HELD_OUT_PROBLEMS, text_table
 from specdec.text.prompt_files import read_prompts
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from specdec.cli.commands import ListOptions, RecipeOptions
-from specdec.evaluation.output_files import write_report
-from specdec.evaluation.recipes import CONTEXT, HEADS, REQUESTS, TOKENS, Recipe, StepTime, find_recipe, recipes, row
+from specdec.cli.output_files import write_report
+from specdec.measurement.recipes import CONTEXT, HEADS, REQUESTS, TOKENS, Recipe, StepTime, find_recipe, recipes, row
 from specdec.models.published import BUNDLED_DIR, BUNDLED_NAMES, PAIRS_BY_TITLE, pair_table, text_table
 
 

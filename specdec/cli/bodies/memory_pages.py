@@ -6,8 +6,8 @@ from typing import Any
 from specdec.cli.bodies.list_pairs import size, weights_line
 from specdec.cli.bodies.settings import engine_config, pair_arguments, prepare_output
 from specdec.cli.commands import ListOptions
-from specdec.evaluation.memory_plan import memory_plan
-from specdec.evaluation.output_files import write_report
+from specdec.cli.output_files import write_report
+from specdec.measurement.memory_plan import memory_plan
 from specdec.models.published import text_table
 
 

@@ -15,7 +15,6 @@ from specdec.runtime.calls.arguments import params_for, spec_for
 from specdec.runtime.prompts.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
-from specdec.sampling.grammars import token_rules
 from specdec.sampling.grammars.grammar import Grammars
 from specdec.text.detokenize import Detokenizer, end_tokens
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
@@ -56,7 +55,6 @@ class RequestBuilder:
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
             spec = spec_for(one, self._spec)
             grammar = self._grammars.start(one, ends, self.end_tokens)
-            grammar = token_rules.rules_state(grammar, one, ends, self._vocab_size)
             seed = secrets.randbits(62) if one.seed is None else one.seed
             scores = None if one.prompt_logprobs is None else PromptLogProbs(len(ids), one.prompt_logprobs)
             for sample in range(one.n):

@@ -68,7 +68,8 @@ class PromptLogProbs:
     def fill(self, first: int, scores: TokenScores) -> None:
         """Add the scores of the tokens from position `first` (at most `known`) on. Known scores are not replaced."""
         assert first <= self.known, f"{first=} {self.known=}"
-        new = scores.after(self.known - first)
+        new_from = self.known - first
+        new = TokenScores(scores.chosen[new_from:], scores.values[new_from:], scores.ids[new_from:])
         if len(new.chosen):
             self._parts.append(new)
             self.known += len(new.chosen)  # set last: another thread may be reading

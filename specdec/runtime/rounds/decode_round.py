@@ -69,7 +69,7 @@ class DecodeRound:
         opened = (opening if state.on_kernels else reference_opening)(rows.index, *tables, depth=draft.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
         self.prefix = state.backend.locate(table, rows, opened.committed_len, shape.width)
-        sampler = state.sampler_of(rows, history_len, shape, opened)
+        sampler = state.sampler_of(rows, shape, opened)
         depth = max(draft.num_steps + 1, shape.depth)
         self.sampler = sampler = sampler.with_noise(history_len, depth, state.target.vocab_size)
 
@@ -129,7 +129,8 @@ class DecodeRound:
         state.clock.mark("other")
         allowed = state.masks.view(shape.batch, tree.num_nodes) if shape.features.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
-        drawn = self.sampler.draw_after(self.verify_tree, allowed, self.logits, drawn_pos, self.softcap)
+        inputs = state.edit_inputs(rows, opened.history_len, shape, self.verify_tree, allowed)
+        drawn = self.sampler.draw(self.logits, drawn_pos, inputs, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, state.device)
         close = closing if state.on_kernels else reference_closing
         length, bonus, move = close(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from specdec.attention.backend import Backend
+from specdec.attention.trees.tree import DraftTree
 from specdec.config import MAX_FORCED_TOKENS, EngineConfig, SpecConfig
 from specdec.draft_models.base import Binding, Drafter, Observation
 from specdec.draft_models.finished_texts import FinishedTexts
@@ -185,19 +186,25 @@ class DeviceState:
         """Tokens by position [B, L], up to the root of the longest row."""
         return self.tokens.tensor[rows.index, : rows.max_committed_len + 1]
 
-    def sampler_of(
-        self, rows: Rows, history_len: torch.Tensor, shape: RoundShape, opened: Opening | None = None
-    ) -> ReferenceSampler:
-        """The sampler for these rows of `history_len` [B] tokens, with the parameters that the shape allows.
+    def sampler_of(self, rows: Rows, shape: RoundShape, opened: Opening | None = None) -> ReferenceSampler:
+        """The sampler for these rows, with the parameters that the shape allows.
 
         opened: the round's opening, which has read the parameters; None: read them here.
         """
+        return self.sampler(*self.sampling.row_params(rows.index, shape.features, opened and opened.params))
+
+    def edit_inputs(
+        self,
+        rows: Rows,
+        history_len: torch.Tensor,
+        shape: RoundShape,
+        tree: DraftTree | None,
+        allowed: torch.Tensor | None,
+    ) -> EditInputs:
+        """What edits of logits read for these rows of `history_len` [B] tokens, and the drafts of `tree` after them."""
         prompt_len = self.prompt_len.tensor[rows.index] if shape.features.counts else None
         seen = self.seen_bits.bits[rows.index] if self.seen_bits is not None and shape.features.penalty else None
-        return self.sampler(
-            *self.sampling.row_params(rows.index, shape.features, opened and opened.params),
-            inputs=EditInputs(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
-        )
+        return EditInputs(history_len, tree, lambda: self.history(rows), prompt_len, allowed, seen)
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
         """Logits, and the softcap that the caller must still apply, or None.

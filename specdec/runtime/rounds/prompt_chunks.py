@@ -194,8 +194,8 @@ def draw_first_tokens(
         if allowed is not None:
             bits = chosen.new_empty((len(ending), 1, state.masks.num_words), dtype=torch.int32)
             write_masks(bits, allowed)
-        sampler = state.sampler_of(drawing, history_len, shape)
-        first = sampler.draw_after(None, bits, logits, history_len[:, None], softcap)  # [B, 1]
+        inputs = state.edit_inputs(drawing, history_len, shape, None, bits)
+        first = state.sampler_of(drawing, shape).draw(logits, history_len[:, None], inputs, softcap)  # [B, 1]
         state.tokens.tensor[drawing.index, history_len] = first[:, 0]
         if state.seen_bits is not None and shape.features.penalty:
             mark_seen(state.seen_bits.bits, drawing.index, first, torch.ones_like(first[:, 0]))

@@ -1,11 +1,11 @@
-"""Which tokens a grammar allows after a text: compiled grammars, and immutable states in them.
+"""Which tokens may follow an output by its grammar and its token rules: compiled grammars, and immutable states.
 
     Grammars        the compiled grammars of one engine, with its tokenizer in the library's form
     GrammarState    the state after some tokens; `after(token)` returns another state
 
-The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. In a
-mask, token v is bit v % 32 of word v // 32. End tokens are allowed exactly where the grammar may end, other special
-tokens never. The library (llguidance) is an extra, imported with the first grammar.
+The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. End
+tokens are allowed exactly where the grammar may end, other special tokens never. The library (llguidance) is an extra,
+imported with the first grammar.
 """
 
 import copy
@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
-from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
+from specdec.sampling.grammars.grammar_bounds import cannot_follow, compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
-from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bits
+from specdec.sampling.grammars.token_rules import TokenRules, Words, only_bit, token_bits
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
 """White space between the parts of JSON: nothing, one space, or a new line with its indent. Otherwise a small model may
@@ -55,15 +56,17 @@ class Grammars:
         self._kept: OrderedDict[tuple[str, Any], CompiledGrammar] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # guards `_kept`
 
-    def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "GrammarState | None":
-        """The state before the first token; None: `params` has no grammar.
+    def start(self, params: SamplingParams, ends: frozenset[int], own_ends: Collection[int]) -> "GrammarState | None":
+        """The state before the first token; None: `params` restricts nothing.
 
         ends: tokens that end the text. own_ends: the model's own end tokens among them, special or not. Raises
-        ConfigError, with the library's reason, for a grammar that cannot be followed.
+        ConfigError, with the library's reason, for a grammar that cannot be followed, and for rules under which no
+        token could be drawn.
         """
-        name = params.grammar
+        name, rules = params.grammar, TokenRules.from_params(params, ends, self._vocab_size)
+        remaining = 0 if rules is None else rules.min_tokens
         if name is None:
-            return None
+            return None if rules is None else GrammarState(None, None, ends, rules, remaining)
         if self._tokenizer is None:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
         library = self._library
@@ -75,9 +78,9 @@ class Grammars:
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        state = GrammarState(self._compile(name, value), library, special)
+        state = GrammarState(self._compile(name, value), library, special, rules, remaining)
         if not state.may_end and not library.goes_on(state.matcher):
-            raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
+            raise cannot_follow(name, "no text does")
         return state
 
     @cached_property
@@ -99,8 +102,7 @@ class Grammars:
         try:
             found = self._library.compile(name, value)
         except ValueError as error:  # such as ConfigError
-            reason = reason_of(str(error))
-            raise ConfigError(f"{name} cannot be followed ({reason}); change it, or leave it out") from None
+            raise cannot_follow(name, reason_of(str(error))) from None
         with self._lock:
             self._kept[name, value] = found
             while self.kept_bytes > COMPILED_BYTES:
@@ -119,7 +121,6 @@ class GrammarLibrary:
         import llguidance.numpy
 
         self._llguidance: Any = llguidance
-        self.vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
         try:
             known = max(max(tokenizer.get_vocab().values()) + 1, vocab_size)
@@ -183,6 +184,8 @@ class GrammarLibrary:
             mask[:] = mask | ends if state.may_end else mask & ~ends
             if not mask.any():
                 mask[:] = -1  # the round must draw some token here; `after` will refuse it
+            if state.rules is not None and state.remaining and (mask & state.rules.closed).any():
+                mask &= state.rules.closed
         return bits
 
     def _texts(self, matchers: Sequence[Any]) -> Words:
@@ -194,46 +197,53 @@ class GrammarLibrary:
         return own
 
 
+@dataclass(eq=False)
 class GrammarState:
-    """The state of a grammar after a text that it allows.
+    """The state after an output that its grammar and its token rules allow.
 
-    ends: tokens that end the text where the grammar may end. over: has one of them ended it? fault: the library's error
-    for a draft after this state; the tokens that the round then draws are not valid.
+    matcher: the library's; None: there is no grammar. ends: tokens that end the text where the grammar may end. rules:
+    None: there are none. remaining: tokens before the output may end, unless the grammar can only end. over: has an end
+    token ended it? fault: the library's error for a draft after this state; the tokens that the round then draws are
+    not valid.
     """
 
-    def __init__(self, matcher: Any, library: Any, ends: frozenset[int], *, over: bool = False) -> None:
-        self.over = over
-        self.fault: BaseException | None = None
-        self.matcher = matcher
-        self.library = library
-        self.ends = ends
+    matcher: Any
+    library: Any
+    ends: frozenset[int]
+    rules: TokenRules | None = None
+    remaining: int = 0
+    over: bool = False
+    fault: BaseException | None = None
 
     @property
     def free(self) -> bool:
-        """Are all tokens allowed from here on?"""
-        return False
-
-    @property
-    def grammar(self) -> "GrammarState | None":
-        """The state whose mask the library computes; None: there is no grammar."""
-        return self
+        """Are all tokens allowed from here on? The request then costs no more than one without rules."""
+        return self.matcher is None and self.rules is not None and self.rules.anything and self.remaining == 0
 
     @property
     def may_end(self) -> bool:
         return not self.over and bool(self.matcher.is_accepting()) and not self.matcher.is_error()
 
     def after(self, token: int) -> "GrammarState | None":
-        """The state after one more token; None: the grammar does not allow the token."""
-        if token in self.ends:
-            return GrammarState(self.matcher, self.library, self.ends, over=True) if self.may_end else None
-        if self.over:
+        """The state after one more token; None: the token is not allowed."""
+        matcher, rules, ends = self.matcher, self.rules, token in self.ends
+        if self.over or (ends and matcher is not None and not self.may_end):
             return None
-        matcher = self.matcher.deep_copy()
-        return GrammarState(matcher, self.library, self.ends) if matcher.consume_token(token) else None
+        ruled = rules is not None and (matcher is None or (self.remaining and token in rules.ends))
+        if ruled and not self.mask[token // 32] >> token % 32 & 1:
+            return None
+        if matcher is not None and not ends:
+            matcher = matcher.deep_copy()
+            if not matcher.consume_token(token):
+                return None
+        return GrammarState(matcher, self.library, self.ends, rules, max(0, self.remaining - 1), ends)
 
     @cached_property
     def mask(self) -> Words:
         """Tokens that are allowed next, [words]."""
+        if self.matcher is None:
+            assert self.rules is not None
+            return self.rules.closed if self.remaining else self.rules.open
         mask: Words = self.library.masks([self])[0]
         return mask
 
@@ -242,7 +252,7 @@ class GrammarState:
         """The next tokens, up to the first place where the grammar allows several."""
         tokens: list[int] = []
         state: GrammarState | None = self
-        while state is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
+        while state is not None and state.matcher is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
             only = only_bit(state.mask)
             if only is None:
                 break
@@ -254,11 +264,10 @@ class GrammarState:
 def compute_masks(states: Sequence[GrammarState | None]) -> None:
     """Compute the masks of these states in one call of the library, so that `mask` only returns them. If the library
     fails, none is set, and `mask` of the faulty state raises the error."""
-    grammars = [state.grammar for state in states if state is not None]
-    missing = {id(state.matcher): state for state in grammars if state is not None and "mask" not in vars(state)}
-    if not missing:
+    guided = (state for state in states if state is not None and state.matcher is not None)
+    chosen = list(dict.fromkeys(state for state in guided if "mask" not in vars(state)))
+    if not chosen:
         return
-    chosen = list(missing.values())
     try:
         for state, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
             state.mask = mask
@@ -291,10 +300,9 @@ def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]
     for number, (root, tokens, parents) in enumerate(trees):
         with _blaming(root):
             states: list[GrammarState | None] = [root]
-            for node in range(1, len(tokens)):
-                above = states[parents[node]]
-                state = None if above is None or tokens[node] < 0 else above.after(tokens[node])
-                states.append(state)
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                above = states[parent]
+                states.append(None if above is None or token < 0 else above.after(token))
             live = ((node, state) for node, state in enumerate(states) if state is not None and not state.over)
             reached += [(number, node, state) for node, state in live]
     compute_masks([state for _, _, state in reached])
@@ -325,9 +333,7 @@ def _options(schema: Any) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         return None
     own = schema.get("x-guidance")
-    if isinstance(own, dict) and own.keys() & JSON_OPTIONS.keys():
-        return None
-    return JSON_OPTIONS
+    return None if isinstance(own, dict) and own.keys() & JSON_OPTIONS.keys() else JSON_OPTIONS
 
 
 def _literal(text: str) -> str:

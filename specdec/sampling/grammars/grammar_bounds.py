@@ -1,5 +1,5 @@
-"""Bounds on a grammar, checked before the grammar library reads it. All loops are iterative, since a hostile schema may
-be nested deeper than any stack.
+"""Bounds on a grammar, checked before the grammar library reads it. No function recurses deeper than PLAIN_DEPTH: a
+hostile schema may be nested deeper than any stack.
 
     require_bounded("json_schema", text)            raises ConfigError with the grammar's size and the bound
     compiles_in_linear_time("json_schema", text)    is the grammar plain?
@@ -10,7 +10,7 @@ schemas and regular expressions, but not the library.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -80,38 +80,32 @@ def compiles_in_linear_time(name: str, value: Any) -> bool:
     whole = json.loads(value)
     if isinstance(whole, dict) and whole.get("x-guidance") == ONE_LINE:
         del whole["x-guidance"]
-    return all(depth <= PLAIN_DEPTH and schema.keys() <= PLAIN_KEYS for depth, schema in _schemas(whole))
+    return _is_plain(whole)
+
+
+def cannot_follow(name: str, reason: str, remedy: str = "change it, or leave it out") -> ConfigError:
+    """The error for a grammar that is refused. name: one of `specdec.config.GRAMMARS`."""
+    return ConfigError(f"{name} cannot be followed ({reason}); {remedy}")
 
 
 def _require_length(name: str, length: int, limit: int) -> None:
     if length > limit:
-        raise ConfigError(
-            f"{name} cannot be followed (it has {length} characters, and {limit} are allowed); shorten it"
-        )
+        raise cannot_follow(name, f"it has {length} characters, and {limit} are allowed", "shorten it")
 
 
 def _require_depth(name: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise ConfigError(
-            f"{name} cannot be followed (it is nested {depth} deep, and {MAX_DEPTH} is allowed); flatten it"
-        )
+        raise cannot_follow(name, f"it is nested {depth} deep, and {MAX_DEPTH} is allowed", "flatten it")
 
 
 def _require_references(schema: Any) -> None:
-    found = 0
-    for key, value in members(schema):
-        if key not in REFERENCES or not isinstance(value, str):
-            continue
-        found += 1
-        if found > MAX_REFERENCES:
-            raise ConfigError(
-                f"json_schema cannot be followed (it has more than {MAX_REFERENCES} references); inline some of them"
-            )
+    found = ((key, value) for key, value in members(schema) if key in REFERENCES and isinstance(value, str))
+    for count, (key, value) in enumerate(found, start=1):
+        if count > MAX_REFERENCES:
+            raise cannot_follow("json_schema", f"it has more than {MAX_REFERENCES} references", "inline some of them")
         if _is_elsewhere(value):
-            raise ConfigError(
-                f"json_schema cannot be followed ({key}={shown(value)} is elsewhere, and nothing is fetched); put the "
-                "definition into $defs"
-            )
+            reason = f"{key}={shown(value)} is elsewhere, and nothing is fetched"
+            raise cannot_follow("json_schema", reason, "put the definition into $defs")
 
 
 def _is_elsewhere(reference: str) -> bool:
@@ -145,16 +139,12 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
             left.extend(one)
 
 
-def _schemas(schema: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields (depth, schema) of a schema and all schemas in it, as far as plain keys lead to them."""
-    left = [(0, schema)]
-    while left:
-        depth, one = left.pop()
-        if not isinstance(one, Mapping):
-            continue
-        yield depth, one
-        inner: list[Any] = [one.get("items"), one.get("additionalProperties")]
-        properties = one.get("properties")
-        if isinstance(properties, Mapping):
-            inner.extend(properties.values())
-        left.extend((depth + 1, each) for each in inner if not isinstance(each, Sequence))
+def _is_plain(schema: Any, depth: int = 0) -> bool:
+    """Has a schema only plain keys, and all schemas in it, down to PLAIN_DEPTH?"""
+    if not isinstance(schema, Mapping):
+        return True
+    if depth > PLAIN_DEPTH or not schema.keys() <= PLAIN_KEYS:
+        return False
+    properties = schema.get("properties")
+    named = properties.values() if isinstance(properties, Mapping) else ()
+    return all(_is_plain(each, depth + 1) for each in (*named, schema.get("items"), schema.get("additionalProperties")))

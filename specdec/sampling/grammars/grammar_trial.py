@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,8 @@ FORCED_BYTES = 1 << 14
 """Longest text that a grammar may force at its beginning: each copy of a state holds it."""
 STACK_BYTES = 64 << 20
 """Address space of a trial's stack; only touched pages take memory."""
+
+ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}
 
 _stack_size = threading.Lock()
 
@@ -77,12 +80,7 @@ class GrammarTrial:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "RAYON_NUM_THREADS": "1",
-                    "TOKENIZERS_PARALLELISM": "false",
-                    "MALLOC_ARENA_MAX": "1",
-                },
+                env=os.environ | ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C is meant for this process only
             )
         except OSError as error:
@@ -103,25 +101,20 @@ class GrammarTrial:
     def _answer(self, worker: "subprocess.Popen[bytes]", asked: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The worker's answer. Raises ConfigError, with the reason, if it ends or does not answer within `seconds`."""
         assert worker.stdin is not None and worker.stdout is not None
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            worker.kill()
-
-        timer = threading.Timer(seconds, give_up)
+        line, start = b"", time.monotonic()
+        timer = threading.Timer(seconds, worker.kill)
         timer.daemon = True
         timer.start()
         try:
-            worker.stdin.write(json.dumps(asked).encode() + b"\n")
-            worker.stdin.flush()
-            line = worker.stdout.readline()
-        except (BrokenPipeError, ConnectionResetError):
-            line = b""
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                worker.stdin.write(json.dumps(asked).encode() + b"\n")
+                worker.stdin.flush()
+                line = worker.stdout.readline()
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
-            raise ConfigError(f"it took more than {seconds:g} s to compile" if late.is_set() else _why(worker))
+            late = time.monotonic() - start >= seconds
+            raise ConfigError(f"it took more than {seconds:g} s to compile" if late else _why(worker))
         answer: dict[str, Any] = json.loads(line)
         return answer
 

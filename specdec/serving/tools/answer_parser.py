@@ -224,19 +224,11 @@ class AnswerParser(CharacterReader):
 
     def _first_call(self, text: str) -> int | None:
         """Index of the first complete call in a text; None: there is none."""
-        at = text.find(self.special[0])
-        while at >= 0:
-            reader, length, pieces = type(self)(self._tools), 0, list[Piece]()
-            while at + length < len(text) and not (pieces and isinstance(pieces[-1].event, Text | CallEnd)):
-                pieces += reader.feed(text[at + length])
-                length += 1
-            pieces += reader.finish()
-            if not pieces or not isinstance(pieces[0].event, CallBegin):
-                length = len(self.special[0])
-            elif any(isinstance(event, CallEnd) and event.whole for event, _, _ in pieces):
-                return at
-            at = text.find(self.special[0], at + length)  # do not read text within a call twice
-        return None
+        reader = type(self)(self._tools)
+        pieces = reader.feed(text) + reader.finish()
+        whole = {event.index for event, _, _ in pieces if isinstance(event, CallEnd) and event.whole}
+        begun = (start for event, start, _ in pieces if isinstance(event, CallBegin) and event.index in whole)
+        return next(begun, None)
 
     def _plain_end(self, text: str, at: int) -> int:
         """End of the plain text from here on, found by a quick search for markers."""

@@ -20,6 +20,7 @@ ANY_TYPE = frozenset({"string", "integer", "number", "boolean", "object", "array
 NO_TYPE: frozenset[str] = frozenset()
 Types = frozenset[str]
 INDEX = re.compile("[0-9]{1,9}")
+TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
 
 
 def accepted_types(schema: Any, root: Any) -> Types:
@@ -111,17 +112,6 @@ def _named(names: Sequence[Any]) -> Types:
 
 
 def type_of(value: Any) -> str:
-    match value:
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"  # JSON Schema counts 1.0 as an integer
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case None:
-            return "null"
-    return "object"
+    """The JSON type of a value; JSON Schema counts 1.0 as an integer."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return "integer" if is_whole else TYPE_NAMES.get(type(value), "object")

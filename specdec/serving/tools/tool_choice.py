@@ -78,17 +78,21 @@ def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
 
     Raises ApiError if parameters accept no object, or if two tools' schemas have the same address.
     """
-    arguments = [_arguments(tool, number) for number, tool in enumerate(tools)]
-    _require_own_addresses(tools, arguments)
-    calls = [
-        {
+    calls, owners = [], dict[str, Function]()
+    schemas = [_arguments(tool, number) for number, tool in enumerate(tools)]
+    for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
+        call = {
             "type": "object",
             "properties": {"name": {"const": tool.name}, "arguments": schema},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool, schema in zip(tools, arguments, strict=True)
-    ]
+        calls.append(call)
+        own = (value for key, value in members(schema) if key == "$id" and isinstance(value, str))
+        for address in (_address(value, number) for value in own):
+            if (owner := owners.setdefault(address, tool)) is not tool:
+                message = f"tools {owner.name} and {tool.name} both have a schema with $id={shown(address)}"
+                raise refused("tools", f"{message}; give each its own, or leave them out", "invalid_value")
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}
 
 
@@ -121,15 +125,3 @@ def _address(own: Any, number: int) -> Any:
         return urljoin(ADDRESS.format(number), own)
     except (TypeError, ValueError):
         return own  # the grammar library reports what is wrong
-
-
-def _require_own_addresses(tools: Sequence[Function], schemas: Sequence[dict[str, Any]]) -> None:
-    """Raise ApiError if two documents have one address: references would be ambiguous."""
-    owners: dict[str, str] = {}
-    for number, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
-        found = {_address(value, number) for key, value in members(schema) if key == "$id" and isinstance(value, str)}
-        for address in found:
-            if address in owners:
-                message = f"tools {owners[address]} and {tool.name} both have a schema with $id={shown(address)}"
-                raise refused("tools", f"{message}; give each its own, or leave them out", "invalid_value")
-            owners[address] = tool.name

@@ -16,13 +16,13 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, first_line
-from specdec.evaluation.conditions import conditions
-from specdec.evaluation.phases.memory_floor import draft_bytes, read_bandwidth, step_bytes
-from specdec.evaluation.phases.parity import check_parity
-from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
-from specdec.evaluation.phases.timed_rounds import TimedRun, drive, tokens_of_rounds
-from specdec.evaluation.transformers_peer import peers_for
 from specdec.kvcache.layout import KEEP_ALL
+from specdec.measurement.conditions import conditions
+from specdec.measurement.memory_floor import draft_bytes, read_bandwidth, step_bytes
+from specdec.measurement.parity import check_parity
+from specdec.measurement.phase_report import STAGES, Cell, PhaseReport, Spread
+from specdec.measurement.timed_rounds import TimedRun, drive, tokens_of_rounds
+from specdec.measurement.transformers_peer import peers_for
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.progress import Interrupted, progress_bar
@@ -184,8 +184,7 @@ def _timed(cell: Cell, driven: TimedRun, subject: BenchSubject) -> Cell:
     ms = {"round": Spread.of([one.wall for one in rounds])}
     for stage in STAGES if spec else STAGES[1:]:  # plain decoding drafts nothing
         ms[stage] = Spread.of([getattr(one, stage) for one in rounds])
-    emitted = sum(one.emitted for one in rounds) / (len(rounds) * cell.batch)
-    lengths = {"measured": emitted}
+    lengths = {"measured": driven.acceptance_length}
     if subject.assumed:
         supposed = [length for length in subject.assumed if length <= spec.num_steps + 1] if spec else [1.0]
         lengths = {f"if AL {length:g}": length for length in supposed}
@@ -196,7 +195,7 @@ def _timed(cell: Cell, driven: TimedRun, subject: BenchSubject) -> Cell:
         uncaptured=driven.uncaptured,
         ms=ms,
         idle_ms=None if driven.idle is None else 1e3 * driven.idle,
-        acceptance_length=emitted,
+        acceptance_length=driven.acceptance_length,
         tokens_per_second={words: per_second * length for words, length in lengths.items()},
     )
 

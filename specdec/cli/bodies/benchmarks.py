@@ -19,18 +19,18 @@ from specdec.cli.bodies.settings import (
     shown_when_interrupted,
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
+from specdec.cli.output_files import require_distinct, write_report
 from specdec.config import SamplingParams, SpecConfig
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
-from specdec.evaluation.accuracy_report import drawn, markdown, require_matplotlib
+from specdec.evaluation.accuracy_report import drawn, markdown
 from specdec.evaluation.bench_run import markdown_table, run_bench
 from specdec.evaluation.data_sets import DATA_SETS, choose, load_data
-from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
-from specdec.evaluation.output_files import require_distinct, write_report
-from specdec.evaluation.phases.phase_report import drawn_phases, phase_table
-from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
-from specdec.evaluation.phases.random_weights import random_subject
+from specdec.measurement.model_shapes import ON_REQUEST, find_shape
+from specdec.measurement.phase_report import drawn_phases, phase_table, require_matplotlib
+from specdec.measurement.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
+from specdec.measurement.random_weights import random_subject
 from specdec.text.prompt_files import Problem, read_prompts
 
 

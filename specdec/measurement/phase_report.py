@@ -6,16 +6,18 @@ says why not. `tokens_per_second` is by acceptance length: measured for a traine
 
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from importlib.util import find_spec
+from io import BytesIO
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from specdec.config import SpecConfig
-from specdec.evaluation.accuracy_report import png_of
-from specdec.evaluation.phases.memory_floor import StepBytes
-from specdec.evaluation.phases.parity import Parity
-from specdec.evaluation.timed_comparison import table_lines
+from specdec.errors import ConfigError
+from specdec.measurement.memory_floor import StepBytes
+from specdec.measurement.parity import Parity
+from specdec.measurement.timed_comparison import table_lines
 
 STAGES = ("draft", "verify", "other", "host")
 NO_KERNEL = "no kernel"
@@ -99,7 +101,7 @@ class PhaseReport:
 def phase_table(report: PhaseReport) -> str:
     """The title, and a Markdown table with one row per cell."""
     lengths = list(dict.fromkeys(length for cell in report.cells for length in cell.tokens_per_second))
-    rows = [_row(cell, lengths) for cell in report.cells]
+    rows = [cell_figures(cell, lengths) for cell in report.cells]
     if not any(row[NO_KERNEL] for row in rows):
         rows = [{head: text for head, text in row.items() if head != NO_KERNEL} for row in rows]
     return "\n".join([bench_title(report), "", *table_lines(rows)])
@@ -115,8 +117,8 @@ def bench_title(report: PhaseReport) -> str:
     return f"{report.subject}{shrunk}; {weights}, {read}; {known}{supposed}"
 
 
-def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
-    """Texts of a row by heading; empty if the cell has no such figure."""
+def cell_figures(cell: Cell, lengths: Sequence[str] = ()) -> dict[str, str]:
+    """Texts of a row by heading; empty if the cell has no such figure. lengths: the tokens/s that are shown."""
     times = cell.ms.get("round")
     stages = {stage: cell.ms[stage].median if stage in cell.ms else None for stage in STAGES}
     figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages, NO_KERNEL: cell.idle_ms}
@@ -166,3 +168,16 @@ def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
         axes.set_xticks(places, [str(place) for place in places])
         axes.minorticks_off()
         axes.legend(frameon=False, fontsize=8)
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError before any work if matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
+
+
+def png_of(figure: Any) -> bytes:
+    """A matplotlib figure as PNG bytes."""
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()

@@ -32,15 +32,15 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.model_shapes import ModelShape, MtpSpec, Shrink
-from specdec.evaluation.phases.phase_run import BenchSubject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
 from specdec.layers.description.families import FAMILIES
 from specdec.layers.description.moe_families import experts_of
-from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
+from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear, packed_of
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
 from specdec.loading import pick_device, pick_dtype
+from specdec.measurement.model_shapes import ModelShape, MtpSpec, Shrink
+from specdec.measurement.phase_run import BenchSubject
 from specdec.models.described_model import META, ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
@@ -104,13 +104,13 @@ def empty_packed(form: WeightForm, device: torch.device, shape: torch.Size) -> P
     return PackedWeight(form.code, words, scales, None, group)
 
 
-def random_packed(form: WeightForm, generator: torch.Generator, shape: torch.Size) -> PackedWeight:
-    """A random packed weight, filled in place on the generator's device: nothing else is allocated there."""
-    weight = empty_packed(form, generator.device, shape)
-    set_bits, kept_bits = KEPT_BITS[form.code]
+def fill_packed(weight: PackedWeight, generator: torch.Generator | None = None) -> PackedWeight:
+    """Fill a weight in place with random numbers, on its device: nothing else is allocated there. Returns it.
+    generator: None: torch's own."""
+    set_bits, kept_bits = KEPT_BITS[weight.code]
     weight.words.random_(-(2**31), 2**31, generator=generator).bitwise_or_(set_bits).bitwise_and_(kept_bits)
-    middle = shape[-1] ** -0.5 / root_mean_square(form.code)
-    if form.code != "e2m1":
+    middle = weight.shape[-1] ** -0.5 / root_mean_square(weight.code)
+    if weight.code != "e2m1":
         middle /= (1 + SPREAD**2 / 3) ** 0.5
         weight.scales.uniform_((1 - SPREAD) * middle, (1 + SPREAD) * middle, generator=generator)
         return weight
@@ -154,9 +154,19 @@ def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: 
     return PackedLinear(make(child.weight.shape), child.bias)
 
 
+def target_on_meta(
+    shape: ModelShape, shrink: Shrink, dtype: torch.dtype, form: WeightForm | None = None
+) -> PreTrainedModel:
+    """The target on `meta`, where nothing is allocated. form: of its layers; all else is in `dtype`."""
+    model: PreTrainedModel = build_model(shape.target(shrink), META, dtype)
+    if form is not None:
+        pack_layers(model, form, partial(empty_packed, form, META))
+    return model
+
+
 @torch.no_grad()
 def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate all tensors that are still on `meta`. Parameters get any values, buffers (rotary frequencies) theirs."""
+    """Allocate all tensors that are on `meta`. Weights get any values, other buffers (rotary frequencies) theirs."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model.tie_weights()
     model.initialize_weights()
@@ -181,23 +191,18 @@ class PairWeights(NamedTuple):
 def count_weights(
     shape: ModelShape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
 ) -> PairWeights:
-    """Count weights on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
-    config = shape.target(shrink)
-    target, described = build_model(config, META, dtype), shape.drafter(config.get_text_config(), shrink)
+    target = target_on_meta(shape, shrink, dtype, form)
+    described = shape.drafter(target.config.get_text_config(), shrink)
+    return PairWeights(stored_weights(target), count_drafter(described, ModelOnMeta(shape.name, target)))
+
+
+def count_drafter(described: PreTrainedConfig | HeadSpec | MtpSpec, target: ModelOnMeta) -> StoredWeights:
+    """Weights of a drafter on `meta`; of MTP modules without the embedding and head that they share with the target."""
     if isinstance(described, MtpSpec):
-        drafter = count_modules(described, ModelOnMeta(shape.name, target))
-    else:
-        drafter = stored_weights(build_model(described, META, dtype))
-    if form is not None:
-        pack_layers(target, form, partial(empty_packed, form, META))
-    return PairWeights(stored_weights(target), drafter)
-
-
-def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
-    """Weights of a target's MTP modules, without the embedding and head that they share with the target."""
-    block, shapes = described_module(spec, target)
-    numbers = stored_weights(block).numbers + sum(shape.numel() for shape in shapes.values())
-    return StoredWeights(spec.modules * numbers, spec.modules * numbers * target.dtype.itemsize, "")
+        block, own = described_module(described, target)
+        numbers = described.modules * (stored_weights(block).numbers + sum(shape.numel() for shape in own.values()))
+        return StoredWeights(numbers, numbers * target.dtype.itemsize, "")
+    return stored_weights(build_model(described, META, target.dtype))
 
 
 def require_room(name: str, weights: PairWeights, device: torch.device, dtype: torch.dtype) -> None:
@@ -220,11 +225,8 @@ def make_target(
     seed: int,
     form: WeightForm | None = None,
 ) -> PreTrainedModel:
-    config = shape.target(shrink)
-    model: PreTrainedModel = build_model(config, device if form is None else META, dtype)
-    if form is not None:
-        pack_layers(model, form, partial(random_packed, form, torch.Generator(device).manual_seed(seed)))
-        leave_meta(model, device)
+    model = target_on_meta(shape, shrink, dtype, form)
+    leave_meta(model, device)
     randomise(model, seed)
     model.generation_config.eos_token_id = None  # random tokens end no text
     return model
@@ -254,8 +256,8 @@ def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetM
 
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) -> None:
-    """Fill every parameter in place, on its device. decoder: the text model whose kind of norms the module has; None:
-    the module's own."""
+    """Fill every parameter and packed weight in place, on its device. decoder: the text model whose kind of norms the
+    module has; None: the module's own."""
     layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
     names = [family_name(part) for part in (decoder or module).modules()]
     gain = 0.0 if any(name in FAMILIES and FAMILIES[name].norm_form.plus_one for name in names) else 1.0
@@ -278,6 +280,8 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
             mean = 1.0  # even if the family's other norms store their gain minus 1
         weight.normal_(mean, std, generator=torch.Generator(weight.device).manual_seed(seed + number))
     parts: list[Any] = list(module.modules())
+    for number, packed in enumerate(weight for part in parts for weight in packed_of(part)):
+        fill_packed(packed, torch.Generator(packed.device).manual_seed(seed + number))
     for part in parts:
         if getattr(part, "scaling", None) == 1.0 and hasattr(part, "q_norm"):
             part.q_norm.weight.mul_(part.head_dim**-0.5)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from transformers import AutoConfig, Gemma4AssistantConfig, Gemma4UnifiedAssistantConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from specdec.config import SpecConfig
 from specdec.draft_models.block.block_head import BlockSpec, spread_layers
@@ -21,10 +21,10 @@ from specdec.errors import ConfigError, require_one_of
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.published import BUNDLED_DIR
 
-WIDTHS = frozenset(
-    f"{name}_size" for name in ("vocab", "draft_vocab", "hidden", "intermediate", "moe_intermediate")
-) | (
-    {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+SIZES = ("vocab", "draft_vocab", "hidden", "backbone_hidden", "intermediate", "moe_intermediate")
+WIDTHS = frozenset(f"{name}_size" for name in SIZES) | (
+    {"num_centroids", "centroid_intermediate_top_k"}
+    | {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
     | {"share_expert_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
     | {"linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size"}
 )
@@ -67,8 +67,10 @@ class Shrink:
         return self.layers or published
 
     def fields(self, **published: Any) -> dict[str, Any]:
-        """Fields with widths divided and rounded up. Published widths are multiples of 32, so divisor 1 keeps them."""
+        """Fields with widths divided and rounded up, in a `text_config` too. Published widths are multiples of 32, so
+        divisor 1 keeps them."""
         step = self.multiple
+        published |= {name: self.fields(**inner) for name, inner in published.items() if name == "text_config"}
         widths = {name: published[name] for name in WIDTHS & published.keys() if published[name] is not None}
         rounded = {name: -(-width // (step * self.divisor)) * step for name, width in widths.items()}
         return published | rounded
@@ -128,14 +130,12 @@ class ModelShape:
         match kind := fields.pop("model_type"):
             case "eagle3":
                 return _eagle3(target, **fields)
-            case "gemma4_assistant":
-                return _gemma4_assistant(target, shrink, **fields)
             case "mtp":
                 return MtpSpec(**fields)
             case "dflash" | "dspark":
                 return block_spec_of(target, kind, **fields)
-        full = [FULL_ATTENTION] * fields["num_hidden_layers"]
-        config: PreTrainedConfig = AutoConfig.for_model(kind, layer_types=full, **fields)
+        with constructible_assistants():
+            config: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
         return config
 
 
@@ -143,38 +143,6 @@ def find_shape(name: str) -> ModelShape:
     """Raises ConfigError with the list of names if there is no such shape."""
     require_one_of("shape", name, SHAPES)
     return SHAPES[name]
-
-
-def _gemma4_assistant(
-    target: Any, shrink: Shrink, *, use_ordered_embeddings: bool, **published: int
-) -> PreTrainedConfig:
-    """Four layers without K/V of their own; heads of K/V, head sizes and window are the target's."""
-    kinds = [SLIDING_ATTENTION] * 3 + [FULL_ATTENTION]
-    sliding, full = (target.per_layer_config[target.layer_types.index(kind)] for kind in kinds[2:])
-    unified = target.model_type == "gemma4_unified_text"
-    text: dict[str, Any] = {
-        **published,
-        "num_hidden_layers": len(kinds),
-        "layer_types": kinds,
-        "num_key_value_heads": sliding.num_key_value_heads,
-        "num_global_key_value_heads": full.num_key_value_heads,
-        "attention_k_eq_v": target.attention_k_eq_v,
-        "head_dim": sliding.head_dim,
-        "global_head_dim": full.head_dim,
-        "sliding_window": target.sliding_window,
-        "max_position_embeddings": target.max_position_embeddings,
-        **({} if unified else {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    with constructible_assistants():
-        return (Gemma4UnifiedAssistantConfig if unified else Gemma4AssistantConfig)(
-            text_config=type(target)(**text),
-            backbone_hidden_size=target.hidden_size,
-            use_ordered_embeddings=use_ordered_embeddings,
-            num_centroids=2048 // shrink.divisor,
-            centroid_intermediate_top_k=32 // shrink.divisor,
-        )
 
 
 def _eagle3(target: Any, *, hidden_size: int | None = None, num_heads: int | None = None, **fields: int) -> Eagle3Spec:
@@ -221,11 +189,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "dspark": {"shifted": True, "owns_embed": True, "successor": "vanilla", "successor_rank": 256},
 }
 """How block drafters differ, by kind."""
+ASSISTANT_DRAFTS = {"chain": SpecConfig(4), "tree": SpecConfig(4, 4, 16)}
 DRAFTS = {
     "dflash": {"block": SpecConfig(15), "tree": SpecConfig(15, 4, 32)},
     "dspark": {"block": SpecConfig(7), "tree": SpecConfig(7, 4, 32)},
     "eagle3": {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32)},
-    "gemma4_assistant": {"chain": SpecConfig(4), "tree": SpecConfig(4, 4, 16)},
+    "gemma4_assistant": ASSISTANT_DRAFTS,
+    "gemma4_unified_assistant": ASSISTANT_DRAFTS,
     "mtp": {"mtp1": SpecConfig(1), "mtp": SpecConfig(3), "tree": SpecConfig(3, 4, 16)},  # the depth of three modules
 }
 """Drafts that are measured, by kind of drafter; other kinds have no random weights."""

@@ -1,8 +1,7 @@
 """transformers' own generate on the same weights, timed as a whole or by step. Its outputs are not compared.
 
-A step is the time between two checks of its stopping criteria, which it checks once per forward of the target. Assisted
-generation checks twice, so there a hook measures the time between two forwards of the target. Compiled code may ignore
-hooks, but is never assisted.
+A step is the time between two arrivals of tokens at a streamer: one token per request, or a round of assisted
+generation. Either has one forward of the target.
 """
 
 import copy
@@ -15,14 +14,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.evaluation.timed_comparison import TokenPrompts, Way
+from specdec.measurement.timed_comparison import TokenPrompts, Way
 from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 
@@ -95,22 +94,18 @@ class Peer:
     rows: int = 1
 
 
-class Stamps(StoppingCriteria):
-    """Stops after `count` stamps. on_look: add a stamp at each check."""
+class StepTimes:
+    """A streamer of transformers that notes when tokens arrive: of the prompt, then of each step, a round of assisted
+    generation included."""
 
-    def __init__(self, device: torch.device, count: int, *, on_look: bool) -> None:
+    def __init__(self) -> None:
         self.at: list[float] = []
-        self.device, self.count, self.on_look = device, count, on_look
 
-    def stamp(self, *_: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def put(self, _tokens: torch.Tensor) -> None:
         self.at.append(perf_counter())
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        if self.on_look:
-            self.stamp()
-        return torch.full(input_ids.shape[:1], len(self.at) >= self.count, device=input_ids.device)
+    def end(self) -> None:
+        """Nothing is held back."""
 
 
 def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | None, batch: int) -> list[Peer]:
@@ -130,25 +125,24 @@ def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | 
 def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> list[float]:
     """Seconds of `count` steps after the prefill and a few for warming up."""
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-    assistant = options.get("assistant_model")
-    stamps = Stamps(model.device, WARM_UP_STEPS + count + 1, on_look=assistant is None)
+    assistant, times = options.get("assistant_model"), StepTimes()
     config = copy.deepcopy(model.generation_config)
     assert config is not None
     config.eos_token_id, config.pad_token_id = None, 0
     a_step = 1 if assistant is None else 1 + assistant.generation_config.num_assistant_tokens
-    hook = None if assistant is None else model.register_forward_pre_hook(stamps.stamp)
-    try:
-        model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=config,
-            do_sample=False,
-            max_new_tokens=(stamps.count + 1) * a_step,
-            stopping_criteria=StoppingCriteriaList([stamps]),
-            **options,
-        )
-    finally:
-        if hook is not None:
-            hook.remove()
-    at = stamps.at[WARM_UP_STEPS : stamps.count]
-    return [end - start for start, end in pairwise(at)]
+    steps = 1 + WARM_UP_STEPS + count  # the first one is the prefill
+
+    def enough(tokens: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full(tokens.shape[:1], len(times.at) > steps, device=tokens.device)
+
+    model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=config,
+        do_sample=False,
+        max_new_tokens=steps * a_step,
+        stopping_criteria=[enough],
+        streamer=times,
+        **options,
+    )
+    return [end - start for start, end in pairwise(times.at[1 + WARM_UP_STEPS : 1 + steps])]

@@ -1,0 +1,1 @@
+"""What an engine takes: times of whole outputs and of rounds, memory floors, and memory before anything is loaded."""
