@@ -1,16 +1,17 @@
 """Attention for many drafts at once, which begin at many places of texts: chains of single tokens, and blocks.
 
-Each class is the `DraftAttend` of a draft head's modules: one softmax over the visible text and the draft's own rows.
-Several texts may be packed into a row; position 0 begins a text. Training uses it, and so does the doctor, to draft at
-every place of an answer.
+Each class is the `AttentionContext` of a draft head's modules: one softmax over the visible text and the draft's own
+rows. Several texts may be packed into a row; position 0 begins a text. Training uses it, and so does the doctor, to
+draft at every place of an answer.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 
-DraftAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
+from specdec.attention.bridge import AttentionCall
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,34 +21,36 @@ def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
 
 
-def in_float32(attend: DraftAttend) -> DraftAttend:
-    """Wrap `attend` so that it does not round scores, as kernels do not: for a reference in 16 bits."""
-    return lambda layer, q, k, v: attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
-
-
 class ChainAttention:
     """Attention of chains over positions [B, T]. It keeps the keys and values of every step for each draft layer.
 
-    windows: one per draft layer, None: full. rows: places whose drafts go on after step 0; None: all places.
+    windows: one per draft layer, None: full. in_float32: scores are not rounded, as kernels do not: for a reference in
+    16 bits. rows: places whose drafts go on after step 0; None: all places.
     """
 
-    def __init__(self, windows: Sequence[int | None], scaling: float, pos: torch.Tensor) -> None:
+    def __init__(self, windows: Sequence[int | None], pos: torch.Tensor, *, in_float32: bool = False) -> None:
         self.rows: torch.Tensor | None = None
-        self.windows, self.scaling, self.step = windows, scaling, 0
+        self.windows, self.in_float32, self.step, self.batch = windows, in_float32, 0, len(pos)
         self.k: list[list[torch.Tensor]] = [[] for _ in self.windows]
         self.v: list[list[torch.Tensor]] = [[] for _ in self.windows]
         same, self.distance = same_document(pos)
         self.seen = same & (self.distance >= 0)  # [B, T, T]
 
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.answer(self, *call.rows())
+
+    def destination(self, layer: int) -> None:
+        """None: nothing is stored."""
+
+    def attend_tokens(
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
+        """q [B * N, Hq, D], k and v [B * N, Hkv, D] -> [B * N, Hq, D]."""
+        assert k is not None and v is not None, "a draft has K/V of its own"
+        dtype, softcap, sinks = q.dtype, options.get("softcap"), options.get("sinks")
+        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
+        if self.in_float32:
+            q, k, v = q.float(), k.float(), v.float()
         group = q.shape[1] // k.shape[1]
         ks, vs = self.k[layer], self.v[layer]
         ks.append(k.repeat_interleave(group, 1))  # [B, Hq, T, D]
@@ -59,7 +62,7 @@ class ChainAttention:
         if window is not None:
             seen = seen & (distance + self.step < window)
             own = range(max(1, self.step - window + 1), self.step + 1)
-        q = q * self.scaling
+        q = q * options["scaling"]
         scores = [q @ ks[0].mT, *((q * ks[s]).sum(-1, keepdim=True) for s in own)]
         if softcap is not None:
             scores = [softcap * torch.tanh(score / softcap) for score in scores]
@@ -70,29 +73,30 @@ class ChainAttention:
         out = weights[..., :length] @ vs[0]
         for column, s in enumerate(own, start=length):
             out = out + weights[..., column, None] * vs[s]
-        return out.transpose(1, 2)
+        return out.to(dtype).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 class BlocksAttention:
     """Attention of blocks of `size` tokens at places [B, A] of texts at positions [B, T].
 
     keys_values: k and v [B, Hkv, T, D] of the text after RoPE, for each draft layer. causal: a row of a block sees the
-    rows up to itself; otherwise all rows. anchored: windows count from the first row of the block.
+    rows up to itself; otherwise all rows. anchored: windows count from the first row of the block. in_float32: see
+    `ChainAttention`.
     """
 
     def __init__(
         self,
         windows: Sequence[int | None],
-        scaling: float,
         pos: torch.Tensor,
         places: torch.Tensor,
         *,
         size: int,
         causal: bool,
         anchored: bool,
+        in_float32: bool,
         keys_values: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        self.windows, self.scaling, self.keys_values = windows, scaling, keys_values
+        self.windows, self.in_float32, self.keys_values = windows, in_float32, keys_values
         same, distance = same_document(pos)  # [B, T, T], [T, T]
         length = pos.shape[1]
         self.distance = distance[places]  # [B, A, T]: of a block's first row to each key
@@ -102,11 +106,13 @@ class BlocksAttention:
         self.own = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
         self.ahead = torch.zeros_like(self.steps) if anchored else self.steps
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [B, Hq, A * K, D], k and v [B, Hkv, A * K, D] -> [B, A * K, Hq, D]."""
-        rows, group = len(self.steps), q.shape[1] // k.shape[1]
-        old_k, old_v, k, v = (x.to(q.dtype).repeat_interleave(group, 1) for x in (*self.keys_values(layer), k, v))
-        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.scaling, k, v))  # [B, Hq, A, K, D]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Query [B, Hq, A * K, D], key and value [B, Hkv, A * K, D] -> [B, A * K, Hq, D]."""
+        layer, q = call.layer, call.query.float() if self.in_float32 else call.query
+        rows, group = len(self.steps), q.shape[1] // call.key.shape[1]
+        given = (*self.keys_values(layer), call.key, call.value)
+        old_k, old_v, k, v = (x.to(q.dtype).repeat_interleave(group, 1) for x in given)
+        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * call.scaling, k, v))  # [B, Hq, A, K, D]
         seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]
         own = self.own
         if (window := self.windows[layer]) is not None:
@@ -119,4 +125,5 @@ class BlocksAttention:
         ]
         weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)  # [B, Hq, A, K, T + K]
         out: torch.Tensor = weights[..., :length].flatten(2, 3) @ old_v  # [B, Hq, A * K, D]
-        return (out + (weights[..., length:] @ v).flatten(2, 3)).transpose(1, 2)
+        out = out + (weights[..., length:] @ v).flatten(2, 3)
+        return out.transpose(1, 2).to(call.query.dtype)

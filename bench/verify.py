@@ -10,7 +10,7 @@ import torch
 
 from bench.report import Row
 from specdec.engine import Engine
-from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.ranks import map_tensors
 from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
 from specdec.kvcache.layout import ByGroup
 

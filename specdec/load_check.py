@@ -7,7 +7,7 @@ further causes and knows more signs.
 import copy
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +44,10 @@ class Symptom:
     what: str
     do: str
     repaired: Callable[[], Drafter] | None = None
+
+
+Check = tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Symptom | None]]
+"""A cause's name, the drafters that it applies to, and what looks for its symptom."""
 
 
 def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Symptom | None:
@@ -110,13 +114,13 @@ def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Symptom |
 
 
 HEADS, ASSISTANTS = (Eagle3Drafter,), (Gemma4MTPDrafter,)
-LOAD_SYMPTOMS: tuple[tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Symptom | None]], ...] = (
+LOAD_SYMPTOMS: tuple[Check, ...] = (
     ("rope base", ASSISTANTS, rope_of_assistant),
     ("window", ASSISTANTS, window_of_assistant),
     ("dtype", (*HEADS, *ASSISTANTS), rounded_weights),
     ("QAT pair", ASSISTANTS, qat_with_plain),
 )
-"""Causes of low acceptance that are visible at load: name, drafters that they apply to, and the check."""
+"""Causes of low acceptance that are visible at load."""
 
 
 def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None, spec: SpecConfig) -> None:
@@ -129,11 +133,16 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
         each = f"a round drafts up to {asked} where that pays" if spec.adaptive else f"every round drafts {asked}"
         message = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
         logger.warning(message, asked, last_part(path), own, each, own)
-    subject = CheckedPair(target, model_of(drafter), tokenizer)
-    for name, kinds, see in LOAD_SYMPTOMS:
+    for name, symptom in visible_symptoms(CheckedPair(target, model_of(drafter), tokenizer)):
+        message = "the drafter will be accepted less than it could be (%s): %s; %s"
+        logger.warning(message, name, symptom.what, symptom.do)
+
+
+def visible_symptoms(subject: CheckedPair, checks: Sequence[Check] = LOAD_SYMPTOMS) -> Iterator[tuple[str, Symptom]]:
+    """Name and symptom of every cause that a check sees."""
+    for name, kinds, see in checks:
         if isinstance(subject.drafter, kinds) and (symptom := see(subject.drafter, subject)) is not None:
-            message = "the drafter will be accepted less than it could be (%s): %s; %s"
-            logger.warning(message, name, symptom.what, symptom.do)
+            yield name, symptom
 
 
 def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:

@@ -29,8 +29,8 @@ from specdec.draft_models.checkpoints.checkpoint_files import damaged_file, read
 from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.published import BUNDLED_NAMES, resolve_name
-from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
+from specdec.models.quantised.quantised_weights import require_values_read
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
 from specdec.models.weight_storage import weights_in_words
 from specdec.modules.transformers_names import auto_class, config_read_as

@@ -96,8 +96,8 @@ class Scene:
         return table.allocator.translate(group, PrimaryLoc(table.slots.tensor[row, :length]))
 
     def states(self) -> list[torch.Tensor]:
-        """The state [rows, H] that an EAGLE-3 worker keeps for each row."""
-        return [self.worker._hidden] if hasattr(self.worker, "_hidden") else []
+        """The states [rows, H] that an EAGLE-3 worker keeps for each row."""
+        return [*self.worker._last.flatten(0, 1)] if hasattr(self.worker, "_last") else []
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)

@@ -36,8 +36,8 @@ from specdec.gpu.exchange_kernels import (
     pull_kernel,
 )
 from specdec.gpu.operations import FAST, KERNELS, Operations
+from specdec.gpu.ranks import map_tensors
 from specdec.gpu.stage_clock import StageClock
-from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options
 from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 from specdec.kvcache.layer_context import Destination, Recurrence

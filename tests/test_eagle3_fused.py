@@ -11,7 +11,8 @@ from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, FusedHead, HeadOutput, PlainHead
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, FusedHead, PlainHead
+from specdec.draft_models.heads.feedback_drafts import ModuleRows
 from specdec.draft_models.heads.fused_layers import EchoContext, fuse_in_place
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
@@ -83,16 +84,16 @@ def chosen(plain: PlainHead, ops: Operations) -> tuple[Any, str | None]:
 
 
 @torch.inference_mode()
-def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tensor]:
+def run(form: PlainHead | FusedHead) -> tuple[ModuleRows, ModuleRows, torch.Tensor]:
     spec, random = form.head.spec, torch.Generator().manual_seed(5)
     states = torch.randn((2, 3, spec.feature_size), generator=random).to(DEVICE)
     tokens = torch.randint(VOCAB, (2, 3), generator=random).to(DEVICE)
     positions = torch.arange(6, device=DEVICE).view(2, 3) * 7
     hidden = torch.randn((2, 1, spec.hidden_size), generator=random).to(DEVICE)
     with capturable():
-        first = form.run(tokens, form.features(states), positions, EchoContext())
-        second = form.run(tokens[:, :1], hidden.expand(-1, 1, -1), positions[:, :1], EchoContext())
-        return first, second, form.logits(form.norm(second.state))
+        first = form.run(0, tokens, form.first_state(states), positions, EchoContext())
+        second = form.run(0, tokens[:, :1], hidden.expand(-1, 1, -1), positions[:, :1], EchoContext())
+        return first, second, form.logits(second.z)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_replaced_weights_are_read_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"hidden_act": "relu"}, "its MLP is gated by 'relu'"),
+        ({"hidden_act": "relu"}, "its MLP is gated by ReLU"),
         ({"biases": biases("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}, "its MLP has biases"),
         ({"biases": biases("self_attn.q_proj")}, "some of its attention projections have biases"),
     ],

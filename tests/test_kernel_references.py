@@ -13,7 +13,7 @@ import torch
 from packed_weights import CODES, random_weight
 
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.ranks import map_tensors
 from specdec.kvcache.layout import PrimaryLoc
 from specdec.layers.embedding import embed, embed_and_norm
 from specdec.layers.gated_delta import COLUMNS, DeltaHeads, delta_heads, delta_inputs, gate_norm

@@ -283,8 +283,6 @@ def change(model: Any, what: str) -> None:
             first.self_attn.register_forward_hook(lambda *_: None)
         case "activation":
             first.mlp.act_fn = nn.ReLU()
-        case "config":
-            model.config.hidden_act = "relu"
         case "rope":
             model.rotary_emb.rope_type = "spiral"
         case "dtype":
@@ -300,8 +298,7 @@ def change(model: Any, what: str) -> None:
     [
         ("llama", {}, "adapter", "layers.1.mlp.up_proj is a"),
         ("llama", {}, "hooked", "layers.0.self_attn is hooked"),
-        ("llama", {}, "activation", "is not 'silu'"),
-        ("llama", {}, "config", "gated by 'relu'"),
+        ("llama", {}, "activation", "gated by ReLU"),
         ("llama", {}, "rope", "type 'spiral'"),
         ("llama", {}, "dtype", "more than one dtype"),
         ("llama", {}, "class", "Other has no fused form"),

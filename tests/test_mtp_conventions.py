@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.app import app
 from specdec.doctor import diagnose
-from specdec.draft_models.native_mtp.conventions import by_token, is_clearly_better
+from specdec.draft_models.native_mtp.conventions import by_token, clear_winner
 from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
-from specdec.draft_models.native_mtp.mtp_module import MtpModule
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, read_parts
 from specdec.loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS
 from specdec.models.target import TargetModel
@@ -60,7 +60,8 @@ def trainer(
         state, drawn = new_state(target, family), torch.Generator().manual_seed(1)
         for part in ("enorm.weight", "hnorm.weight", "norm.weight"):
             state[part] = torch.rand(state[part].shape, generator=drawn) * 1.5 + 0.5
-        module = MtpModule(state, target.user_decoder, family.like, 0)
+        parts = read_parts(state, target.user_decoder, family.like)
+        module = MtpModule(parts, target.user_decoder, family.like, 0)
         trainable = TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
         optimizer = MixedOptimizer(nn.ModuleDict(trainable.trained), 3e-3, 3e-2)
         for step in range(steps):
@@ -210,12 +211,12 @@ def test_conventions_that_make_no_difference_are_named_once_in_a_hundred_times()
     """At any scale, and ones that are better by a fifth of a standard deviation nearly always, on 512 tokens."""
     drawn = torch.Generator().manual_seed(0)
     own, others = torch.zeros(512), torch.randn((2000, 5, 512), generator=drawn) * 0.07
-    named = [any(is_clearly_better(other, own, 5) for other in each) for each in others]
+    named = [clear_winner(own, each) is not None for each in others]
     assert 0.005 < sum(named) / len(named) < 0.015
     better = others[:500, 0] + 0.07 / 5
-    assert sum(is_clearly_better(each, own, 5) for each in better) > 470
-    assert not is_clearly_better(better[0][:31] + 1, own[:31], 1)  # too few
-    assert not is_clearly_better(own + 1e-6, own, 1)  # rounding
+    assert sum(clear_winner(own, [own, own, each, own, own]) == 2 for each in better) > 470
+    assert clear_winner(own[:31], [better[0][:31] + 1]) is None  # too few
+    assert clear_winner(own, [own + 1e-6]) is None  # rounding
 
 
 CARRIES: tuple[dict[str, Any], ...] = ({}, {"normed_carry": False}, {"form": "T"})

@@ -152,8 +152,8 @@ def test_tiles_of_many_rows_over_packed_weights(
 def test_short_tiles_cover_the_rows_that_tall_tiles_leave(num_rows: int, programs: tuple[int, int], hopper: None):
     launch = choose_packed_rows(num_rows, empty_weight("e4m3-row", 20480, 2560), DEVICE)
     assert launch is not None
-    short = launch.short_programs(num_rows, 20480)
-    assert (launch.programs(num_rows, 20480) - short, short) == programs
+    row_tiles, num_tall, short = launch.count_programs(num_rows, 20480)
+    assert (row_tiles * num_tall, short) == programs
 
 
 @pytest.mark.parametrize("weight", TIMES)

@@ -17,7 +17,7 @@ from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, folded, 
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
-from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.ranks import map_tensors
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import RECORDS, CacheField
 from specdec.kvcache.recurrent_state import FOLD, StateShape

@@ -140,7 +140,7 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_key_value_heads": None}, r"k_proj.*num_key_value_heads=4"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the file says 1"),
         ({"target_hidden_size": 32}, "target_hidden_size=32, but target target says 16"),
-        ({"hidden_size": 20, "fc.weight": ones(20, 48)}, r"q_proj.weight is .* says \[24, 40\] .*hidden_size=20"),
+        ({"hidden_size": 20, "fc.weight": ones(20, 48)}, r"lm_head.weight is .* says \[20, 20\] .*hidden_size=20"),
         ({"hidden_size": None}, "config.json says no hidden_size"),
         ({"num_attention_heads": None}, "config.json says no num_attention_heads"),
         # kinds of values

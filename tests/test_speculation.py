@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specdec import Engine, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Worker
 from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
+from specdec.draft_models.heads.feedback_drafts import FeedbackWorker
 from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.result import NO_DRAFT
@@ -151,10 +151,10 @@ def drafter_state(engine: Engine, row: int) -> dict[str, torch.Tensor]:
     worker = engine.state.worker
     if isinstance(worker, Gemma4MTPWorker):
         return {"hidden": worker._seed_hidden[row].clone()}
-    assert isinstance(worker, Eagle3Worker)
+    assert isinstance(worker, FeedbackWorker)
     length = int(engine.table.committed_len.host[row])
     slots = torch.from_numpy(engine.table.slots.host[row, :length])
-    state = {"hidden": worker._hidden[row].clone()}
+    state = {"hidden": worker._last[:, :, row].clone()}
     for layer, kept in worker.store.layers.items():
         state |= {f"k{layer}": kept.k[slots], f"v{layer}": kept.v[slots]}
     return state

@@ -16,7 +16,7 @@ from split_engines import DETERMINISTIC, PARAMS, TREE, answers, engine_of, new_t
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpWorker
+from specdec.draft_models.heads.feedback_drafts import FeedbackWorker
 from specdec.errors import FrozenKVError
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
@@ -30,7 +30,7 @@ from tiny_families import FULL, SLIDING, VOCAB
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tokens and parents of every tree that an assistant or an MTP module proposes."""
     seen: list[Any] = []
-    for kind in (Gemma4MTPWorker, NativeMtpWorker):
+    for kind in (Gemma4MTPWorker, FeedbackWorker):
 
         def noted(worker: Any, batch: Any, propose: Any = kind.propose) -> Any:
             tree = propose(worker, batch)

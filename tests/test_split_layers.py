@@ -23,8 +23,7 @@ from specdec.attention.kernels.tree_attention import choose_key_split, tree_atte
 from specdec.attention.plan import Pack, RunSlots
 from specdec.draft_models.lookup import NgramDrafter
 from specdec.gpu.operations import KERNELS, REFERENCE
-from specdec.gpu.ranks import PeerRanks, Ranks
-from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.ranks import PeerRanks, Ranks, map_tensors
 from specdec.layers.gemm.product import Product, choose_split_k
 from specdec.layers.latent import LatentParts, LatentProduct, expand_latent
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts

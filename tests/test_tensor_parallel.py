@@ -28,8 +28,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
-from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
-from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks, map_tensors
 from specdec.layers.gemm.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.gemm.product import split_k_of
 from specdec.layers.split.layer_shares import embedding_share

@@ -21,6 +21,7 @@ from specdec.draft_models.checkpoints.drafter_formats import (
     GEMMA4_BLOCK,
     HF_BLOCK,
     SPECULATORS_BLOCK,
+    published_names,
 )
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 
@@ -99,8 +100,7 @@ def _make_spec(files: HeadFiles, target: TargetInfo) -> BlockSpec:
         ("draft_vocab_size", "the file, by its lm_head.weight,"): drafted or target.vocab_size,
     }
     files.require_same(stated, target)
-    names = [files.config.get("speculators_model_type"), *(files.config.get("architectures") or ())]
-    shifted = settings.get("sample_from_anchor", any("dspark" in str(name).lower() for name in names))
+    shifted = settings.get("sample_from_anchor", "dspark" in published_names(files.config))
     causal = {key: settings[key] for key in ("causal_head", "causal", "is_causal") if key in settings}
     if len(set(causal.values())) > 1:
         raise CheckpointError(f"{causal} contradict each other about whether blocks are causal")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
+from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
-from specdec.draft_models.block.block_head import BlockHead, FusedBlock, PlainBlock, TapContext
+from specdec.draft_models.block.block_head import BlockHead, FusedBlock, PlainBlock
 from specdec.draft_models.checkpoints.checkpoint_files import equals_weight
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
 
@@ -42,7 +43,8 @@ class BlockWorker(StoreWorker):
     @torch.inference_mode()
     def observe(self, seen: Observation | PromptObservation) -> None:
         (states, _), plan = self.rows_of(seen), self.plan_of(seen)
-        self.drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
+        context = ForwardContext(plan, self.own_view, self.drafter.spec.windows, attention={}, states={})
+        self.drafter.form.observe(states, plan.positions, context)
 
     observe_prompts = observe
 

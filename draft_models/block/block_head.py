@@ -17,13 +17,13 @@ Like an EAGLE-3 head, it may draft only some of the target's tokens: `lm_head` a
 these.
 
 K/V of a position depend on the target's states at that position, never on drafts. One forward drafts a whole block. A
-head holds no K/V and knows no requests: `HeadContext` and `TapContext` tell it where K/V are. If fused layers cannot
-express a head, it runs as a `PlainBlock`.
+head holds no K/V and knows no requests: a `HeadContext` tells it where K/V are. If fused layers cannot express a head,
+it runs as a `PlainBlock`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,9 +34,9 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.draft_attention import BlocksAttention, DraftAttend
+from specdec.attention.bridge import AttentionContext, ForwardContext
+from specdec.attention.draft_attention import BlocksAttention
 from specdec.attention.kernels.draft_block import NodeOrder
-from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import FULL, Gemma4BlockLayer, SuccessorHead, gemma4_config
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
@@ -46,13 +46,10 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    attend_in,
     embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
-from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layer_context import Destination
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
@@ -70,7 +67,7 @@ class BlockSpec(HeadSpec):
     token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
     from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
     successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
-    are Gemma 4's; keys_are_values and softcap (of logits) then apply.
+    are Gemma 4's; keys_are_values then applies.
     """
 
     block_size: int
@@ -87,7 +84,6 @@ class BlockSpec(HeadSpec):
     successor_rank: int = 0
     is_gemma4: bool = False
     keys_are_values: bool = False
-    softcap: float | None = None
 
     def has_bias(self, name: str) -> bool:
         return self.attention_bias and ".self_attn." in name
@@ -122,10 +118,7 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 class BlockHead(HeadModule):
-    """A head of this spec, randomly initialised. `read_block` loads one from a checkpoint.
-
-    embed_tokens, lm_head: None if the head shares the target's.
-    """
+    """A head of this spec, randomly initialised. `read_block` loads one from a checkpoint."""
 
     spec: BlockSpec
 
@@ -141,13 +134,8 @@ class BlockHead(HeadModule):
         self.rotary_emb = rotary(config)
         self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
         self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
-        self.embed_tokens: nn.Embedding | None = None
         if spec.owns_embed and spec.is_gemma4:
             self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
-        elif spec.owns_embed:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
-        rows = spec.draft_vocab_size
-        self.lm_head = None if rows is None else nn.Linear(hidden, rows, bias=False)
         self.markov_head = None if spec.successor is None else SuccessorHead(spec)
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
@@ -160,12 +148,12 @@ class BlockHead(HeadModule):
         normed: torch.Tensor = self.hidden_norm(self.fc(states))
         return normed
 
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: DraftAttend) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
         rotary = self.rotary(embeds, positions)
         hidden = embeds
         for layer in self.layers:
-            hidden = layer(hidden, rotary, attend)
+            hidden = layer(hidden, rotary, context)
         normed: torch.Tensor = self.norm(hidden)
         return normed
 
@@ -177,7 +165,8 @@ def block_states(
     pos: torch.Tensor,
     states: torch.Tensor,
     places: torch.Tensor,
-    form: Callable[[DraftAttend], DraftAttend] = lambda attend: attend,
+    *,
+    in_float32: bool = False,
 ) -> torch.Tensor:
     """Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K,
     H]."""
@@ -195,53 +184,16 @@ def block_states(
 
     attention = BlocksAttention(
         spec.windows,
-        spec.scaling,
         pos,
         places,
         size=spec.block_size,
         causal=spec.causal,
         anchored=spec.anchored,
+        in_float32=in_float32,
         keys_values=keys_values,
     )
-    out: torch.Tensor = head(embeds, block_pos.flatten(1), form(attention)).unflatten(1, (-1, spec.block_size))
+    out: torch.Tensor = head(embeds, block_pos.flatten(1), attention).unflatten(1, (-1, spec.block_size))
     return out
-
-
-class TapContext(NamedTuple):
-    """Stores the K/V of committed positions in the drafter's store, at the slots of `plan`."""
-
-    plan: KVPlan
-    view: KVView
-
-    def destination(self, layer: int) -> Destination:
-        kept = self.view.writable_layer(layer)
-        return Destination(kept.k, kept.v, self.plan.write_slots(kept.group))
-
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v [B, Hkv, N, D]."""
-        kept = self.view.writable_layer(layer)
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        self.plan.backend.store(kept, self.plan.write_slots(kept.group), k, v)
-
-
-class KeptTaps:
-    """A `TapContext` that keeps K/V in its own tensors."""
-
-    def __init__(self, form: HeadForm, num_rows: int) -> None:
-        spec, weight = form.head.spec, form.head.fc.weight
-        shape = (2, spec.num_layers, num_rows, spec.num_kv_heads, spec.head_dim)
-        self.kept = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.slots: Any = torch.arange(num_rows, device=weight.device)
-
-    def destination(self, layer: int) -> Destination:
-        return Destination(self.kept[0, layer], self.kept[1, layer], self.slots)
-
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.kept[:, layer] = torch.stack([x.transpose(1, 2).flatten(0, 1) for x in (k, v)])
-
-    def rows(self) -> torch.Tensor:
-        """[T, everything of a row]."""
-        return self.kept.permute(2, 0, 1, 3, 4).flatten(1)
 
 
 class PlainBlock(HeadForm):
@@ -252,36 +204,38 @@ class PlainBlock(HeadForm):
         if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
             self.table = lambda tokens: embed_raw(table.weight, tokens)
 
-    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
+    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
+        taps = self.read_taps(states, positions)
+        for layer in range(self.head.spec.num_layers):
+            self.keys_values(layer, *taps, context)
+
+    def read_taps(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """c of these positions, and their rotary tables."""
         taps = self.head.taps(states)
-        rotary = self.head.rotary(taps, positions)
-        for layer in self.head.layers:
-            attention: Any = layer.self_attn
-            context.store(attention.layer, *attention.keys_values(taps, rotary))
+        return taps, self.head.rotary(taps, positions)
+
+    def keys_values(self, layer: int, taps: torch.Tensor, rotary: Any, context: Any) -> tuple[torch.Tensor, ...]:
+        """Compute a layer's K and V [T, Hkv, D], and store them if the context has a destination."""
+        attention = self.head.layers[layer].self_attn
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in attention.keys_values(taps, rotary))
+        if (destination := context.destination(layer)) is not None:
+            context.plan.backend.store(context.view.writable_layer(layer), destination.slots, k, v)
+        return k, v
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
         """A block's tokens and positions [B, K] -> states after the final norm [B, K, H]."""
-        states: torch.Tensor = self.head(self.table(tokens), positions, attend_in(context, self.head.spec.scaling))
+        states: torch.Tensor = self.head(self.table(tokens), positions, context)
         return states
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """States after the final norm [B, N, H] -> [B, N, V], without a successor head's bias."""
-        logits: torch.Tensor = self.lm_head(states)
-        cap = self.head.spec.softcap
-        return logits if cap is None else (logits / cap).tanh() * cap
 
     def probed(self) -> torch.Tensor:
         """For six random rows: their K/V, and the states and logits of a block."""
-        spec, weight = self.head.spec, self.head.fc.weight
-        random = torch.Generator().manual_seed(0)
-        states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
-        tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
-        taps: Any = KeptTaps(self, 6)
-        self.observe(states, tokens * 100, taps)
+        states, tokens = self.random_rows(self.head.fc.in_features)
+        taps = self.read_taps(states, tokens * 100)
+        kept = [x for layer in range(self.head.spec.num_layers) for x in self.keys_values(layer, *taps, EchoContext())]
         block = self.run(tokens, tokens * 100, EchoContext())
         out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
-        parts = [x.float() for x in (taps.rows(), out)]
+        parts = [x.float() for x in (torch.cat(kept, dim=1).flatten(1), out)]
         # normalised so that each part counts equally; a padding token's row may be 0
         return torch.cat([x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in parts], dim=-1)
 
@@ -302,17 +256,21 @@ class FusedBlock(PlainBlock):
         self.lm_head = fuse_linear(self.lm_head, ops)
         self.layers = FusedLayers(self.head, LLAMA.gain_of(self.head.norm), weights, ops)
 
-    def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
+    def read_taps(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
         self.layers.keep_in_step()
         product = self.ops(linear)(states.flatten(0, 1), self.head.fc.weight)
         _, taps = self.ops(norm)(product, pre=LLAMA.gain_of(self.head.hidden_norm))
-        angles = self.layers.angles(positions, taps.dtype)
-        for layer in self.layers.layers:
-            parts, weight = layer.parts, cast(torch.Tensor, layer.parts.qkv)
-            first = parts.heads.num_q * parts.heads.head_dim  # the last rows of the merged weight are those of K and V
-            bias = None if parts.qkv_bias is None else parts.qkv_bias[first:]
-            keys_values = self.ops(linear)(taps, weight[first:], bias)
-            self.ops(rope_store)(keys_values, parts.heads._replace(num_q=0), angles, context.destination(layer.index))
+        return taps, self.layers.angles(positions, taps.dtype)
+
+    def keys_values(self, layer: int, taps: torch.Tensor, rotary: Any, context: Any) -> tuple[torch.Tensor, ...]:
+        parts = self.layers.layers[layer].parts
+        weight = cast(torch.Tensor, parts.qkv)
+        first = parts.heads.num_q * parts.heads.head_dim  # the last rows of the merged weight are those of K and V
+        bias = None if parts.qkv_bias is None else parts.qkv_bias[first:]
+        product = self.ops(linear)(taps, weight[first:], bias)
+        _, k, v = self.ops(rope_store)(product, parts.heads._replace(num_q=0), rotary, context.destination(layer))
+        assert k is not None and v is not None, "a block's layers have K/V of their own"
+        return k, v
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
         self.layers.keep_in_step()

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP
 
-from specdec.attention.draft_attention import DraftAttend
+from specdec.attention.bridge import AttentionContext
 from specdec.draft_models.heads.head_modules import CosSin, HeadAttention
 
 FULL = "full_attention"
@@ -54,8 +54,8 @@ class Gemma4BlockLayer(nn.Module):
         self.post_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
         self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, x: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
-        y = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, attend))
+    def forward(self, x: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
+        y = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, context))
         out = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
         scaled: torch.Tensor = out * self.layer_scalar.to(out.dtype)
         return scaled

@@ -125,22 +125,25 @@ def is_speculators(config: Config) -> bool:
     return "speculators_model_type" in config
 
 
+def published_names(config: Config) -> str:
+    """The names of classes and of the kind of drafter in a config.json, in lower case."""
+    return " ".join(map(str, (*(config.get("architectures") or ()), config.get("speculators_model_type")))).lower()
+
+
 def is_eagle3_config(config: Config) -> bool:
     """Does this config.json belong to an EAGLE-3 head, or to a related kind that is refused by name? A plain Llama
     config with `draft_vocab_size` does (yuhuili's heads)."""
     if is_speculators(config):
         return config["speculators_model_type"] in ("eagle3", "peagle")
-    names = [str(name).lower() for name in config.get("architectures") or ()]
-    return any("eagle3" in name for name in names) or config.get("draft_vocab_size") is not None
+    return "eagle3" in published_names(config) or config.get("draft_vocab_size") is not None
 
 
 def is_block_config(config: Config) -> bool:
     """Does this config.json belong to a block drafter, of a family that runs here or of one that is refused by name?"""
-    named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return (
         isinstance(config.get(DFLASH_CONFIG), dict)
         or config.get("model_type") in HF_BLOCK_TYPES
-        or any(word in str(name).lower() for name in named for word in ("dflash", "dspark", "xpress"))
+        or any(word in published_names(config) for word in ("dflash", "dspark", "xpress"))
     )
 
 
@@ -160,8 +163,7 @@ def why_refused_block(config: Config) -> str | None:
     nested = config.get(DFLASH_CONFIG)
     keys = nested if isinstance(nested, Mapping) else {}
     names = ", ".join(map(str, config.get("architectures") or ["?"]))
-    named = f"{names} {config.get('speculators_model_type')}".lower()
-    if "dflash2" in named or any(str(key).startswith(("conv_", "selector_")) for key in keys):
+    if "dflash2" in published_names(config) or any(str(key).startswith(("conv_", "selector_")) for key in keys):
         return (
             f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
             "DFlash, DSpark or JetSpec drafter of the same target"

@@ -10,19 +10,20 @@
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
 Row i combines the feature of position i with the next token, so K/V of position i can be computed once token i + 1 is
-known. A head holds no K/V and knows no requests: the caller decides where K/V are (`DraftAttend`, `HeadContext`). If
+known. A head holds no K/V and knows no requests: the caller decides where K/V are (`HeadContext`). If
 fused layers cannot express a head (biases in the MLP, other activations), it runs as a `PlainHead`.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.draft_attention import DraftAttend
+from specdec.attention.bridge import AttentionContext
+from specdec.draft_models.heads.feedback_drafts import ModuleRows
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
@@ -31,7 +32,6 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    attend_in,
     embed_raw,
     llama_config,
 )
@@ -79,19 +79,16 @@ class FirstLayer(HeadLayer):
         self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def run_with_embeddings(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, attend: DraftAttend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, context: AttentionContext
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H] -> [B, N, H]."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.add_layer_output(normed if self.norm_before_residual else hidden, x, rotary, attend)
+        return self.add_layer_output(normed if self.norm_before_residual else hidden, x, rotary, context)
 
 
 class Eagle3Head(HeadModule):
-    """A head of this spec, randomly initialised. `checkpoint.read_head` loads one from a checkpoint.
-
-    embed_tokens, lm_head: None if the head shares the target's.
-    """
+    """A head of this spec, randomly initialised. `checkpoint.read_head` loads one from a checkpoint."""
 
     spec: Eagle3Spec
 
@@ -99,7 +96,6 @@ class Eagle3Head(HeadModule):
         super().__init__(spec)
         self.config = config = llama_config(spec)
         hidden, eps, states = spec.hidden_size, spec.rms_norm_eps, max(1, len(spec.aux_layers))
-        self.embed_tokens = nn.Embedding(spec.vocab_size, hidden) if spec.owns_embed else None
         self.input_norm = LlamaRMSNorm(spec.feature_size, eps) if spec.norm_before_fc else None
         norms = [LlamaRMSNorm(spec.target_hidden_size, eps) for _ in range(states)]
         self.fc_norm = nn.ModuleList(norms) if spec.fc_norm else None
@@ -108,8 +104,6 @@ class Eagle3Head(HeadModule):
             [FirstLayer(spec, config), *(HeadLayer(spec, i, config) for i in range(1, spec.num_layers))]
         )
         self.norm: nn.Module = LlamaRMSNorm(hidden, eps) if spec.final_norm else nn.Identity()
-        size = spec.draft_vocab_size
-        self.lm_head = None if size is None else nn.Linear(hidden, size, bias=spec.has_bias("lm_head"))
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
@@ -122,62 +116,47 @@ class Eagle3Head(HeadModule):
         return states if self.fc is None else self.fc(states)
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: DraftAttend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
         first: Any = self.layers[0]
-        hidden = first.run_with_embeddings(embeds, hidden, rotary, attend)
+        hidden = first.run_with_embeddings(embeds, hidden, rotary, context)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, rotary, attend)
+            hidden = layer(hidden, rotary, context)
         return hidden
-
-    def feedback(self, a: torch.Tensor) -> torch.Tensor:
-        """a -> hidden state of the next draft step."""
-        return self.norm(a) if self.spec.norm_output else a
-
-
-class HeadOutput(NamedTuple):
-    """a [B, N, H], and norm(a), which lm_head reads."""
-
-    state: torch.Tensor
-    normed: torch.Tensor
 
 
 class PlainHead(HeadForm):
-    """A head that runs its own modules. `FusedHead` is the other form.
+    """A head that runs its own modules, as a `FeedbackModel`. `FusedHead` is the other form."""
 
-    tokens, positions: [B, N]. The token of a row is the one after its position.
-    """
+    num_modules, applied_again = 1, True
 
-    def features(self, states: torch.Tensor) -> Any:
-        """Target states [B, N, A * Ht] -> g, from which `run` computes rows that the target has processed."""
+    def __init__(self, head: Eagle3Head, table: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__(head, table, lm_head)
+        self.windows, self.width = head.spec.windows, head.spec.hidden_size
+
+    def first_state(self, states: torch.Tensor) -> Any:
+        """Target states [B, N, A * Ht] -> g."""
         return self.head.features(states)
 
-    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
-        """Run rows of `features`, or a level of a draft: hidden [B, N, H] is the head's feedback."""
-        embeds = embed_raw(self.table.weight, tokens)
-        state = self.head(embeds, hidden, positions, attend_in(context, self.head.spec.scaling))
-        return HeadOutput(state, self.norm(state))
+    def run(
+        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext
+    ) -> ModuleRows:
+        """Run rows of g, or a level of a draft: hidden [B, N, H] is the head's feedback."""
+        state = self.head(embed_raw(self.table.weight, tokens).to(hidden.dtype), hidden, positions, context)
+        return self.rows(state, self.head.norm(state))
 
-    def norm(self, state: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.head.norm(state)
-        return normed
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """norm(a) [B, N, H] -> [B, N, draft V]."""
-        logits: torch.Tensor = self.lm_head(normed)
-        return logits
+    def rows(self, state: torch.Tensor, normed: torch.Tensor) -> ModuleRows:
+        """a and norm(a) [B, N, H] of rows."""
+        return ModuleRows(normed if self.head.spec.norm_output else state, normed)
 
     def probed(self) -> torch.Tensor:
         """States and logits of six rows of random features, then of the feedback: [12, H + draft V]."""
-        spec, weight = self.head.spec, next(self.head.parameters())
-        random = torch.Generator().manual_seed(0)
-        states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
-        tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
-        first = self.run(tokens, self.features(states), tokens * 100, EchoContext())
-        second = self.run(tokens, first.state, tokens * 100, EchoContext())
-        rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
+        states, tokens = self.random_rows(self.head.spec.feature_size)
+        first = self.run(0, tokens, self.first_state(states), tokens * 100, EchoContext())
+        second = self.run(0, tokens, first.carried, tokens * 100, EchoContext())
+        rows = [torch.cat([out.carried, self.logits(out.z)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()
 
 
@@ -199,10 +178,7 @@ class FusedHead(PlainHead):
         self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
         self.layers = FusedLayers(head, self.final_gain, weights, ops, beside=list(head.fc_norm or ()))
 
-    def norm(self, state: torch.Tensor) -> torch.Tensor:
-        return self.ops(norm)(Product.from_value(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
-
-    def features(self, states: torch.Tensor) -> Product:
+    def first_state(self, states: torch.Tensor) -> Product:
         """g [T, H], before fc's split sum is finished."""
         self.layers.keep_in_step()
         head, ops, states = self.head, self.ops, states.flatten(0, 1)
@@ -214,8 +190,10 @@ class FusedHead(PlainHead):
             _, states = ops(norm)(Product.from_value(states), pre=LLAMA.gain_of(head.input_norm))
         return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
-    def run(self, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
-        if not isinstance(hidden, Product):  # else `features` looked for weights that have moved
+    def run(
+        self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: HeadContext
+    ) -> ModuleRows:
+        if not isinstance(hidden, Product):  # else `first_state` looked for weights that have moved
             self.layers.keep_in_step()
             hidden = Product.from_value(hidden.flatten(0, 1))
         spec = self.head.spec
@@ -225,4 +203,4 @@ class FusedHead(PlainHead):
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
         state, x = self.layers.run(state, x, angles, context)
-        return HeadOutput(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))
+        return self.rows(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))

@@ -18,7 +18,6 @@ from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
-from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
 from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
@@ -34,7 +33,7 @@ class HeadSpec:
 
     aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
     layer; None: full attention. owns_embed: it has its own embedding table. draft_vocab_size: rows of its own lm_head;
-    None: it uses the target's.
+    None: it uses the target's. softcap: of logits.
     """
 
     hidden_size: int
@@ -52,6 +51,7 @@ class HeadSpec:
     qk_norm: bool = False
     owns_embed: bool = False
     draft_vocab_size: int | None = None
+    softcap: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -95,14 +95,17 @@ class HeadContext(AttentionContext, LayerContext, Protocol):
 
 
 class HeadModule(nn.Module):
-    """The modules of a head. target_ids [draft V]: target token of each token that it drafts; None: full vocabulary."""
+    """The modules of a head. target_ids [draft V]: target token of each token that it drafts; None: full vocabulary.
+    embed_tokens, lm_head: None if the head shares the target's."""
 
     target_ids: torch.Tensor | None
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, rows = spec, spec.draft_vocab_size
         self.register_buffer("target_ids", None, persistent=False)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if spec.owns_embed else None
+        self.lm_head = None if rows is None else nn.Linear(spec.hidden_size, rows, bias=spec.has_bias("lm_head"))
 
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move the head. RoPE frequencies stay float32: `.to(dtype)` would round them."""
@@ -119,18 +122,22 @@ class HeadForm(ABC):
         self.table: Any = table if head.embed_tokens is None else head.embed_tokens
         self.lm_head = lm_head if head.lm_head is None else head.lm_head
 
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """States after the final norm [B, N, H] -> [B, N, draft V], without a successor head's bias."""
+        logits: torch.Tensor = self.lm_head(states)
+        cap = self.head.spec.softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def random_rows(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Six random target states [2, 3, width] and tokens [2, 3], for `probed`."""
+        weight: torch.Tensor = next(self.head.parameters())
+        states = torch.randn((2, 3, width), generator=torch.Generator().manual_seed(0))
+        tokens = torch.arange(6, device=weight.device).view(2, 3) % self.head.spec.vocab_size
+        return states.to(weight.device, weight.dtype), tokens
+
     @abstractmethod
     def probed(self) -> torch.Tensor:
         """Results [R, W] float32 for random rows, by which two forms are compared."""
-
-
-def attend_in(context: HeadContext, scaling: float) -> DraftAttend:
-    """The attention of a forward in the form that a head's modules call."""
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
-
-    return attend
 
 
 def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -185,9 +192,10 @@ class HeadAttention(nn.Module):
         v = k if self.v_proj is None else self.v_proj(x)
         return apply_rotary_pos_emb(self._by_head(k, self.k_norm), *rotary), self._by_head(v, self.v_norm)
 
-    def forward(self, x: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
         q = apply_rotary_pos_emb(self._by_head(self.q_proj(x), self.q_norm), *rotary)
-        out: torch.Tensor = self.o_proj(attend(self.layer, q, *self.keys_values(x, rotary)).flatten(2))
+        call = AttentionCall(self.layer, q, *self.keys_values(x, rotary), self.scaling, None, None, None, {})
+        out: torch.Tensor = self.o_proj(context.attend(call).flatten(2))
         return out
 
     def _by_head(self, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
@@ -207,13 +215,13 @@ class HeadLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
 
-    def forward(self, hidden: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
-        return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, attend)
+    def forward(self, hidden: torch.Tensor, rotary: CosSin, context: AttentionContext) -> torch.Tensor:
+        return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, context)
 
     def add_layer_output(
-        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, attend: DraftAttend
+        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, context: AttentionContext
     ) -> torch.Tensor:
         """Residual + attention(x), then + MLP of the sum."""
-        y = residual + self.self_attn(x, rotary, attend)
+        y = residual + self.self_attn(x, rotary, context)
         out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
         return out

@@ -7,11 +7,12 @@
 An observation is a token of the target's answers, with its mean probability in the drafts made 1 to STEPS tokens
 earlier: the rate at which they would be accepted. So each token counts once, and for at most one accepted draft.
 Log-probabilities are unsuitable: the large negative values of tokens that no draft would hit dominate the mean.
-Conventions are compared token by token; `is_clearly_better` decides whether a difference is chance.
+Conventions are compared token by token; `clear_winner` decides whether a difference is chance.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import NormalDist
@@ -99,12 +100,12 @@ def standard_errors(now: torch.Tensor, than: torch.Tensor) -> float:
     return float(gains.mean()) * math.sqrt(len(gains)) / max(float(gains.std()), ROUNDING)
 
 
-def is_worth_more(now: torch.Tensor, than: torch.Tensor) -> bool:
-    """Do conventions further from the drafter's own explain a text better than nearer ones?"""
-    return standard_errors(now, than) >= NEARER
-
-
-def is_clearly_better(now: torch.Tensor, own: torch.Tensor, tried: int) -> bool:
-    """Is this one of `tried` other conventions better than the drafter's own? ALPHA is the error for all of them
-    together."""
-    return standard_errors(now, own) >= NormalDist().inv_cdf(1 - ALPHA / tried)
+def clear_winner(own: torch.Tensor, others: Sequence[torch.Tensor]) -> int | None:
+    """Which of `others`, the nearest conventions first, explains a text best, if it is clearly better than the
+    drafter's own; None: none is. All are [N], for the same tokens. ALPHA is the error for all of them together."""
+    best, most = None, own
+    for number, theirs in enumerate(others):
+        if standard_errors(theirs, most) >= NEARER:
+            best, most = number, theirs
+    is_clear = best is not None and standard_errors(most, own) >= NormalDist().inv_cdf(1 - ALPHA / len(others))
+    return best if is_clear else None

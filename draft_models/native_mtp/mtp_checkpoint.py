@@ -19,12 +19,11 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
-    REQUIRED,
     SPECULATORS,
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, read_parts
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
@@ -74,16 +73,12 @@ def native_mtp_drafter(
                         f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
                         "read next to it says how; give drafter=DIR of the unquantised checkpoint"
                     )
-            lacking = [part for part in REQUIRED if not any(place.startswith(f"{part}.") for place in state)]
-            if lacking:
-                raise CheckpointError(
-                    f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}"
-                )
             for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and equals_weight(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's weight
             with about(f"its MTP module {number}"):
-                made.append(MtpModule(state, decoder, family.like, number, names, load_packed))
+                parts = read_parts(state, decoder, family.like, names, load_packed)
+                made.append(MtpModule(parts, decoder, family.like, number))
     drafter = NativeMtpDrafter(made, family, target)
     drafter.source = str(folder)
     return drafter

@@ -32,59 +32,23 @@ conversions) -> transformers' loading report."""
 
 
 class MtpModule(nn.Module):
-    """A module made from its tensors `state`, by place (`mtp_families.py`). decoder: the target's text model. like: its
-    layer that the block copies. number: the module's number, which indexes its K/V.
+    """A module made of its parts (`read_parts`). decoder: the target's text model. like: its layer that the block
+    copies. number: the module's number, which indexes its K/V. embed, head: the module's own; None: the target's."""
 
-    keys: of the tensors in the checkpoint; load_packed: loads packed tensors. embed, head: the module's own; None: the
-    target's. Raises CheckpointError if the tensors do not form such a module.
-    """
-
-    def __init__(
-        self,
-        state: State,
-        decoder: Any,
-        like: int,
-        number: int,
-        keys: Mapping[str, str] | None = None,
-        load_packed: LoadPacked | None = None,
-    ) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], decoder: Any, like: int, number: int) -> None:
         super().__init__()
-        rest = dict(state)
-        weight: torch.Tensor = decoder.norm.weight
-        self.width = width = len(weight)
-
-        def norm(part: str) -> nn.Module:
-            made: nn.Module = copy.deepcopy(decoder.norm)
-            made.weight = _parameter(rest.pop(f"{part}.weight"), weight, (width,), part)
-            return made
-
-        if (proj := rest.get("proj.weight")) is not None and proj.shape == (2 * width, width):
-            rest["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B stores it transposed
-        self.enorm, self.hnorm = norm("enorm"), norm("hnorm")
-        self.norm = norm("norm") if "norm.weight" in rest else nn.Identity()
-        self.embed: nn.Module | None = None
-        if "embed.weight" in rest:
-            table = rest.pop("embed.weight")
-            shape = max((decoder.config.vocab_size, *table.shape[:1])), width  # the table may be padded
-            self.embed = nn.Embedding(*shape, device="meta")
-            self.embed.weight = _parameter(table, weight, shape, "embed")
-        filled = filled_parts(rest, decoder, like, keys or {}, load_packed)
-        self.layer, self.proj, self.head = filled.layers[0], filled.proj, filled.head
-        self.number = number
+        self.enorm, self.hnorm, self.proj, self.layer = (parts[name] for name in ("enorm", "hnorm", "proj", "layer"))
+        self.norm = parts.get("norm", nn.Identity())
+        self.embed, self.head = parts.get("embed"), parts.get("head")
+        self.number, self.width = number, len(decoder.norm.weight)
         self._source = decoder, like
         self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity(), number)
 
     def like_layer(self, like: int) -> "MtpModule":
-        """A module of these weights (packed ones stay packed) with a block like another layer. Raises CheckpointError
-        if they do not fit."""
+        """A module of these weights (packed ones stay packed), unfused, with a block like another layer. Raises
+        CheckpointError if they do not fit."""
         decoder, parts = self._source[0], self.parts()
-        made = copy.copy(self)
-        made._modules = dict(self._modules)
-        made._source = decoder, like
-        made.enorm, made.hnorm, made.proj = parts["enorm"], parts["hnorm"], parts["proj"]  # the unfused forms
-        made.layer = layer_like(decoder, like, parts["layer"])
-        made.block = one_layer_decoder(decoder, like, made.layer, nn.Identity(), self.number)
-        return made
+        return MtpModule(parts | {"layer": layer_like(decoder, like, parts["layer"])}, decoder, like, self.number)
 
     def parts(self) -> dict[str, nn.Module]:
         """The module's own parts by name; `block` is the layer with the weights."""
@@ -215,25 +179,32 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
     return private_copy(single)
 
 
-def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str], load_packed: LoadPacked | None) -> Any:
-    """Build the projection, the head if there is one, and a layer of the target's class from these tensors, in the
-    dtypes of the target's layers. Attention is like layer `like`. The MLP is like the nearest layer with experts if the
-    tensors have experts, else like the nearest without. Raises CheckpointError if tensors do not fit."""
+def read_parts(
+    state: State, decoder: Any, like: int, keys: Mapping[str, str] | None = None, load_packed: LoadPacked | None = None
+) -> dict[str, nn.Module]:
+    """Make a module's parts from its tensors `state`, by place (`mtp_families.py`), in the dtypes of the target's
+    layers. The layer is of the target's class: its attention is like layer `like`, its MLP like the nearest layer with
+    experts if the tensors have experts, else like the nearest without. keys: of the tensors in the checkpoint;
+    load_packed: loads packed tensors. Raises CheckpointError if tensors do not fit."""
     layers, mlp = decoder.layers, nearest_mlp(decoder, like, _has_experts(state))
     expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
     expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
     with torch.device("meta"):
-        holder: Any = _Holder(decoder.config, empty_layer(decoder, like, mlp), state)
+        holder: Any = _Holder(decoder, empty_layer(decoder, like, mlp), state)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     tensors = {_in_holder(place): tensor for place, tensor in state.items()}
+    if (proj := tensors.get("proj.weight")) is not None and proj.shape == holder.proj.weight.shape[::-1]:
+        tensors["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B stores it transposed
     try:
         if load_packed is not None and not all(map(is_unquantised, tensors.values())):
-            info = load_packed(holder, tensors, {_in_holder(place): key for place, key in keys.items()}, mapping)
+            info = load_packed(
+                holder, tensors, {_in_holder(place): key for place, key in (keys or {}).items()}, mapping
+            )
         else:
             config = LoadStateDictConfig(weight_mapping=mapping)
             info, _ = convert_and_load_state_dict_in_model(model=holder, state_dict=tensors, load_config=config)
     except RuntimeError as error:
-        raise CheckpointError(f"its block cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"its tensors cannot be read: {first_line(error)}") from error
     faults = [f"{name.removeprefix('layers.0.')} is missing" for name in sorted(info.missing_keys)]
     faults += [f"{name.removeprefix('layers.0.')} is not known" for name in sorted(info.unexpected_keys)]
     faults += [
@@ -242,11 +213,16 @@ def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str],
     ]
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise CheckpointError(f"its block is no layer like the target's layer {like}: tensor {faults[0]}{more}")
+        raise CheckpointError(
+            f"it is no MTP module with a block like the target's layer {like}: tensor {faults[0]}{more}; it has "
+            f"{', '.join(sorted(state))}"
+        )
     for name, param in holder.named_parameters():
         param.data = param.data.to(expected.get(name, decoder.norm.weight))
         param.requires_grad_(False)
-    return holder.to(decoder.norm.weight.device).eval()
+    parts = dict(holder.to(decoder.norm.weight.device).eval().named_children())
+    [parts["layer"]] = parts.pop("layers")
+    return parts
 
 
 def _in_holder(place: str) -> str:
@@ -258,26 +234,26 @@ def _has_experts(names: Iterable[str]) -> bool:
 
 
 class _Holder(PreTrainedModel):
-    """Holds a layer, a projection and a head, so that transformers can load them."""
+    """Holds the parts that a module's tensors `state` name, so that transformers can load them."""
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+    base_model_prefix = "module"  # with "", transformers reads enorm and hnorm as norm
 
-    def __init__(self, config: Any, layer: nn.Module, state: State) -> None:
+    def __init__(self, decoder: Any, layer: nn.Module, state: State) -> None:
+        config = decoder.config
         super().__init__(config)
         self.all_tied_weights_keys: dict[str, str] = {}
         width = config.hidden_size
-        self.layers = nn.ModuleList([layer])
+        self.enorm, self.hnorm = copy.deepcopy(decoder.norm), copy.deepcopy(decoder.norm)
         self.proj = nn.Linear(2 * width, width, bias="proj.bias" in state)
-        self.head = None
+        self.layers = nn.ModuleList([layer])
+        if "norm.weight" in state:
+            self.norm = copy.deepcopy(decoder.norm)
+        if "embed.weight" in state:  # the table may be padded
+            self.embed = nn.Embedding(max(config.vocab_size, len(state["embed.weight"])), width)
         if any(place.startswith("head.") for place in state):
             self.head = nn.Linear(width, config.vocab_size, bias="head.bias" in state)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Accept any implementation: nothing runs here."""
         return requested_experts or "eager"
-
-
-def _parameter(stored: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], part: str) -> nn.Parameter:
-    if tuple(stored.shape) != shape:
-        raise CheckpointError(f"its {part} is {list(stored.shape)}, expected {list(shape)}")
-    return nn.Parameter(stored.to(like.device, like.dtype).contiguous(), requires_grad=False)

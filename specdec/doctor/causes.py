@@ -301,10 +301,3 @@ CAUSES = (
     Cause(name="template", kinds=ANY, changes=templates, least=MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=thinking, least=MIN_GAIN_OF_PROMPTS),
 )
-
-
-def visible_symptoms(subject: CheckedPair) -> Iterator[tuple[str, Symptom]]:
-    """Name and symptom of every cause that shows a sign, found without generating."""
-    for name, kinds, see in SIGNS:
-        if isinstance(subject.drafter, kinds) and (symptom := see(subject.drafter, subject)) is not None:
-            yield name, symptom

@@ -123,7 +123,7 @@ class Finding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A change that was tried. gain: in expected accepted length; greedy: in greedy accepted length; t: the gain in
-    standard errors over the prompts; named: is it clearly better?"""
+    standard errors over the prompts; named: is it clearly better (of conventions: the best)?"""
 
     cause: str
     what: str

@@ -9,10 +9,11 @@ try       each change, after every place of the text   the largest clear gain is
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+
+import torch
 
 from specdec.config import SamplingParams
-from specdec.doctor.causes import CAUSES, Cause, Change, visible_symptoms
+from specdec.doctor.causes import CAUSES, SIGNS, Cause, Change
 from specdec.doctor.diagnosis import (
     Acceptance,
     Diagnosis,
@@ -23,13 +24,13 @@ from specdec.doctor.diagnosis import (
     measured_by_engine,
     measured_densely,
 )
-from specdec.doctor.examined_pair import ExaminedPair, Watched, pair_facts
+from specdec.doctor.examined_pair import ExaminedPair, pair_facts, watched_drafter
 from specdec.draft_models.model_and_lookup import model_of
-from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, is_clearly_better, is_worth_more
+from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.load_check import CheckedPair, Symptom, drafter_path
+from specdec.load_check import CheckedPair, Symptom, drafter_path, visible_symptoms
 from specdec.models.published import HELD_OUT_PROBLEMS, published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.drafts.dense_drafts import DENSE_FORMS, RecordedText, dense_drafts, record
@@ -84,7 +85,7 @@ def diagnose(
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
     pair = ExaminedPair(engine=engine, drafter=drafter, prompts=prompts, chat=chat)
-    seen = visible_symptoms(CheckedPair(engine.target, drafter, engine.tokenizer))
+    seen = visible_symptoms(CheckedPair(engine.target, drafter, engine.tokenizer), SIGNS)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
@@ -143,13 +144,14 @@ class Examination:
         if not self.texts:
             return None
         pair, text = self.pair, self.texts[0]
-        watched: Any = Watched(pair.drafter, text.prompt_len)
+        seen: list[torch.Tensor] = []
+        watched = watched_drafter(pair.drafter, text.prompt_len, seen)
         prompt = text.tokens[: text.prompt_len].tolist()
         replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
-        if watched.seen is None:
+        if not seen:
             return None
         exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
-        return ReferenceCheck.from_drafts(watched.seen, dense_drafts(pair.drafter, text, self.num_steps), exact)
+        return ReferenceCheck.from_drafts(seen[0], dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of the
@@ -179,16 +181,19 @@ class Examination:
             update(2 + number)
             if cause.name in done or not isinstance(self.pair.drafter, cause.kinds):
                 continue
-            changes = list(cause.changes(self.pair.drafter, self.pair))
-            for change in changes:
-                measured = self._measure(change.pair, change.prompts)
-                trial = Trial.compare(cause.name, change.what, measured, self.measured, cause.least)
+            tried = [
+                (each, self._measure(each.pair, each.prompts)) for each in cause.changes(self.pair.drafter, self.pair)
+            ]
+            winner = (
+                clear_winner(self.measured.by_token, [now.by_token for _, now in tried]) if cause.by_token else None
+            )
+            for turn, (change, now) in enumerate(tried):
+                trial = Trial.compare(cause.name, change.what, now, self.measured, cause.least)
                 if cause.by_token:
-                    better = is_clearly_better(measured.by_token, self.measured.by_token, len(changes))
-                    trial = replace(trial, named=better)
+                    trial = replace(trial, named=turn == winner)
                 trials.append(trial)
-                if trial.named and (best is None or _is_better(cause, measured, best)):
-                    best = cause, change, measured
+                if trial.named and (best is None or now.length > best[2].length):
+                    best = cause, change, now
         return best
 
     def _measure(self, pair: ExaminedPair, new_prompts: bool = False) -> Measured:
@@ -202,12 +207,6 @@ class Examination:
 
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
-
-
-def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Measured]) -> bool:
-    if cause.by_token and best[0] is cause:
-        return is_worth_more(measured.by_token, best[2].by_token)
-    return measured.length > best[2].length
 
 
 def default_prompts(engine: Engine) -> list[str | list[int]]:

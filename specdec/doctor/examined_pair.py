@@ -3,6 +3,7 @@
 A change of a pair is another `ExaminedPair`; the target is never changed.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -80,31 +81,28 @@ class ExaminedPair:
         return self.engine.encode(prompt)
 
 
-class Watched:
-    """Wraps a drafter and keeps the first logits of its first draft after `root` in `seen`: [V] float32."""
+def watched_drafter(drafter: Drafter, root: int, seen: list[torch.Tensor]) -> Drafter:
+    """A copy of a drafter. It adds the first logits [V] float32 of its first draft after `root` to `seen`."""
 
-    def __init__(self, drafter: Drafter, root: int) -> None:
-        self._drafter, self._root = drafter, root
-        self.seen: torch.Tensor | None = None
+    def noted(batch: DraftBatch, draw: Callable[..., Any], logits: torch.Tensor, *given: Any) -> Any:
+        if not seen and batch.history_len.tolist() == [root + 1]:
+            seen.append(logits[0, 0].float().clone())
+        return draw(logits, *given)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def bind(self, binding: Binding) -> DraftWorker:
-        worker = self._drafter.bind(binding)
+    def bind(binding: Binding) -> DraftWorker:
+        worker = drafter.bind(binding)
         propose = worker.propose
 
         def watched(batch: DraftBatch) -> DraftTree:
-            sample, best = (partial(self._note, batch, draw) for draw in (batch.sample, batch.best))
+            sample, best = (partial(noted, batch, draw) for draw in (batch.sample, batch.best))
             return propose(replace(batch, sample=sample, best=best, params=None))
 
         worker.propose = watched  # type: ignore[method-assign]
         return worker
 
-    def _note(self, batch: DraftBatch, draw: Callable[..., Any], logits: torch.Tensor, *given: Any) -> Any:
-        if self.seen is None and batch.history_len.tolist() == [self._root + 1]:
-            self.seen = logits[0, 0].float().clone()
-        return draw(logits, *given)
+    made = copy.copy(drafter)
+    made.bind = bind  # type: ignore[method-assign]
+    return made
 
 
 def pair_facts(pair: ExaminedPair) -> dict[str, str]:
@@ -147,17 +145,11 @@ def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
 
 def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
     config = drafter.assistant.config.get_text_config()
-    position = f"S{drafter.query_offset:+d}" if drafter.query_offset else "S"
-    rope = getattr(config, "rope_parameters", None) or {}
-    theta = {kind: part.get("rope_theta") for kind, part in rope.items() if isinstance(part, dict)}
     head = "centroids" if drafter.model.masked_embedding is not None else "dense"
     return {
         "format": f"Gemma 4 MTP assistant, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {head} head",
-        "taps": f"final state; K/V of target layers {', '.join(map(str, drafter.layer_map))}",
-        "positions": f"queries at {position}, K/V frozen at [0, S)",
-        "rope": ", ".join(f"{kind} theta {value:g}" for kind, value in theta.items() if value) or "default",
-        "window": ", ".join(str(window or "none") for window in drafter.windows),
-        "tensors of its own": "lm_head" if not config.tie_word_embeddings else "none: lm_head is its embedding",
+        **{name: str(getattr(drafter, name)) for name in ("layer_map", "windows", "query_offset", "window_shift")},
+        **{name: str(getattr(config, name)) for name in ("rope_parameters", "tie_word_embeddings")},
     }
 
 

@@ -22,7 +22,12 @@ def free_bytes(device: torch.device) -> int:
     """Memory of the device that can be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return max(0, min([_available(), *(limit - used for limit, used in _limits())]))
+    kibibytes = _number(Path(ROOT, "proc/meminfo"), "MemAvailable:")  # with the page cache, which is freed on demand
+    if kibibytes is None:  # not Linux
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    else:
+        available = kibibytes * 1024
+    return max(0, min([available, *(limit - used for limit, used in _limits())]))
 
 
 def all_bytes(device: torch.device) -> int:
@@ -30,14 +35,6 @@ def all_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[1]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _limits())])
-
-
-def _available() -> int:
-    """Bytes available without swapping. The page cache counts: it is freed on demand, and may be most of the memory."""
-    kibibytes = _number(Path(ROOT, "proc/meminfo"), "MemAvailable:")
-    if kibibytes is None:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return kibibytes * 1024
 
 
 def _limits() -> Iterator[tuple[int, int]]:

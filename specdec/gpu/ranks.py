@@ -1,11 +1,5 @@
 """The devices that one model is split over, driven by one host thread, and their communication.
 
-    send      values of rank 0 -> the same on every rank                         at the beginning of a forward
-    gather    x_r [S, ...] float32 of each rank r -> [ranks * S, ...] on each, in the order of ranks
-    select    x_r [S, T, H] float32 of each rank r -> [S, T, H] on each, every part of a row from its owner
-    collect   x_r of each rank r -> [ranks, ...] on rank 0; between two collects rank 0 sends something
-    join      rank 0 continues when all launches on every rank are done
-
 `Ranks` is the form for one device: every rank is the same device, memory is shared, and work runs in the order of the
 calls. CPUs use it. `PeerRanks` are GPUs that reach each other's memory: the host launches phase by phase, so the work
 that a kernel waits for was launched before it. In a capture, the graphs of all ranks are launched together. Invariant:
@@ -15,6 +9,7 @@ all ranks hold the same bits.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +30,6 @@ from specdec.gpu.exchange_kernels import (
     programs_of,
     pull_kernel,
 )
-from specdec.gpu.tensor_tree import map_tensors
 from specdec.gpu.triton_shim import pdl_options, triton
 
 MAX_ROWS = 2048
@@ -59,18 +53,10 @@ class Ranks:
         return nullcontext()
 
     def put(self, rank: int, pieces: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """Concatenate tensors from any device on this rank, in new memory; a single tensor already there is returned
+        """Concatenate tensors of one device, in new memory on this rank; a single tensor already there is returned
         itself."""
-        device = self.devices[rank]
-        if len(pieces) == 1:
-            return pieces[0].to(device)
-        sizes = [piece.shape[dim] for piece in pieces]
-        shape = list(pieces[0].shape)
-        shape[dim] = sum(sizes)
-        whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
-        for place, piece in zip(whole.split(sizes, dim), pieces, strict=True):
-            place.copy_(piece)
-        return whole
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+        return whole.to(self.devices[rank])
 
     def reserve(self, numbers: int) -> None:
         """Make `room` for gathers of up to this many float32 numbers, counted over all ranks."""
@@ -88,7 +74,8 @@ class Ranks:
         """End the launches of a forward."""
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, to be read before the next."""
+        """[S, ...] float32 of each rank, contiguous -> [ranks * S, ...] for each rank, in the order of ranks, to be
+        read before the next."""
         whole = torch.cat(list(parts))
         return [whole] * len(self)
 
@@ -103,7 +90,8 @@ class Ranks:
         return [whole] * len(self)
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A contiguous tensor of each rank, all of one shape and dtype -> [ranks, ...] on rank 0."""
+        """A contiguous tensor of each rank, all of one shape and dtype -> [ranks, ...] on rank 0. Between two collects
+        rank 0 sends something."""
         return torch.stack(list(values))
 
     def join(self) -> None:
@@ -112,9 +100,9 @@ class Ranks:
     def check(self) -> None:
         """Raise DeviceLostError if a rank has failed to answer."""
 
-    def guarded(self, event: Any) -> Any:
-        """An event of rank 0 whose `synchronize` raises DeviceLostError instead of waiting for ever."""
-        return event
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of rank 0. Raises DeviceLostError instead of waiting for ever."""
+        event.synchronize()
 
 
 class PeerRanks(Ranks):
@@ -175,12 +163,12 @@ class PeerRanks(Ranks):
     def send(self, value: Any) -> list[Any]:
         with self.on(0):
             whole = map_tensors(value, torch.Tensor.contiguous)
-            self._held.append(whole)
-            self._launch(0, 0, len(self), halves="push")
+        self._held.append(whole)
+        self._launch(0, 0, len(self), halves="push")
         values = [value]
         for rank in range(1, len(self)):
+            self._launch(rank, 0, 1, halves="wait")
             with self.on(rank):
-                self._launch(rank, 0, 1, halves="wait")
                 values.append(map_tensors(whole, partial(_pull, device=self.devices[rank])))
         self._step += 1
         return values
@@ -207,23 +195,19 @@ class PeerRanks(Ranks):
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
         tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # without numbers only flags remain
-        for halves in self._halves():
+        # only a captured launch may wait for later launches of the host: loading a kernel for the first time may have
+        # to wait until every device is idle
+        captured = self.devices[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        for halves in ("push and wait",) if captured else ("push", "wait"):
             for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
                 offset = rank * part.numel() if own is None else 0
-                with self.on(rank):
-                    if tagged:
-                        self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)
-                    else:
-                        self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
+                if tagged:
+                    self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)
+                else:
+                    self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
         self._step += 1
         self._held.clear()  # a rank that has pushed has read all data sent to it
         return [buffer[first : first + num_whole] for buffer in self._buffers]
-
-    def _halves(self) -> Sequence[str]:
-        """The launches of an exchange on each rank. Only a captured launch may wait for later launches of the host:
-        loading a kernel for the first time may have to wait until every device is idle."""
-        captured = self.devices[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return ("push and wait",) if captured else ("push", "wait")
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, dtype = values[0].shape, values[0].dtype
@@ -237,22 +221,19 @@ class PeerRanks(Ranks):
             blocks = [numbers[first : first + at_once] for numbers in flat]
             size = len(blocks[0])
             for rank, block in enumerate(blocks):
-                with self.on(rank):
-                    self._launch(rank, size, 1, block, rank * size, halves="push")
+                self._launch(rank, size, 1, block, rank * size, halves="push")
             self._meet(size)
             out[:, first : first + size] = self._buffers[0][: len(self) * size].view(len(self), size)
         return out.view(dtype).view(len(self), *shape)
 
     def join(self) -> None:
         for rank in range(len(self)):
-            with self.on(rank):
-                self._launch(rank, 0, 1, halves="push")
+            self._launch(rank, 0, 1, halves="push")
         self._meet(0)
 
     def _meet(self, num: int) -> None:
         """Rank 0 waits until every rank has pushed `num` numbers to it."""
-        with self.on(0):
-            self._launch(0, num, len(self), halves="wait")
+        self._launch(0, num, len(self), halves="wait")
         self._step += 1
         self._held.clear()
 
@@ -265,8 +246,11 @@ class PeerRanks(Ranks):
                 "other programs, and make a new one"
             )
 
-    def guarded(self, event: Any) -> Any:
-        return None if event is None else _Guarded(event, self)
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        while not event.query():
+            self.check()
+            time.sleep(POLL_SECONDS)
+        self.check()
 
     def _launch(
         self,
@@ -282,47 +266,53 @@ class PeerRanks(Ranks):
         """One rank exchanges `num` numbers with each of the first `ranks` ranks. halves: "push", "wait", or both."""
         device = self.devices[rank]
         shape = (1, 1, num) if x is None or owners is None else x.shape
-        exchange_kernel[(programs_of(num), ranks)](
-            *(x, owners, self._out_table[rank], self._flag_table[rank]),
-            *(self._round[rank], self._error[rank], self._host_error[rank]),
-            *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
-            ASM=device.type == "cuda" and torch.version.cuda is not None,
-            STEPS=STEPS,
-            PROGRAMS=PROGRAMS,
-            BLOCK=NUMBERS,
-            num_warps=4,
-            **pdl_options(device),
-        )
+        with self.on(rank):
+            exchange_kernel[(programs_of(num), ranks)](
+                *(x, owners, self._out_table[rank], self._flag_table[rank]),
+                *(self._round[rank], self._error[rank], self._host_error[rank]),
+                *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
+                ASM=device.type == "cuda" and torch.version.cuda is not None,
+                STEPS=STEPS,
+                PROGRAMS=PROGRAMS,
+                BLOCK=NUMBERS,
+                num_warps=4,
+                **pdl_options(device),
+            )
 
     def _launch_tagged(self, rank: int, part: torch.Tensor, out: torch.Tensor, *, halves: str) -> None:
         """`_launch` for few numbers, to and from all ranks, in rank order."""
-        exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
-            *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
-            *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
-            *("push" in halves, "wait" in halves),
-            STEPS=STEPS,
-            EMPTY=EMPTY,
-            BLOCK=TAGGED_NUMBERS,
-            num_warps=1,
-            **pdl_options(self.devices[rank]),
-        )
+        with self.on(rank):
+            exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
+                *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
+                *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
+                *("push" in halves, "wait" in halves),
+                STEPS=STEPS,
+                EMPTY=EMPTY,
+                BLOCK=TAGGED_NUMBERS,
+                num_warps=1,
+                **pdl_options(self.devices[rank]),
+            )
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
         return [addresses.to(device) for device in self.devices]
 
 
-class _Guarded:
-    """An event whose wait checks the ranks for errors."""
-
-    def __init__(self, event: torch.cuda.Event, ranks: Ranks) -> None:
-        self._event, self._ranks = event, ranks
-
-    def synchronize(self) -> None:
-        while not self._event.query():
-            self._ranks.check()
-            time.sleep(POLL_SECONDS)
-        self._ranks.check()
+def map_tensors(value: Any, change: Callable[..., Any], *kinds: type) -> Any:
+    """Returns a nested value (frozen dataclasses, named tuples, tuples, lists and dicts) with `change` applied to each
+    of its tensors and to each part of these `kinds`; a value without any is returned itself."""
+    if isinstance(value, (torch.Tensor, *kinds)):
+        return change(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        new = {name: map_tensors(part, change, *kinds) for name, part in old.items()}
+        return value if all(new[name] is old[name] for name in old) else replace(value, **new)
+    if isinstance(value, dict):
+        return {name: map_tensors(part, change, *kinds) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [map_tensors(part, change, *kinds) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def _pull(source: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assi
 from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp, read_parts
 from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
@@ -298,10 +298,8 @@ def make_modules(spec: MtpSpec, target: DescribedTarget) -> list[MtpModule]:
     block, shapes = described_module(spec, target)
     shapes |= {f"block.{name}": tensor.shape for name, tensor in block.state_dict().items()}
     zeros = decoder.norm.weight.new_zeros
-    return [
-        MtpModule({place: zeros(shape) for place, shape in shapes.items()}, decoder, like, number)
-        for number in range(spec.modules)
-    ]
+    states = [{place: zeros(shape) for place, shape in shapes.items()} for _ in range(spec.modules)]
+    return [MtpModule(read_parts(state, decoder, like), decoder, like, number) for number, state in enumerate(states)]
 
 
 def described_module(spec: MtpSpec, target: DescribedTarget) -> tuple[nn.Module, dict[str, torch.Size]]:

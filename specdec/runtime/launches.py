@@ -47,15 +47,16 @@ class HostCopy:
     """
 
     def __init__(self, numbers: torch.Tensor, ranks: Ranks | None = None) -> None:
-        self._numbers, self._done = copy_to_host(numbers), None
+        self._numbers, self._done, self._ranks = copy_to_host(numbers), None, ranks
         if numbers.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-            self._done = done if ranks is None else ranks.guarded(done)
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def wait(self) -> IntArray:
         """The numbers, once everything launched before the copy has run."""
-        if self._done is not None:
+        if self._done is not None and self._ranks is not None:
+            self._ranks.wait_for(self._done)
+        elif self._done is not None:
             self._done.synchronize()
         array: IntArray = self._numbers.numpy()
         return array

@@ -18,12 +18,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from specdec.attention.draft_attention import ChainAttention
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states, spread_layers
 from specdec.draft_models.eagle3.checkpoint import write_head
-from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.heads.head_modules import embed_raw
+from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, PlainHead
+from specdec.draft_models.heads.feedback_drafts import chained_rows
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
@@ -52,21 +51,12 @@ class TrainableEagle3(TrainableDrafter):
             head.lm_head.weight.data.copy_(weight)
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
-        head = self.module
-        table: Any = self.target.embed.weight if head.embed_tokens is None else head.embed_tokens.weight
-        attention = ChainAttention(head.spec.windows, head.spec.scaling, batch.pos)
-        hidden = head.features(known["states"])
-        for step in range(steps):
-            attention.step = step
-            token = batch.ids.roll(-1 - step, 1)
-            a = head(embed_raw(table, token).to(hidden.dtype), hidden, batch.pos + step, attention)
-            yield a
-            hidden = head.feedback(a)
+        form = PlainHead(self.module, self.target.embed, self.target.head)
+        for out in chained_rows(form, batch.ids, known["states"], batch.pos, steps):
+            yield out.z
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        lm_head = self.module.lm_head or self.target.head
-        scores: torch.Tensor = lm_head(self.module.norm(states))
-        return scores
+        return PlainHead(self.module, self.target.embed, self.target.head).logits(states)
 
     def save(self, folder: Path) -> None:
         write_head(folder, self.module, self.target)

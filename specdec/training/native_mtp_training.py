@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdec.draft_models.heads.feedback_drafts import ModuleRows, chained_rows
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     by_config,
     module_count,
@@ -20,9 +21,9 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     stated_family,
     write_module,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter, chained_rows
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
-from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.loading import Checkpoint
 from specdec.models.target import TargetModel
@@ -57,7 +58,7 @@ class TrainableNativeMtp(TrainableDrafter):
             yield out.z
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        return self.drafter.logits(0, ModuleRows(states, states, states))
+        return self.drafter.logits(0, ModuleRows(states, states))
 
     def save(self, folder: Path) -> None:
         write_module(folder, self.drafter, self.target.model)
@@ -79,7 +80,8 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
         return TrainableNativeMtp(drafter, target)
     known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
     family = stated or by_config(next(known, MtpFamily()), target)
-    module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
+    parts = read_parts(new_state(target, family), target.user_decoder, family.like)
+    module = MtpModule(parts, target.user_decoder, family.like, 0)
     return TrainableNativeMtp(NativeMtpDrafter([module], family, target), target)
 
 

@@ -7,18 +7,17 @@ transformers' modules. Describing a model merges its QKV and gate / up weights i
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, Unfusable, WideNorms
 from specdec.layers.description.merge import WeightGroups, are_alike
-from specdec.layers.description.moe_families import experts_of, first_attribute, router_of
+from specdec.layers.description.moe_families import ACTIVATIONS, experts_of, first_attribute, router_of
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
 from specdec.layers.gemm.linear import Mlp
-from specdec.layers.gemm.product import reference_activate
 from specdec.layers.latent import LatentParts, LatentProduct
 from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_modules import weight_of
@@ -38,26 +37,16 @@ SCALED_EMBEDDINGS = frozenset(
 GATED_DELTA = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Recurrent modules with a fused form, which several families have."""
 
-_proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # verified activations and their names
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-
-class NormNames(NamedTuple):
-    """Attribute names of a layer's norms: before and after attention, before and after the MLP."""
-
-    input: str | None
-    attention: str | None
-    mlp_input: str | None
-    mlp: str | None
-
-
-PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-ONE_NORM = NormNames("input_layernorm", None, None, None)
-GEMMA_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+NORM_FIELDS = ("input_norm", "attention_norm", "mlp_input_norm", "mlp_norm")
+NORM_NAMES = (  # of GLM-4, Gemma, Llama, OLMo 2, Cohere
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, None, None),
 )
-GLM4_NORMS = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+"""Attributes of a layer that are its norms, in the order of NORM_FIELDS. The first row that a layer has counts."""
 
 ROUNDED = Norm(None, 0.0, round_first=True)
 FLOAT = Norm(None, 0.0)
@@ -77,17 +66,16 @@ def rotates_in_windows(attention: Any) -> bool:
 class LlamaLike:
     """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual) with a family's differences.
 
-    Other properties are read from the modules: biases, q/k norms, experts, sinks, merged weights, partial rotary,
-    multipliers of embeddings and residuals, rotary tables by kind of layer; and for Gemma 4 per-layer embeddings,
-    shared K/V, keys as values, experts next to an MLP. The defaults are Llama's.
+    Other properties are read from the modules: places of norms, biases, q/k norms, experts, sinks, merged weights,
+    partial rotary, multipliers of embeddings and residuals, rotary tables by kind of layer; and for Gemma 4 per-layer
+    embeddings, shared K/V, keys as values, experts next to an MLP. The defaults are Llama's.
 
-    norm_form: the form of its norms.   norms: their attribute names.   parallel: MLP and attention read one input.
+    norm_form: the form of its norms.   parallel: MLP and attention read one input.
     interleaved: RoPE rotates channels 2 j and 2 j + 1.   rotates: does a layer's attention use RoPE?
     softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: see `DecoderParts`.
     """
 
     norm_form: Norm = ROUNDED
-    norms: NormNames = PRE_NORMS
     parallel: bool = False
     interleaved: bool = False
     rotates: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
@@ -116,11 +104,11 @@ class LlamaLike:
             mixing = described_mixer(layer.linear_attn, merged)
         else:
             mixing = self._attention(attention, model, merged, index)
+        names = next(row for row in NORM_NAMES if all(name is None or hasattr(layer, name) for name in row))
         norms: dict[str, Any] = {
-            f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
-            for place, name in self.norms._asdict().items()
+            field: None if name is None else self.gain_of(getattr(layer, name))
+            for field, name in zip(NORM_FIELDS, names, strict=True)
         }
-        activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
         has_experts = hasattr(layer.mlp, "experts")
         mlp = first_attribute([layer.mlp], "shared_experts", "shared_expert") if has_experts else layer.mlp
         return LayerParts(
@@ -128,9 +116,9 @@ class LlamaLike:
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
-            mlp=None if mlp is None else _mlp(mlp, activation, merged),
+            mlp=None if mlp is None else _mlp(mlp, merged),
             moe=self._moe(layer),
-            ple=self._ple(layer, activation) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
+            ple=self._ple(layer) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
             scale=getattr(layer, "layer_scalar", None),
         )
 
@@ -203,10 +191,10 @@ class LlamaLike:
             norm=self.gain_of(layer.post_feedforward_layernorm_2),
         )
 
-    def _ple(self, layer: Any, activation: str) -> PleParts:
+    def _ple(self, layer: Any) -> PleParts:
         return PleParts(
             gate=weight_of(layer.per_layer_input_gate),
-            activation=_activation(layer.act_fn, activation),
+            activation=_activation(layer.act_fn),
             projection=weight_of(layer.per_layer_projection),
             norm=self.gain_of(layer.post_per_layer_input_norm),
         )
@@ -267,7 +255,7 @@ def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
             heads=DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, groups),
             conv=module.conv1d.weight[:, 0],
             conv_bias=module.conv1d.bias,
-            activation=_known_activation(module.activation),
+            activation=_activation(ACT2FN[module.activation]),
             decay=module.A_log,
             step_bias=module.dt_bias,
             norm=Norm(module.norm.weight, module.norm.variance_epsilon, round_first=True),
@@ -276,32 +264,21 @@ def described_mixer(module: Any, merged: WeightGroups) -> dict[str, Any]:
     }
 
 
-def _mlp(mlp: Any, activation: str, merged: WeightGroups) -> Mlp:
+def _mlp(mlp: Any, merged: WeightGroups) -> Mlp:
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
-    act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
-    named = _activation(act_fn, activation)
+    activation = _activation(mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn)
     limit = float(getattr(mlp, "limit", torch.inf))
-    return Mlp(gate_up=merged.linears(halves), activation=named, down=weight_of(mlp.down_proj), limit=limit)
+    return Mlp(gate_up=merged.linears(halves), activation=activation, down=weight_of(mlp.down_proj), limit=limit)
 
 
-def _activation(act_fn: nn.Module, name: str) -> str:
-    """The kernels' name for an activation, after checking that it computes what its name says."""
-    _known_activation(name)
-    if _proved.get(act_fn) != name:  # checked once: a later description may not wait for the device
-        x = torch.linspace(-4.0, 4.0, 33)
-        if not torch.allclose(act_fn(x), reference_activate(x, ACTIVATIONS[name]), atol=1e-5):
-            raise Unfusable(f"its MLP's act_fn ({type(act_fn).__name__}) is not {name!r}, as its config says")
-        _proved[act_fn] = name
-    return ACTIVATIONS[name]
-
-
-def _known_activation(name: str) -> str:
+def _activation(act_fn: nn.Module) -> str:
     """The kernels' name for an activation of transformers."""
-    if name not in ACTIVATIONS:
-        raise Unfusable(f"its MLP is gated by {name!r}; known: {sorted(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    if type(act_fn) not in ACTIVATIONS:
+        known = sorted(kind.__name__ for kind in ACTIVATIONS)
+        raise Unfusable(f"its MLP is gated by {type(act_fn).__name__}; known: {known}")
+    return ACTIVATIONS[type(act_fn)]
 
 
 def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, float]]:
@@ -320,24 +297,20 @@ def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, 
 
 
 FAMILIES: dict[str, LlamaLike] = {
-    "cohere.CohereModel": LlamaLike(norm_form=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
+    "cohere.CohereModel": LlamaLike(norm_form=CENTRED, parallel=True, interleaved=True),
     "cohere2.Cohere2Model": LlamaLike(
-        norm_form=CENTRED,
-        norms=ONE_NORM,
-        parallel=True,
-        interleaved=True,
-        rotates=lambda a: a.sliding_window is not None,
+        norm_form=CENTRED, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
     ),
     "deepseek_v3.DeepseekV3Model": LlamaLike(),
     "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
-    "exaone4.Exaone4Model": LlamaLike(norms=POST_NORMS, rotates=rotates_in_windows),
+    "exaone4.Exaone4Model": LlamaLike(rotates=rotates_in_windows),
     "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=rotates_in_windows),
-    "gemma2.Gemma2Model": LlamaLike(norm_form=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
-    "gemma3.Gemma3TextModel": LlamaLike(norm_form=PLUS_ONE, norms=GEMMA_NORMS),
-    "gemma4.Gemma4TextModel": LlamaLike(norm_form=FLOAT, norms=GEMMA_NORMS),
-    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(norm_form=FLOAT, norms=GEMMA_NORMS),
+    "gemma2.Gemma2Model": LlamaLike(norm_form=PLUS_ONE, softcaps=True),
+    "gemma3.Gemma3TextModel": LlamaLike(norm_form=PLUS_ONE),
+    "gemma4.Gemma4TextModel": LlamaLike(norm_form=FLOAT),
+    "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(norm_form=FLOAT),
     "glm.GlmModel": LlamaLike(interleaved=True),
-    "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
+    "glm4.Glm4Model": LlamaLike(interleaved=True),
     "glm4_moe.Glm4MoeModel": LlamaLike(),
     "glm4_moe_lite.Glm4MoeLiteModel": LlamaLike(),
     "gpt_oss.GptOssModel": LlamaLike(norm_form=FLOAT),
@@ -348,7 +321,7 @@ FAMILIES: dict[str, LlamaLike] = {
     "mimo_v2_flash.MiMoV2FlashModel": LlamaLike(),
     "mistral.MistralModel": LlamaLike(),
     "mixtral.MixtralModel": LlamaLike(),
-    "olmo2.Olmo2Model": LlamaLike(norm_form=FLOAT, norms=POST_NORMS),
+    "olmo2.Olmo2Model": LlamaLike(norm_form=FLOAT),
     "phi3.Phi3Model": LlamaLike(),
     "qwen2.Qwen2Model": LlamaLike(),
     "qwen2_moe.Qwen2MoeModel": LlamaLike(),

@@ -18,7 +18,7 @@ from torch import nn
 
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.packed.packed_modules import weight_of
-from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, join_weights
 from specdec.layers.packed.weight_slices import StackedWeights
 from specdec.modules.weight_watch import holding
 
@@ -91,8 +91,7 @@ class WeightGroups:
         if not are_alike(linears):
             raise Unfusable("products that run as one are packed in different forms, or only some of them are")
         weights = [weight_of(linear) for linear in linears]
-        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-        return PackedWeight.join(packed, self.join) if packed and not self.unmerged else self.join(weights)
+        return self.join(weights) if self.unmerged else join_weights(weights, self.join)
 
     def are_merged(self) -> bool:
         """Are all groups still merged? A parameter in two groups is merged with only one of them."""

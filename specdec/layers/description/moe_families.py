@@ -49,7 +49,8 @@ MIXTURES = {
 }
 """Folder of a family in transformers (with one router class and one experts class) -> its mixture."""
 
-ACTIVATIONS = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
+ACTIVATIONS: dict[type[nn.Module], str] = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
+"""The kernels' names for activations of transformers."""
 
 MIN_SUM = 1e-20
 """The epsilon that DeepSeek's routers add to the divisor of weights."""

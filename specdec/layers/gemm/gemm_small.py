@@ -320,19 +320,15 @@ def choose_small_tiles(num_rows: int, n: int, split_k: SplitK, x: torch.Tensor, 
 def tiles_for_some_rows(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
     """Tiles for 65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 rows at
     once."""
-    block_m, tail_m = two_tiles(num_rows)
+    # two powers of two, of which the second may be 0: 160 rows are 128 and 32, not 256
+    block_m = 64 if num_rows <= 96 else 128
+    tail_m = max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
     weight_tiles = triton.cdiv(n, 128) * splits
     if gated or weight_tiles > MANY_WAVES * wave:
         return Tiles(128, block_m, 64, 8, 3 if gated else 4, 128, tail_m)
     if splits > 1 and 2 * weight_tiles <= wave < weight_tiles * triton.cdiv(num_rows, 64):
         return Tiles(64, block_m, 64, 4, 3, 64, tail_m)  # one wave of programs, not slightly more
     return Tiles(128, 64, 64, 8, 4, 128)
-
-
-def two_tiles(num_rows: int) -> tuple[int, int]:
-    """Two powers of two (the second may be 0) that together hold 65 to 192 rows of x: 160 is 128 and 32, not 256."""
-    block_m = 64 if num_rows <= 96 else 128
-    return block_m, max(16, triton.next_power_of_2(num_rows - block_m)) if num_rows > block_m else 0
 
 
 def can_hold(weight: Weight, split_k: SplitK, num_rows: int, dtype: torch.dtype) -> bool:

@@ -106,46 +106,28 @@ def _gate_kernel(
     tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
 
 
-def _by_descriptors(
-    x: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    split_k: SplitK,
-    *,
-    in_order: bool,
-) -> Product | None:
-    """The product by a kernel for more rows than `gemm_small`; None if that does not work or others are as fast.
-    split_k: the ranges of K in order."""
-    gated = activation is not None
-    if takes_packed_rows(weight, x) and not can_hold(weight, split_k, len(x), x.dtype):
-        launch = choose_packed_rows(len(x), weight, x.device, gated=gated, split_k=split_k if in_order else None)
-        return packed_gemm(x, weight, bias, activation, launch) if launch else None
-    if not can_describe(weight, x):
-        return None
-    if not in_order:
-        tiles = choose_medium_tiles(len(x), weight.shape, x.device, gated=gated)
-        return gemm_medium(x, weight, bias, activation, tiles) if tiles else None
-    if len(x) > MAX_MEDIUM_ROWS and len(weight) > LOW_HEIGHT:
-        return Product.from_value(gemm_large(x, weight, bias, activation, split_k))
-    return None
-
-
 def _by_other_kernels(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str | None, split_k: SplitK, in_order: bool
 ) -> Product | None:
     """The product by a kernel for more rows than `gemm_small` or, in any order, by the library; None: by
     `gemm_small`."""
-    if not in_order:
-        product = _by_descriptors(x, weight, bias, activation, split_k, in_order=False)
-        if product is not None:
-            return product
-        if len(x) > VENDOR_ROWS and not can_hold(weight, split_k, len(x), x.dtype):
-            whole = F.linear(x, dequantise(weight, x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
-            if activation is not None:
-                whole = _gate(whole, activation, inf, behind_library=True)
-            return Product.from_value(whole)
-    return _by_descriptors(x, weight, bias, activation, split_k, in_order=True)
+    gated, held = activation is not None, can_hold(weight, split_k, len(x), x.dtype)
+    if takes_packed_rows(weight, x) and not held:
+        given = split_k if in_order else None
+        if launch := choose_packed_rows(len(x), weight, x.device, gated=gated, split_k=given):
+            return packed_gemm(x, weight, bias, activation, launch)
+    elif can_describe(weight, x):
+        if not in_order:
+            if tiles := choose_medium_tiles(len(x), weight.shape, x.device, gated=gated):
+                return gemm_medium(x, weight, bias, activation, tiles)
+        elif len(x) > MAX_MEDIUM_ROWS and len(weight) > LOW_HEIGHT:
+            return Product.from_value(gemm_large(x, weight, bias, activation, split_k))
+    if in_order:
+        return None
+    if len(x) > VENDOR_ROWS and not held:
+        whole = F.linear(x, dequantise(weight, x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
+        return Product.from_value(whole if activation is None else _gate(whole, activation, inf, behind_library=True))
+    return _by_other_kernels(x, weight, bias, activation, split_k, in_order=True)
 
 
 def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:

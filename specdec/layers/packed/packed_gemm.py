@@ -199,8 +199,8 @@ def packed_gemm(
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
 
     other = (short.block_m, short.block_k) if short else (tiles.tail_m, tiles.block_k)
-    row_tiles, num_tall = launch.row_tiles(num_rows), launch.num_tall if short else triton.cdiv(n, tiles.block_n)
-    packed_gemm_kernel[(launch.programs(num_rows, n), launch.parts)](
+    row_tiles, num_tall, num_short = launch.count_programs(num_rows, n)
+    packed_gemm_kernel[(row_tiles * num_tall + num_short, launch.parts)](
         *(descriptor(x, tiles.block_m, tiles.block_k), descriptor(x, *other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),
         *(num_rows, row_tiles, num_tall, n, k, split_k.split_len if split_k.splits > 1 else k, s_w, s_scales),

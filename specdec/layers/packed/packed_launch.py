@@ -74,10 +74,6 @@ SHORT_TILES: dict[Tiles, tuple[Tiles, ...]] = {
 """Smaller tiles that a launch may mix with the key's: they differ in rows of x alone. Next to tiles of 64 x 128 they
 gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
 
-SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
-"""Tiles that leave registers for a second sum, to which a program adds the sum of each range. For 8 bits `gemm_small`
-is as fast."""
-
 LIBRARY_ROWS = 1024
 """Above this many rows of x, products in any order use the vendor's library."""
 
@@ -93,32 +89,18 @@ MIN_RANGE = 512
 MAX_PART_ROWS = 2048
 """Most rows of all parts of a sum together: more would take much memory."""
 
-BANDWIDTH = 2.8e6
-"""Memory bandwidth in bytes per microsecond."""
-
-L2_BANDWIDTH = 5e6
-"""L2 cache bandwidth in bytes per microsecond."""
-
-ARITHMETIC = 7e8
-"""Operations per microsecond of the vendor's products."""
-
 SCALES_AND_STORES_BYTES = 10 << 10
 """Bytes of shared memory for scales and for a program's stores."""
 
-WAVE_US = 0.8
-"""Microseconds to start and end the programs that a multiprocessor runs at once."""
-
-PROGRAM_US = 0.4
-"""Additional microseconds for each program of such a wave (see WAVE_US)."""
-
-TWO_TILES_FACTOR = 1.03
-"""Factor on the predicted time of a launch with two tile sizes, so that it is chosen only if clearly faster."""
-
-PART_US = 0.7
-"""Fixed microseconds for each part that the next kernel adds."""
-
-LIBRARY_US = 9.0
-"""Microseconds for two additional launches and for what every product takes."""
+# The costs of a launch on an H100, in microseconds (us).
+WAVE_US = 0.8  # to start and end the programs that a multiprocessor runs at once
+PROGRAM_US = 0.4  # more for each program of such a wave
+PART_US = 0.7  # for each part that the next kernel adds, besides its bytes
+LIBRARY_US = 9.0  # for the library's two additional launches and for what every product takes
+TWO_TILES_FACTOR = 1.03  # on the time of a launch with two tile sizes: it is chosen only if clearly faster
+BANDWIDTH = 2.8e6  # bytes of memory per us
+L2_BANDWIDTH = 5e6  # bytes of the L2 cache per us
+ARITHMETIC = 7e8  # operations of the vendor's products per us
 
 DEEP_RANGE = 2560
 """If ranges have more columns than this, a program of `gemm_small` has four tiles in flight, otherwise three."""
@@ -194,30 +176,22 @@ class PackedLaunch(NamedTuple):
     def parts(self) -> int:
         return 1 if self.summed else self.split_k.splits
 
-    def row_tiles(self, num_rows: int) -> int:
-        """Tiles of x, the last of which ends with the last row; with short ones, those that are nearly whole."""
-        each = self.tiles.block_m + self.tiles.tail_m
-        return max(1, _rounded(num_rows) // each) if self.short_tiles else triton.cdiv(num_rows, each)
+    def count_programs(self, num_rows: int, n: int) -> tuple[int, int, int]:
+        """Returns tiles of x, tiles of a weight of n rows that have a program for each of them, and programs of short
+        tiles; all for each range of K.
 
-    def short_programs(self, num_rows: int, n: int) -> int:
-        """Programs of short tiles for each range of K of a weight of n rows."""
+        The last tile of x ends with the last row. With short ones, only nearly whole ones count."""
+        each, weight_tiles = self.tiles.block_m + self.tiles.tail_m, triton.cdiv(n, self.tiles.block_n)
         if self.short_tiles is None:
-            return 0
-        rest = max(0, num_rows - self.row_tiles(num_rows) * self.tiles.block_m)
-        block_m, num_short = self.short_tiles.block_m, triton.cdiv(n, self.tiles.block_n) - self.num_tall
-        programs: int = triton.cdiv(rest, block_m) * self.num_tall + triton.cdiv(num_rows, block_m) * num_short
-        return programs
-
-    def programs(self, num_rows: int, n: int) -> int:
-        """Programs for each range of K."""
-        num_tall = triton.cdiv(n, self.tiles.block_n) if self.short_tiles is None else self.num_tall
-        return self.row_tiles(num_rows) * num_tall + self.short_programs(num_rows, n)
+            return triton.cdiv(num_rows, each), weight_tiles, 0
+        row_tiles, short_m = max(1, _rounded(num_rows) // each), self.short_tiles.block_m
+        rest, all_rows = triton.cdiv(max(0, num_rows - row_tiles * each), short_m), triton.cdiv(num_rows, short_m)
+        return row_tiles, self.num_tall, rest * self.num_tall + all_rows * (weight_tiles - self.num_tall)
 
 
 def _rounded(num_rows: int) -> int:
     """Rows as the model counts them."""
-    rounded: int = triton.cdiv(num_rows, 32) * 32
-    return rounded
+    return -(-num_rows // 32) * 32
 
 
 def choose_packed_rows(
@@ -252,23 +226,24 @@ def _choose(
 def _launches(
     num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, split_k: SplitK | None, multiprocessors: int
 ) -> Iterator[PackedLaunch]:
-    split_ks = (
-        [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if split_k is None else [split_k]
-    )
+    in_order = split_k is not None
+    # for a second sum, to which a program adds the sum of each range; for 8 bits `gemm_small` is as fast
+    has_registers = tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None
+    split_ks = [split_k] if split_k else [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)]
     for some in split_ks:
-        few = some.splits * num_rows <= MAX_PART_ROWS and (split_k is not None or some.split_len >= MIN_RANGE)
-        if some.splits == 1 or few:
-            yield PackedLaunch(tiles, some)
         if some.splits == 1:
+            yield PackedLaunch(tiles, some)
             for short in SHORT_TILES.get(tiles, ()):
                 yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, short_tiles=short), multiprocessors)
-    if split_k is not None and split_k.splits > 1 and shape.bits == 4 and tiles in SUMMED:
-        yield PackedLaunch(tiles, split_k, summed=True)
+        elif some.splits * num_rows <= MAX_PART_ROWS and (in_order or some.split_len >= MIN_RANGE):
+            yield PackedLaunch(tiles, some)
+        if in_order and some.splits > 1 and shape.bits == 4 and has_registers:
+            yield PackedLaunch(tiles, some, summed=True)
 
 
 def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
     """Launches whose tall tiles make 1, 2, ... programs for each multiprocessor, or all if rows are left over."""
-    row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
+    row_tiles, weight_tiles = launch.count_programs(num_rows, shape.n)[0], triton.cdiv(shape.n, launch.tiles.block_n)
     if num_rows > row_tiles * launch.tiles.block_m:
         yield launch._replace(num_tall=weight_tiles)
     for each in range(1, row_tiles * weight_tiles // multiprocessors + 1):
@@ -294,13 +269,15 @@ def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
 
 def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, split_k, parts = launch.tiles, launch.split_k, launch.parts
-    pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
+    row_tiles, num_tall, num_short = launch.count_programs(num_rows, shape.n)
+    pace, programs = PACES[tiles][shape.kind], row_tiles * num_tall + num_short
+    each = ceil(programs * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(split_k.split_len, shape.k)
     if launch.short_tiles is None:
         for_128 = pace.microseconds(each)
     else:
-        short = launch.short_programs(num_rows, shape.n) / multiprocessors
-        tall = launch.programs(num_rows, shape.n) / multiprocessors - short
+        short = num_short / multiprocessors
+        tall = programs / multiprocessors - short
         for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(tall, PACES[launch.short_tiles][shape.kind], short)
     begun = triton.cdiv(each, pace.programs) * WAVE_US + each * PROGRAM_US
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)

@@ -25,8 +25,6 @@ from math import gcd
 import torch
 import torch.nn.functional as F
 
-from specdec.gpu.tensor_tree import map_tensors
-
 BITS = {"int4": 4, "e2m1": 4, "e4m3": 8}
 BLOCK = {4: 32, 8: 16}
 """Columns whose numbers share words."""
@@ -87,36 +85,34 @@ class PackedWeight:
             return self
         group = gcd(self.group, MAX_GROUP)
         times = self.group // group
-        scales, zeros = map_tensors((self.scales, self.zeros), lambda part: part.repeat_interleave(times, dim=-2))
-        return PackedWeight(self.code, self.words, scales, zeros, group)
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=-2)
+        return PackedWeight(self.code, self.words, self.scales.repeat_interleave(times, dim=-2), zeros, group)
 
     def __len__(self) -> int:
         return len(self.words)
 
     def __getitem__(self, expert: int) -> "PackedWeight":
-        weight: PackedWeight = map_tensors(self, lambda part: part[expert])
-        return weight
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return PackedWeight(self.code, self.words[expert], self.scales[expert], zeros, self.group)
 
     def rows(self, first: int, end: int) -> "PackedWeight":
         """A view of rows [first, end) of a weight [N, K]."""
         zeros = None if self.zeros is None else self.zeros[:, first:end]
         return PackedWeight(self.code, self.words[first:end], self.scales[:, first:end], zeros, self.group)
 
-    @staticmethod
-    def join(parts: "Sequence[PackedWeight]", cat: Callable[..., torch.Tensor]) -> "PackedWeight":
-        """One weight with the rows of all parts, which are packed alike. cat: like `torch.cat`."""
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        return PackedWeight(
-            parts[0].code,
-            cat([part.words for part in parts]),
-            cat([part.scales for part in parts], dim=-1),
-            cat(zeros, dim=-1) if zeros else None,
-            parts[0].group,
-        )
-
 
 Weight = torch.Tensor | PackedWeight
 """A weight [N, K] for products, plain or packed."""
+
+
+def join_weights(parts: Sequence[Weight], cat: Callable[..., torch.Tensor]) -> Weight:
+    """One weight with the rows of all parts, packed alike or not at all. cat: like `torch.cat`."""
+    packed = [part for part in parts if isinstance(part, PackedWeight)]
+    if not packed:
+        return cat(parts)
+    words, scales = cat([part.words for part in packed]), cat([part.scales for part in packed], dim=-1)
+    zeros = [part.zeros for part in packed if part.zeros is not None]
+    return PackedWeight(packed[0].code, words, scales, cat(zeros, dim=-1) if zeros else None, packed[0].group)
 
 
 def pack_words(numbers: torch.Tensor, code: str) -> torch.Tensor:

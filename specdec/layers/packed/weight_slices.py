@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec.layers.packed.packed_weight import PackedWeight, Weight
+from specdec.layers.packed.packed_weight import PackedWeight, Weight, join_weights
 
 Put = Callable[..., torch.Tensor]
 """put(pieces, dim=0): join tensors along `dim` and place the result on a rank's device."""
@@ -59,7 +59,4 @@ def range_of(weight: Weight | StackedWeights, rows: slice) -> list[Weight]:
 
 def place_weight(weight: torch.Tensor | StackedWeights, put: Put) -> Weight:
     """The weight in one piece."""
-    if not isinstance(weight, StackedWeights):
-        return put([weight])
-    packed = [part for part in weight.parts if isinstance(part, PackedWeight)]
-    return PackedWeight.join(packed, put) if packed else put(weight.parts)
+    return join_weights(weight.parts, put) if isinstance(weight, StackedWeights) else put([weight])

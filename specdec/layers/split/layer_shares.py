@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from specdec.errors import UnsupportedModelError
-from specdec.gpu.tensor_tree import map_tensors
+from specdec.gpu.ranks import map_tensors
 from specdec.layers.description.decoder_parts import DecoderParts, LayerParts, SplitKs, SumShare
 from specdec.layers.gemm.product import split_k_of
 from specdec.layers.latent import LatentParts, LatentProduct

@@ -2,7 +2,7 @@
 
     WeightFormat   the promises of a `quantization_config` about one weight (`quantization_config.py` makes it)
     tensors        which tensors a weight [N, K] must have, in which shapes and dtypes
-    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read (`comparison.py`)
+    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read
     repack         makes the packed weight; checks values: zero points of symmetric weights, column order, stored shape
 
 Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with
@@ -211,7 +211,16 @@ class Int4(WeightFormat):
         numbers = nibbles(words, layout.nibbles).T.contiguous() if layout.across else nibbles(words.T)  # [N, K]
         if zeros is not None:
             zeros = nibbles(zeros + layout.less * 0x11111111, layout.nibbles)[:, : shape[0]]  # [K / G, N]
-            zeros = self._promised(zeros.to(scales.dtype))
+            zeros = zeros.to(scales.dtype).contiguous()  # kept even if all are 8, for projections of one form
+        if zeros is not None and self.symmetric:
+            if not bool((zeros == PLAIN_ZERO).all()):
+                other = int(zeros[zeros != PLAIN_ZERO][0])
+                raise UnsupportedModelError(
+                    f"{layout.zeros} has zeros of {other}, and its quantization_config says that it is symmetric, "
+                    f"which means {PLAIN_ZERO}; correct the config (sym, symmetric, zero_point, or checkpoint_format "
+                    "of GPTQ)"
+                )
+            zeros = None
         return PackedWeight(
             "int4", pack_words(numbers, "int4"), scales.contiguous(), zeros, self.group_size or shape[1]
         )
@@ -224,21 +233,6 @@ class Int4(WeightFormat):
                 "its columns are grouped by importance (desc_act, act-order); packed weights have groups of "
                 "consecutive columns; give a checkpoint that was made with desc_act=False"
             )
-
-    def _promised(self, zeros: torch.Tensor) -> torch.Tensor | None:
-        """The stored zero points, or None if the config promises symmetric weights and every zero point is 8.
-
-        An asymmetric format keeps them even if all are 8, so that merged projections have the same form."""
-        if not self.symmetric:
-            return zeros.contiguous()
-        if not bool((zeros == PLAIN_ZERO).all()):
-            other = int(zeros[zeros != PLAIN_ZERO][0])
-            raise UnsupportedModelError(
-                f"{self.layout.zeros} has zeros of {other}, and its quantization_config says that it is symmetric, "
-                f"which means {PLAIN_ZERO}; correct the config (sym, symmetric, zero_point, or checkpoint_format of "
-                "GPTQ)"
-            )
-        return None
 
 
 def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

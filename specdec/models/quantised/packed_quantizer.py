@@ -1,7 +1,7 @@
 """The quantiser with which transformers loads packed weights. transformers calls its methods in this order:
 
     preprocess_model            notes the model and the headers of its files
-    update_weight_conversions   compares the checkpoint with its config (`comparison.py`), empties quantised modules
+    update_weight_conversions   finds the quantised weights (`quantised_weights.py`), empties their modules
     (transformers)              loads the other tensors
     postprocess_model           reads and packs the quantised weights, module by module
 
@@ -12,6 +12,7 @@ A module is quantised if the checkpoint has more than plain tensors for it. No b
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +27,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
+from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear
-from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.models.quantised.comparison import place_quantised
+from specdec.layers.packed.packed_weight import PackedWeight, join_weights
+from specdec.models.quantised.quantised_weights import QuantisedWeights, StoredWeight
 from specdec.models.quantised.quantization_config import Quantization
-from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces
 
 METHOD = "specdec-packed"
 
@@ -86,39 +87,34 @@ class PackedQuantizer(HfQuantizer):
 
         model: passed by later versions of transformers.
         """
-        self.places = places = WeightPlaces(self.model, weight_conversions)
-        place_quantised(self.stored, self.promised, places)
-        if not places.keys:
+        self.quantised = QuantisedWeights(self.model, weight_conversions, self.stored, self.promised)
+        if not self.quantised.keys:
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
-        for path in (*places.linears, *places.experts):
-            _put(self.model, path, OnlyBiases(places.modules[path]))
+        for path in self.quantised.by_module:
+            _put(self.model, path, OnlyBiases(self.model.get_submodule(path)))
         loaded: Any = self.model
         self._ignored = loaded._keys_to_ignore_on_load_unexpected
-        loaded._keys_to_ignore_on_load_unexpected = {""}  # `place_quantised` has judged every tensor
+        loaded._keys_to_ignore_on_load_unexpected = {""}  # every tensor has been judged
         return weight_conversions
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Read and pack the quantised weights. Afterwards nothing of the quantizer is left in the model."""
         device, loaded = model.device, cast(Any, model)
         loaded._keys_to_ignore_on_load_unexpected = self._ignored
-        for path, linear in self.places.linears.items():
-            [weight] = packed_weights(linear, self.dtype, device)
-            _put(model, path, PackedLinear(weight, model.get_submodule(path)._parameters.get("bias")))
-        for path, weights in self.places.experts.items():
+        for path, weights in self.quantised.by_module.items():
             biases = model.get_submodule(path)._parameters
-            names = ("gate_up_proj",) if "gate_up_proj" in weights else ("gate_proj", "up_proj")
-            described = self.places.descriptions[path]
-            assert described is not None, path
-            experts = described._replace(
-                gate_up=_stacked([weights[name] for name in names], self.dtype, device),
-                down=_stacked([weights["down_proj"]], self.dtype, device),
-                gate_up_bias=biases.get("gate_up_proj_bias"),
-                down_bias=biases.get("down_proj_bias"),
-            )
-            _put(model, path, PackedExperts(experts))
+            packed = {last: list(packed_weights(stored, self.dtype, device)) for last, stored in weights.items()}
+            if "weight" in packed:
+                [weight] = packed["weight"]
+                _put(model, path, PackedLinear(weight, biases.get("bias")))
+            else:
+                [stored, *_] = next(iter(weights.values()))
+                assert stored.place.experts is not None, stored.stem
+                with about(stored.stem):
+                    _put(model, path, PackedExperts(_packed_experts(stored.place.experts, packed, biases)))
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         self.stored = {}
-        del self.places
+        del self.quantised
         if device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory that packing used to the K/V
 
@@ -145,40 +141,43 @@ class OnlyBiases(nn.Module):
                 self.register_parameter(name, parameter)
 
 
-def packed_weights(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
-    """Yield the packed weight, or one per expert if its tensors hold several, for products in `dtype`. Scales keep the
+def _packed_experts(
+    experts: Experts, packed: Mapping[str, list[PackedWeight]], biases: Mapping[str, torch.Tensor | None]
+) -> Experts:
+    """These experts with packed weights, which are given by projection."""
+    rows = [packed[name] for name in ("gate_up_proj", "gate_proj", "up_proj") if name in packed]
+    if len({(weight.code, weight.group, weight.zeros is None) for weight in chain.from_iterable(rows)}) > 1:
+        raise UnsupportedModelError("gate and up are in different formats, or in different groups")
+    joined = [join_weights(parts, torch.cat) for parts in zip(*rows, strict=True)]
+    gate_up, down = (join_weights(parts, _stack) for parts in (joined, packed["down_proj"]))
+    bias, down_bias = biases.get("gate_up_proj_bias"), biases.get("down_proj_bias")
+    return experts._replace(gate_up=gate_up, down=down, gate_up_bias=bias, down_bias=down_bias)
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return torch.stack(list(tensors))
+
+
+def packed_weights(weights: Iterable[StoredWeight], dtype: torch.dtype, device: torch.device) -> Iterator[PackedWeight]:
+    """Yield a packed weight for each stored one, or for each expert, in order, for products in `dtype`. Scales keep the
     checkpoint's dtype, except that they are float32 for products in float32."""
-    tensors = {name: tensor.to(device) for name, tensor in stored.tensors.items()}
-    count, shape = stored.place.num_stacked, stored.place.shape
-    assert shape is not None, f"{stored.stem=}"
-    for expert in range(count or 1):
-        own = tensors if count is None else {name: tensor[expert] for name, tensor in tensors.items()}
-        with about(stored.stem):
-            weight = stored.format.repack(own, shape)
-        if not weight.scales.float().isfinite().all():
-            scales = ", ".join(name for name in own if "scale" in name)
-            raise CheckpointError(
-                f"{stored.stem}: {scales} holds numbers that are not finite (NaN); the file is damaged"
-            )
-        if dtype == torch.float32:
-            zeros = None if weight.zeros is None else weight.zeros.float()
-            weight = replace(weight, scales=weight.scales.float(), zeros=zeros)
-        yield weight
-
-
-def _stacked(projections: Sequence[Sequence[StoredWeight]], dtype: torch.dtype, device: torch.device) -> PackedWeight:
-    """Concatenate the rows of the projections, expert by expert, and stack the experts."""
-    in_order = (sorted(each, key=lambda stored: stored.place.number or 0) for each in projections)
-    by_projection = [
-        [weight for stored in each for weight in packed_weights(stored, dtype, device)] for each in in_order
-    ]
-    if len({(weight.code, weight.group, weight.zeros is None) for each in by_projection for weight in each}) > 1:
-        stem = projections[0][0].stem
-        raise UnsupportedModelError(f"{stem}: gate and up are in different formats, or in different groups")
-    joined = [PackedWeight.join(weights, torch.cat) for weights in zip(*by_projection, strict=True)]
-    words, scales = (torch.stack([getattr(weight, part) for weight in joined]) for part in ("words", "scales"))
-    zeros = [weight.zeros for weight in joined if weight.zeros is not None]
-    return PackedWeight(joined[0].code, words, scales, torch.stack(zeros) if zeros else None, joined[0].group)
+    for stored in sorted(weights, key=lambda stored: stored.place.number or 0):
+        tensors = {name: tensor.to(device) for name, tensor in stored.tensors.items()}
+        count, shape = stored.place.num_stacked, stored.place.shape
+        assert shape is not None, f"{stored.stem=}"
+        for expert in range(count or 1):
+            own = tensors if count is None else {name: tensor[expert] for name, tensor in tensors.items()}
+            with about(stored.stem):
+                weight = stored.format.repack(own, shape)
+            if not weight.scales.float().isfinite().all():
+                scales = ", ".join(name for name in own if "scale" in name)
+                raise CheckpointError(
+                    f"{stored.stem}: {scales} holds numbers that are not finite (NaN); the file is damaged"
+                )
+            if dtype == torch.float32:
+                zeros = None if weight.zeros is None else weight.zeros.float()
+                weight = replace(weight, scales=weight.scales.float(), zeros=zeros)
+            yield weight
 
 
 def load_packed(
@@ -199,7 +198,7 @@ def load_packed(
     quantizer.preprocess_model(model, dtype, checkpoint_files=())
     quantizer.stored = tensors
     mapping: list[Any] = quantizer.update_weight_conversions(conversions)
-    plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.places.keys}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in quantizer.quantised.keys}
     config = LoadStateDictConfig(weight_mapping=mapping, hf_quantizer=quantizer)
     info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=plain, load_config=config)
     if not (info.missing_keys or info.unexpected_keys or info.mismatched_keys):

@@ -99,15 +99,14 @@ class Settings:
 
     def get(self, *names: str, default: T) -> T:
         """The first of these entries that exists, of the default's type; text in lower case."""
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            return default
         words, read = KINDS[type(default)]
-        for name in names:
-            value = self.values.get(name)
-            if value is not None:
-                if type(value) is not type(default):
-                    raise self.wrong(name, words)
-                found: T = read(value)
-                return found
-        return default
+        if type(self.values[name]) is not type(default):
+            raise self.wrong(name, words)
+        found: T = read(self.values[name])
+        return found
 
     def group_size(self, *names: str, default: int) -> int | None:
         """Columns per group; None (stored as -1): a whole row."""
@@ -212,7 +211,10 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
         raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
     about = f"compressed-tensors, {kind}, strategy {strategy}"
     if kind == "4 bits, int" and strategy in ("group", "channel"):
-        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=_is_in_any_order(weights))
+        order = weights.values.get("actorder")
+        if not isinstance(order, bool):  # the name of an order
+            order = weights.get("actorder", default="") in ("group", "dynamic")
+        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=order)
     if kind == "8 bits, float" and not symmetric:
         raise _unread(f"{about}, with zeros")
     tiles: dict[str, Tile] = {"tensor": BY_TENSOR, "channel": BY_CHANNEL, "group": (1, size), "block": block or (0, 0)}
@@ -221,12 +223,6 @@ def _compressed_format(group: Settings, layout: str) -> WeightFormat:
     if kind == "4 bits, float" and layout == "mxfp4-pack-quantized" and size == 32:
         return Mxfp4(of_experts=False)
     raise _unread(f"compressed-tensors, {kind}, {layout}" if kind not in ("4 bits, int", "8 bits, float") else about)
-
-
-def _is_in_any_order(weights: Settings) -> bool:
-    """May the columns of a group be scattered?"""
-    order = weights.values.get("actorder")
-    return order is True if isinstance(order, bool) else weights.get("actorder", default="") in ("group", "dynamic")
 
 
 def _fp8(config: Settings) -> Quantization:

@@ -20,9 +20,8 @@ from specdec.draft_models.native_mtp.conventions import (
     MEASURED_STEPS,
     all_conventions,
     by_token,
+    clear_winner,
     difference,
-    is_clearly_better,
-    is_worth_more,
 )
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -106,11 +105,8 @@ def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[tuple[
             observed.append(by_token(dense_drafts(each, text, steps).log_p.exp()))
             yield
     own, *others = (torch.cat(observed) for observed in found)
-    best, most = drafter, own
-    for other, theirs in zip(tried[1:], others, strict=True):
-        if is_worth_more(theirs, most):
-            best, most = other, theirs
-    if best is not drafter and is_clearly_better(most, own, len(others)):
+    if (number := clear_winner(own, others)) is not None:
+        best, most = tried[1 + number], others[number]
         logger.warning(
             "the MTP modules agree better with the target under other conventions (%s): a draft is accepted with a "
             "probability of %.2f in place of %.2f, over %d tokens that this engine committed; `specdec doctor "

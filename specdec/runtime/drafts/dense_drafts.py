@@ -20,14 +20,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 
 from specdec.attention.dense import bias_of
-from specdec.attention.draft_attention import ChainAttention, in_float32
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, parallel_states
-from specdec.draft_models.heads.head_modules import embed_raw
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter, chained_rows
+from specdec.draft_models.heads.feedback_drafts import chained_rows
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
 from specdec.models.probe import ProbeContext
 from specdec.models.recurrent_probe import convolved_text, recurred_text
@@ -161,23 +160,14 @@ def frozen_drafts(
     return [drafter.logits(out)[0] for out in states]
 
 
-def head_drafts(drafter: Eagle3Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
-    """`Dense` of EAGLE-3 heads, by the head's own modules."""
-    head, form, row = drafter.head, drafter.plain, roots - 1  # holds the features of r - 1 and the token r
-    table: Any = form.table
-    attention = ChainAttention(head.spec.windows, head.spec.scaling, text.positions[None])
-    hidden = head.features(text.aux_states(drafter.aux_layers)[None])
-    tokens, positions = text.tokens.roll(-1), text.positions
-    logits = []
-    for step in range(num_steps):
-        attention.step = step
-        state = head(embed_raw(table.weight, tokens[None]), hidden, positions[None], in_float32(attention))
-        if step == 0:
-            state, attention.rows = state[:, row], row
-        logits.append(drafter.over_vocabulary(form.logits(head.norm(state)))[0])
-        hidden = head.feedback(state)
-        tokens, positions = text.tokens[roots + 1 + step], row + 1 + step
-    return logits
+def head_drafts(
+    drafter: Eagle3Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int
+) -> Iterator[torch.Tensor]:
+    """`Dense` of EAGLE-3 heads, by the head's own modules. Row r - 1 holds the token r."""
+    form, states = drafter.plain, text.aux_states(drafter.aux_layers)[None]
+    batch = (text.tokens[None], states, text.positions[None])
+    rows = chained_rows(form, *batch, num_steps, roots - 1, in_float32=True)
+    return (drafter.over_vocabulary(form.logits(out.z))[0] for out in rows)
 
 
 def block_drafts(drafter: BlockDrafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
@@ -185,7 +175,8 @@ def block_drafts(drafter: BlockDrafter, text: RecordedText, roots: torch.Tensor,
     head, spec, form = drafter.head, drafter.spec, drafter.plain
     levels = min(num_steps, spec.num_drafts)
     aux = text.aux_states(spec.aux_layers)[None]
-    [states] = block_states(head, form.table, text.tokens[None], text.positions[None], aux, roots[None], in_float32)
+    batch = (text.tokens[None], text.positions[None], aux, roots[None])
+    [states] = block_states(head, form.table, *batch, in_float32=True)
     states = states[:, spec.first_row : spec.first_row + levels]
     logits = form.logits(states)  # [R, levels, V]
     if head.markov_head is None:
