@@ -1,5 +1,7 @@
-"""Requests with random queries, keys and values, laid out in pools as attention over page tables reads them, and every
-row of them by the definition. For tests of `tree_attention`, `deterministic_attention` and `paged_attention`."""
+"""Random requests for tests of `tree_attention`, `deterministic_attention` and `paged_attention`.
+
+`lay_out` puts their queries, keys and values into pools with page tables; `dense` computes every row by definition.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Text:
-    """What a model would have computed for some tokens: q [T, Hq, D], k and v [T, Hkv, D]."""
+    """Random queries q [T, Hq, D], keys and values k, v [T, Hkv, D] of some tokens."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -66,9 +68,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Request:
-    """A prefix and the block after it: a tree of nodes, or a chain where `parents` is None.
+    """A prefix and the block after it: a tree of nodes, or a chain if `parents` is None.
 
-    frozen: only the block's queries count, all at position len(prefix).   valid: rows of the block that exist.
+    frozen: the block has queries only, all at position len(prefix).   valid: number of rows of the block that exist.
     """
 
     prefix: Text
@@ -96,8 +98,8 @@ def lay_out(
     sinks: torch.Tensor | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `tree_attention`, `own_keys` and their named tuples: pages shuffled, NaN in every slot that was not
-    written."""
+    """Return the arguments of `tree_attention`, `own_keys` and their named tuples. Pages are shuffled, and every slot
+    that was not written is NaN."""
     rng = random.Random(seed)
     first = requests[0]
     num_rows, frozen = len(first.block), first.frozen
@@ -152,26 +154,27 @@ def lay_out(
 
 
 def rounded(rows: torch.Tensor) -> Fp8Pool:
-    """These rows [slots, heads, D] in a pool of 8 bits."""
+    """Store rows [slots, heads, D] in a pool of 8 bits."""
     pool = Fp8Pool.zeros(*rows.shape, rows.dtype, rows.device)
     pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
     return pool
 
 
 def taken(fields: type[Any], args: dict[str, Any], **names: str) -> Any:
-    """The named tuple of these arguments, which are removed; those under another name by `names`."""
+    """Remove the fields of a named tuple from `args`, and return the tuple. names: a field's name in `args`, if it is
+    another."""
     return fields(*(args.pop(names.get(name, name)) for name in fields._fields))
 
 
 def path_of(args: dict[str, Any], find_own_keys: Callable[..., OwnKeys]) -> PathKeys:
-    """Keys of `tree_attention` from the arguments of `lay_out`, which are removed."""
+    """Remove the keys of `tree_attention` from the arguments of `lay_out`, and return them."""
     table = taken(PageTable, args)
     args |= {"table": table, "own": find_own_keys(table, args.pop("write"), args.pop("parents"))}
     return taken(PathKeys, args)
 
 
 def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
-    """Every row by the definition, over the keys of its path."""
+    """Compute every row by the definition, over the keys of its path."""
     options = {name: args[name] for name in ("scaling", "softcap", "sinks")}
     block = requests[0].block
     out = torch.zeros(len(requests), *block.q.shape[:2], block.v.shape[2], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Block drafters of random weights for tiny targets, and their configs as they are published, at reduced width."""
+"""Block drafters with random weights for tiny targets, one of each published kind."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def random_head(target: Any, kind: str, *, seed: int = 3, std: float = 0.3, **changes: Any) -> BlockHead:
-    """A head of random weights for a target of few layers."""
+    """Build a head of random weights for a target of few layers."""
     fields: dict[str, Any] = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
@@ -62,14 +62,14 @@ def random_head(target: Any, kind: str, *, seed: int = 3, std: float = 0.3, **ch
 def random_block(
     model: PreTrainedModel, kind: str = "dflash", ops: Operations | None = None, **changes: Any
 ) -> BlockDrafter:
-    """A head of these weights as a drafter fitted to the model. ops: of its fused layers."""
+    """Build a drafter with a random head for the model. ops: operations of its fused layers."""
     target = TargetModel(model)
     target.ops = ops  # of the head alone
     return BlockDrafter(random_head(target, kind, **changes), target)
 
 
 def written_block(folder: Path, model: PreTrainedModel, kind: str = "dflash", **changes: Any) -> BlockHead:
-    """A checkpoint of random weights in a folder."""
+    """Write a checkpoint of random weights into a folder."""
     target = TargetModel(model)
     write_block(folder, head := random_head(target, kind, **changes), target)
     return head

@@ -1,8 +1,8 @@
-"""Block drafting by the definition: dense, in plain torch, from a checkpoint's files alone.
+"""An oracle for block drafters: dense, in plain torch, from a checkpoint's files alone.
 
-Shares no code with specdec: written from what z-lab's `dflash_generate`, JetSpec's draft head, DeepSpec's evaluator and
-transformers' `DFlashTokenCandidateGenerator` do, and from the masks that speculators trains with. It keeps no K/V, but
-reads all target states again each round.
+It shares no code with specdec. It follows z-lab's `dflash_generate`, JetSpec's draft head, DeepSpec's evaluator,
+transformers' `DFlashTokenCandidateGenerator` and the training masks of speculators. It keeps no K/V: each round reads
+all target states again.
 """
 
 import json
@@ -60,7 +60,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] at positions [T]: pair (j, j + D / 2) turns by position * frequency j."""
+    """Rotate x [T, heads, D] at positions [T]: pair (j, j + D / 2) turns by position * frequency j."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None] * frequencies
     a, b = x[..., :half], x[..., half:]
@@ -68,7 +68,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) 
 
 
 def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """states [S, A * H] of all committed positions, block [K, H] embedded -> [K, H] after the final norm."""
+    """Run the layers: states [S, A * H] of all committed positions, embedded block [K, H] -> [K, H] after the final
+    norm."""
     config, w = checkpoint.config, checkpoint.tensors
     eps, dim = config["rms_norm_eps"], len(w["layers.0.self_attn.q_norm.weight"])
     group = config["num_attention_heads"] * dim // len(w["layers.0.self_attn.k_proj.weight"])
@@ -121,7 +122,7 @@ def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tens
 
 
 class Drafted(NamedTuple):
-    """logits [D, draft V] of each draft, and the chain that they give."""
+    """The logits [D, draft V] of each draft, and the greedy chain."""
 
     logits: torch.Tensor
     tokens: list[int]
@@ -129,7 +130,7 @@ class Drafted(NamedTuple):
 
 @torch.no_grad()
 def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
-    """What is drafted after `tokens`, of which the last one has no K/V yet."""
+    """Draft after `tokens`, of which the last one has no K/V yet."""
     w, size = checkpoint.tensors, checkpoint.setting("block_size")
     seen = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     entered = checkpoint.setting("aux_hidden_state_layer_ids")
@@ -177,7 +178,8 @@ def _successor(
 
 @torch.no_grad()
 def accepted_lengths(checkpoint: Checkpoint, model: Any, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
-    """Greedy: at least `count` tokens after the prompt, and the tokens of each round, the target's own included."""
+    """Decode greedily. Returns at least `count` tokens after the prompt, and the number of tokens of each round, the
+    target's own included."""
     tokens = [*prompt, int(model(torch.tensor([prompt])).logits[0, -1].argmax())]
     lengths: list[int] = []
     while len(tokens) - len(prompt) < count:

@@ -1,4 +1,4 @@
-"""A real browser for tests: the system's Chromium, headless. Without one, these tests are skipped."""
+"""The system's Chromium, headless. Tests that need it are skipped without one."""
 
 import os
 import shutil

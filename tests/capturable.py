@@ -1,26 +1,23 @@
-"""Can this be captured in a CUDA graph? A check that runs anywhere, the CPU included.
+"""Checks that a block can be captured in a CUDA graph. It runs anywhere, the CPU included.
 
     with capturable():
         tree = worker.propose(batch)
 
-raises `HostWork` where the block waits for the device (`.item()`, `.tolist()`, `if tensor:`, a shape that depends on
-values), or makes a tensor out of host data (`torch.tensor([..])`, `torch.from_numpy`, indexing by a list, a factory
-without `device=`). On a CPU, device and host are the same, so the check goes by the operations called, not by where
-tensors lie. On a GPU, copies between host and device are refused as well. Work of Triton's interpreter in place of
-kernels is ignored.
+raises `HostWork` if the block waits for the device (`.item()`, `.tolist()`, `if tensor:`, a shape that depends on
+values), or makes a tensor from host data (`torch.tensor([..])`, `torch.from_numpy`, indexing by a list, a factory
+without `device=`). On a CPU, device and host are the same, so the check looks at the operations called, not at the
+places of tensors. On a GPU it also refuses copies between host and device. It ignores what Triton's interpreter does
+for a kernel.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
-from tape import record, tensors_in
+from tape import around_launches, record, tensors_in
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from specdec.gpu.triton_shim import triton
 
 TO_HOST = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
 FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.Tensor.new_tensor}
@@ -30,53 +27,41 @@ INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 class HostWork(AssertionError):
-    """Something that no CUDA graph can hold."""
+    """An operation that no CUDA graph can hold."""
 
 
 @contextmanager
 def capturable() -> Iterator[None]:
-    """See above."""
-    functions, operators = _Functions(), _Operators()
-    with ExitStack() as stack:
-        stack.enter_context(functions)
-        stack.enter_context(operators)
-        if triton:
-            stack.enter_context(_unwatched_interpreter(functions, operators))
+    """Raise `HostWork` in the block at the first operation that no CUDA graph can hold."""
+    with _Functions(), _Operators(), around_launches(lambda launch, *_: launch()):
         yield
 
 
 def capture(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """`record` of a program, in an engine's place of a CUDA capture: raises `HostWork` too."""
+    """Record a program on a tape, as an engine captures it on a GPU; raises `HostWork` too."""
     with capturable():
         return record(program)
 
 
 class _Functions(TorchFunctionMode):
-    """What Python asks for."""
-
-    watching = True
+    """Checks the functions that Python calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.watching:
-            if func in TO_HOST:
-                raise HostWork(f"Tensor.{func.__name__} waits for the device")
-            if func in FROM_HOST:
-                raise HostWork(f"{func.__name__} makes a tensor out of host data")
-            if func in FACTORIES and kwargs.get("device") is None:
-                raise HostWork(f"torch.{func.__name__} without device= makes its tensor on the host")
+        if func in TO_HOST:
+            raise HostWork(f"Tensor.{func.__name__} waits for the device")
+        if func in FROM_HOST:
+            raise HostWork(f"{func.__name__} makes a tensor out of host data")
+        if func in FACTORIES and kwargs.get("device") is None:
+            raise HostWork(f"torch.{func.__name__} without device= makes its tensor on the host")
         return func(*args, **kwargs)
 
 
 class _Operators(TorchDispatchMode):
-    """What that comes down to, composite operators taken apart."""
-
-    watching = True
+    """Checks the operators that run, composite ones taken apart."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.watching:
-            return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default and args[0].dim():  # a lone number travels with the launch
             raise HostWork("a tensor is made out of host data")
         if func.overloadpacket in INDEXING:
@@ -92,23 +77,3 @@ class _Operators(TorchDispatchMode):
             if len({tensor.device.type for tensor in tensors}) > 1:
                 raise HostWork(f"{func} copies between host and device")
         return out
-
-
-@contextmanager
-def _unwatched_interpreter(*modes: Any) -> Iterator[None]:
-    """The modes look away while the interpreter runs a kernel."""
-    from triton.runtime.interpreter import GridExecutor as executor  # on a GPU nobody else has imported it
-
-    launch = executor.__call__
-
-    def unwatched(self: Any, *args: Any, **kwargs: Any) -> None:
-        for mode in modes:
-            mode.watching = False
-        try:
-            launch(self, *args, **kwargs)
-        finally:
-            for mode in modes:
-                mode.watching = True
-
-    with mock.patch.object(executor, "__call__", unwatched):
-        yield

@@ -23,7 +23,7 @@ from no_gpu import chain, pretended_gpu  # noqa: E402
 
 @triton.jit
 def defective_kernel(p_x: tl.tensor, scale: tl.tensor, N: tl.constexpr) -> None:
-    """What the interpreter lets pass: a parameter that is a constant, as a None is, has the name of a local."""
+    """A defect that the interpreter does not see: a local has the name of a parameter that is a constant (None)."""
     b_x = tl.load(p_x + tl.arange(0, N))
     if tl.max(b_x) > 1.0:
         scale = tl.sum(b_x)
@@ -32,7 +32,7 @@ def defective_kernel(p_x: tl.tensor, scale: tl.tensor, N: tl.constexpr) -> None:
 
 @triton.jit
 def greedy_kernel(p_x: tl.tensor, N: tl.constexpr) -> None:
-    """More shared memory than there is."""
+    """Needs more shared memory than a GPU has."""
     o_x = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     b_sum = tl.zeros([N, N], tl.float32)
     for i in range(100):

@@ -1,7 +1,6 @@
-"""Fixtures shared by the tests. Nothing here reaches the network; one CPU thread per test process."""
+"""The environment of all tests: no network, one CPU thread, plugins, and settings that make results repeatable."""
 
 import functools
-import gc
 import inspect
 import os
 import sys
@@ -49,12 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         drafts_of_one_shape()
         prompts_of_one_cost()
         clients_of_one_context()
-    elif sys.platform == "linux" and os.environ["TRITON_INTERPRET"] == "1":
-        config.pluginmanager.import_plugin("forked_workers")
 
 
 def drafts_of_one_shape() -> None:
-    """Drafts are adaptive only where a test says so: what a test sees must not depend on how long rounds take."""
+    """Make drafts adaptive only if a test says so: results must not depend on how long rounds take."""
     from specdec import SpecConfig
 
     init = inspect.unwrap(SpecConfig.__init__)
@@ -62,7 +59,7 @@ def drafts_of_one_shape() -> None:
 
 
 MEASURED: dict[str, Any] = {}
-"""Functions of `warm_up` that measure; tests have others, unless they take `measured`."""
+"""The measuring functions of `warm_up`. Tests replace them, unless they use the fixture `measured`."""
 
 
 @pytest.fixture
@@ -71,8 +68,8 @@ def measured() -> dict[str, Any]:
 
 
 def prompts_of_one_cost() -> None:
-    """An engine that captures its rounds times prompts when it is made, twelve forwards of hundreds of tokens: on a
-    tape they take longer than all a test does. test_adaptive.py has an engine that does."""
+    """Replace the timing of prompts and rounds at start: on a tape its twelve long forwards take longer than a test.
+    test_adaptive.py has an engine with the real timing."""
     from specdec.runtime import warm_up
     from specdec.runtime.prompts.prompt_budget import PromptLoad
 
@@ -82,23 +79,15 @@ def prompts_of_one_cost() -> None:
 
 
 def clients_of_one_context() -> None:
-    """A client of httpx reads all certificates of the system when it is made, which takes as long as many requests."""
+    """Share one SSL context: a new client of httpx reads all certificates, which takes as long as many requests."""
     from httpx._transports import default
 
     default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """The collector need not look again and again at torch, transformers and all tests: a million objects that stay."""
-    if "torch" in sys.modules:
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000)
-
-
 def pytest_unconfigure() -> None:
     if "processes" in sys.modules:
-        sys.modules["processes"].stop()
+        sys.modules["processes"].stop_fork_server()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -116,9 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own() -> Iterator[None]:
-    """Scripts that a test runs in this process may set variables; the next test does not see them.
+    """Restore the variables of the environment after each test, since scripts run in this process may set some.
 
-    numpy's error state is restored too: an interrupt in `np.linalg.solve` left NaN in any array raising from then on.
+    numpy's error state is restored too: after an interrupt in `np.linalg.solve` any NaN in an array raised.
     """
     before = dict(os.environ)
     with np.errstate():

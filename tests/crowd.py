@@ -1,7 +1,6 @@
-"""A crowd on one engine: requests of every kind that arrive, run, are aborted and end, with the properties that must
-hold.
+"""Serves many random requests of every kind on one engine, and checks the outputs and that nothing is left over.
 
-Used by the tests, and on a GPU by `python -m bench crowd`. It knows no model: prompts are ids below `vocab`.
+The tests use it, and on a GPU `python -m bench crowd`. It knows no model: prompts are ids below `vocab`.
 """
 
 import gc
@@ -17,7 +16,7 @@ from inside import assert_idle
 
 
 class Asked(NamedTuple):
-    """One request; aborted_at: it is aborted once it has so many tokens, None: never."""
+    """One request. aborted_at: number of output tokens at which it is aborted; None: never."""
 
     prompt: list[int]
     params: SamplingParams
@@ -26,7 +25,8 @@ class Asked(NamedTuple):
 
 
 def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: float = 0.1) -> list[Asked]:
-    """Prompts and outputs of 1 to `longest` tokens; half of the prompts begin with one of three common texts."""
+    """Draw requests with prompts and outputs of 1 to `longest` tokens. Half of the prompts begin with one of three
+    common texts."""
     draw, edit = random.Random(seed), random.Random(seed)
     shared = [[draw.randrange(vocab) for _ in range(longest)] for _ in range(3)]
     crowd = []
@@ -56,17 +56,17 @@ def make_crowd(count: int, longest: int, vocab: int, *, seed: int = 0, aborts: f
 
 
 def each_alone(engine: Engine, crowd: Sequence[Asked]) -> list[list[int]]:
-    """The tokens of every request alone, by plain decoding."""
+    """Return the tokens of every request when it runs alone."""
     return [engine.generate(asked.prompt, params_for(engine, asked))[0].token_ids for asked in crowd]
 
 
 def params_for(engine: Engine, asked: Asked) -> SamplingParams:
-    """An engine without a drafter takes no shape of a draft."""
+    """Return the request's parameters, without a draft's shape if the engine has no drafter."""
     return asked.params if engine.drafter is not None else replace(asked.params, speculation=None)
 
 
 def serve_crowd(engine: Engine, crowd: Sequence[Asked], *, seed: int = 0) -> list[GenerationOutput]:
-    """All of them at once, half of them handed in while the others run; every delta is read as it comes."""
+    """Serve all requests: half are submitted at once, the others while those run. Every delta is read as it arrives."""
     draw = random.Random(seed)
     handles: list[Any] = []
     got: list[list[int]] = []
@@ -96,7 +96,8 @@ def serve_crowd(engine: Engine, crowd: Sequence[Asked], *, seed: int = 0) -> lis
 def wrong_requests(
     crowd: Sequence[Asked], outputs: Sequence[GenerationOutput], alone: Sequence[list[int]]
 ) -> list[int]:
-    """Numbers of those whose tokens are not those of the lone run; an aborted one has the first of them."""
+    """Return the numbers of requests whose tokens differ from their lone run's; an aborted one must have its first
+    tokens."""
     wrong = []
     for number, (asked, output, truth) in enumerate(zip(crowd, outputs, alone, strict=True)):
         aborted = output.finish_reason == "abort"
@@ -107,7 +108,7 @@ def wrong_requests(
 
 
 def require_no_leak(make_and_use: Callable[[], Engine]) -> None:
-    """An engine that was used is idle, and once it is closed and dropped nothing stays: neither itself nor its K/V."""
+    """Check that a used engine is idle, and that nothing of it stays alive once it is closed and dropped."""
     engine = make_and_use()
     assert_idle(engine)
     left = [weakref.ref(thing) for thing in (engine, engine.table, engine.state, engine.scheduler)]

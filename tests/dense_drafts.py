@@ -1,4 +1,4 @@
-"""What a drafter must draft: the best paths of a forward that keeps nothing; and drafts of an engine beside them."""
+"""Compares the drafts of an engine with the best paths of a dense forward, which keeps no state."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,17 +12,20 @@ Path = tuple[int, ...]
 
 
 class DenseForward(Protocol):
-    """The published equations of a drafter, from tokens alone."""
+    """A drafter by its published equations, from tokens alone."""
 
     def logits(self, text: Sequence[int], path: Sequence[int]) -> torch.Tensor:
-        """[V] of the draft after `path`, which follows `text`; the last token of `text` is the root."""
+        """Logits [V] of the token after `text` and `path`; the last token of `text` is the root."""
 
 
 def best_paths(
     forward: DenseForward, text: Sequence[int], levels: int, topk: int, count: int
 ) -> tuple[dict[Path, torch.Tensor], set[Path]]:
-    """Logits at the nodes that children are drawn from, level by level, and the nodes of the draft: of `topk` children
-    of each of the best `topk` nodes of a level, the `count` with the best products of probabilities."""
+    """Draft by definition. Each level has `topk` children of each of the best `topk` nodes above; the draft is the
+    `count` nodes with the highest products of probabilities.
+
+    Returns the logits at each node with children, level by level, and the nodes of the draft.
+    """
     beam, found, drawn_from = [(0.0, ())], list[tuple[float, Path]](), dict[Path, torch.Tensor]()
     for _ in range(levels):
         grown = []
@@ -36,7 +39,7 @@ def best_paths(
 
 
 def paths_of(draft: Proposal) -> list[Path]:
-    """In the order of its nodes, the root, which is empty, first."""
+    """Return the path of each node in their order. The root's, the first, is empty."""
     paths: list[Path] = [()]
     for token, parent in zip(draft.tokens[1:], draft.parents[1:], strict=True):
         paths.append((*paths[parent], token))
@@ -44,7 +47,7 @@ def paths_of(draft: Proposal) -> list[Path]:
 
 
 def assert_best(forward: DenseForward, drafts: Sequence[Proposal], topk: int, tolerance: float) -> None:
-    """These drafts are the best paths, drawn from the logits of the dense forward."""
+    """Check that the drafts are the best paths, drawn from the logits of the dense forward."""
     for draft in drafts:
         paths, levels = paths_of(draft), 1 + (len(draft.logits) - 1) // topk
         drawn_from, expected = best_paths(forward, draft.text, levels, topk, len(paths) - 1)

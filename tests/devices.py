@@ -1,7 +1,6 @@
-"""What tests run on: one CPU thread, memory poisoned on request, a GPU or Triton's interpreter; and how near a kernel's
-results must be there.
+"""The device of the tests (a GPU, or one CPU thread with Triton's interpreter), and the tolerances of kernels on it.
 
-A plugin of conftest.py.
+A plugin of conftest.py. Fixtures run kernels, poison uninitialised memory, seed random numbers and watch calls.
 """
 
 import atexit
@@ -15,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
-"""Dtypes of kernels that multiply: the interpreter has no products of bfloat16."""
+"""Dtypes to test kernels with products in; the interpreter has no products of bfloat16."""
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 torch.set_num_threads(1)
-gc.disable()  # until the modules and the tests, millions of objects that live to the end, are all there
+gc.disable()  # until all modules and tests are loaded
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,14 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # the garbage collector need not visit them ever
+    """Exclude torch, transformers and all tests, a million objects that stay, from the garbage collector."""
+    gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000)
     atexit.register(gc.unfreeze)  # pytest collects twice when it ends, for what tests have left behind
 
 
 class PoisonEmpty(TorchFunctionMode):
-    """What `torch.empty` and its kin return is NaN, or the largest integer.
+    """Fills the results of `torch.empty` and similar functions with NaN, or with the largest integer.
 
     A mode, and not other functions in their place: torch remembers its device constructors when they are first needed,
     and if it remembered ours, a later `with torch.device("meta")` would no longer reach `torch.empty` and would really
@@ -61,14 +62,14 @@ class PoisonEmpty(TorchFunctionMode):
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal up to what sums in another order round off."""
+    """Assert equality up to the rounding of sums in another order."""
     tolerance = TOLERANCES[got.dtype]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
 def kernels_run() -> Iterator[None]:
-    """Kernels are launched: compiled on a GPU, and in Triton's interpreter without one."""
+    """Launch kernels: compiled on a GPU, in Triton's interpreter without one."""
     from specdec.gpu.triton_shim import INTERPRETED
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -80,20 +81,26 @@ def kernels_run() -> Iterator[None]:
 
 @pytest.fixture
 def poison_empty() -> Iterator[None]:
-    """Fill what `torch.empty` and its kin return, so that an unwritten element shows."""
+    """Poison uninitialised memory, so that an unwritten element shows."""
     with PoisonEmpty():
         yield
 
 
+@pytest.fixture(scope="module")
+def quick_collections() -> None:
+    """Exclude all that other tests of the process hold from the garbage collector, for tests that collect often."""
+    gc.freeze()
+
+
 @pytest.fixture
 def seeded() -> None:
-    """Random numbers of a test are the same each time."""
+    """Seed the random numbers of a test."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """watched(module, name, what): what `what` says of the arguments of each call of this function from now on."""
+    """watched(module, name, what): a list of `what(arguments)` for each later call of the function `module.name`."""
 
     def watch(module: Any, name: str, what: Callable[[tuple[Any, ...]], Any]) -> list[Any]:
         own, seen = getattr(module, name), list[Any]()

@@ -1,7 +1,7 @@
-"""A drafter's part of a round in isolation: a worker over requests of given lengths; tests choose K/V and states.
+"""Runs a drafter's part of a round alone: a worker over requests of given lengths, with random K/V and states.
 
-K/V and states are a function of (request, position). The K/V of every slot that holds no committed key is NaN, and so
-is the null slot that padding rows read and write.
+K/V and states depend on (request, position) only. Slots without a committed key hold NaN, and so does the null slot,
+which padding rows read and write.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ Seats = Sequence[int | None]
 
 
 class Outcome(NamedTuple):
-    """Results of the real rows, in order of request: the tree, the logits it was drawn from by level, K and V of what
-    is committed by request, pool and position, and the states that EAGLE-3 keeps."""
+    """Results of the real rows, in order of request. logits: by level of the tree. kept: committed K and V by request,
+    pool and position. hidden: the states that EAGLE-3 keeps."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def fitted_target(model: Any, ops: str = "modules") -> TargetModel:
-    """A target whose drafters run with these operations; the model itself is not fused."""
+    """Build a target whose drafters run with these operations; the model itself is not fused."""
     target = TargetModel(model)
     target.ops = OPERATIONS[ops]
     return target
@@ -84,7 +84,7 @@ class Scene:
         self.rig.flush()
 
     def pools(self) -> list[tuple[torch.Tensor, GroupId]]:
-        """The worker's own, and the group of each."""
+        """The worker's own pools, and the group of each."""
         return [(pool, kept.group) for kept in self.worker.store.layers.values() for pool in (kept.k, kept.v)]
 
     def copies(self) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ class Scene:
         return table.allocator.translate(group, PrimaryLoc(table.slots.tensor[row, :length]))
 
     def states(self) -> list[torch.Tensor]:
-        """What an EAGLE-3 worker keeps of each row [rows, H]."""
+        """The states [rows, H] that an EAGLE-3 worker keeps for each row."""
         return [*self.worker._last.flatten(0, 1)] if hasattr(self.worker, "_last") else []
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Scene:
         )
 
     def observation(self, batch: DraftBatch, seats: Seats) -> Observation:
-        """Request i has accepted i % 3 + 1 nodes, the last ones that are possible; padding one, as a walk says."""
+        """Build an observation: request i has accepted its last i % 3 + 1 nodes, padding one, as a walk says."""
         nodes, width = batch.num_nodes, self.target.hidden_size
         accepted = [1 if s is None else s % 3 + 1 for s in seats]
         path = [[0, *range(nodes - n + 1, nodes), *[0] * (3 - n)] for n in accepted]
@@ -148,7 +148,7 @@ class Scene:
         )
 
     def round(self, seats: Seats, longest: int, steps: int, topk: int, num_nodes: int) -> Outcome:
-        """Propose and observe without any work of the host."""
+        """Propose and observe. Fails on host work, and on a write outside the rows' own new slots."""
         batch = self.batch(seats, longest, steps, topk, num_nodes)
         seen = self.observation(batch, seats)
         before = self.copies()

@@ -1,15 +1,15 @@
-"""Simulates a load with given acceptance probabilities on a machine with given round times, without engine or model;
-with the results that the draft policy must reach.
+"""Simulates the draft policy without engine or model, from acceptance probabilities and round times.
 
-    Machine     seconds of a round by draft and batch, seconds of a drafter that reads its lag, and noise
-    Load        requests that begin and end together, and how often each source's drafts are right
-    play        seconds until all have their tokens, with the draft of each round by `choose`
-    ROWS        loads on measured machines, whose times may have been taken wrong
+    Machine     seconds of a round by draft and batch, seconds that a drafter takes to read its lag, and noise
+    Load        requests that begin and end together, and the acceptance probability of each source
+    adaptive    seconds until all requests have their tokens, with the policy's choice in each round
+    fixed       the same with one draft in all rounds
+    ROWS        the cases: loads on measured machines, with right and wrong timings at the start
 
 Every policy meets the same random draws: a draft's acceptance at a position does not depend on earlier drafts.
 
-python -m draft_simulation [part of a name ...]     prints each row: mean and worst of the seeds, to the best fixed
-                                                    draft and to plain decoding (in tests/, with PYTHONPATH=..:.)
+`python -m draft_simulation [part of a name ...]`, in tests/ with PYTHONPATH=..:. , prints for each row the mean and the
+worst seed, relative to the best fixed draft and to plain decoding.
 """
 
 import sys
@@ -36,12 +36,12 @@ E4B = {
 (docs/results/2026-11-26-adaptive.md)."""
 
 DRAFTING = {1: 0.11, 8: 0.13, 32: 0.2, 128: 0.44}
-"""Milliseconds of these for each level that a model drafts; a lookup takes none."""
+"""The drafter's part of those milliseconds, for each level that a model drafts. A lookup takes none."""
 
 
 @cache
 def e4b(shape: DraftShape, batch: int) -> float:
-    """Seconds: between measured batch sizes and numbers of nodes in proportion, and beyond them."""
+    """Seconds of a round, interpolated and extrapolated from `E4B` by batch size and number of nodes."""
     nodes = batch * (shape.num_nodes - 1)
     by_size = []
     for size, times in E4B.items():
@@ -54,8 +54,8 @@ def e4b(shape: DraftShape, batch: int) -> float:
 
 
 def mixture(alike: float, experts: int = 64, chosen: int = 8) -> Callable[[DraftShape, int], float]:
-    """Seconds of rounds that read experts: each once, whichever rows choose it. alike: part of a draft's rows that
-    choose those of the root."""
+    """Seconds of a round of a mixture, which reads each chosen expert once. alike: share of a draft's rows that choose
+    the root's experts."""
 
     def seconds(shape: DraftShape, batch: int) -> float:
         rows = batch * (1 + (1 - alike) * (shape.num_nodes - 1))
@@ -67,9 +67,12 @@ def mixture(alike: float, experts: int = 64, chosen: int = 8) -> Callable[[Draft
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """seconds: of a round with a draft, by batch. captured: rounds are timed before the first, as on a GPU. read_lag:
-    seconds in which the model reads what others committed, by batch; None: it reads every round. noise: factor on the
-    time of the round that begins at a time."""
+    """A simulated machine.
+
+    seconds: time of a round, by draft and batch size.   captured: rounds are timed before the first, as on a GPU.
+    read_lag: seconds to read the tokens that other sources committed, by batch size; None: the model reads every round.
+    noise: factor on the time of a round, by the time at which it begins.
+    """
 
     seconds: Callable[[DraftShape, int], float] = e4b
     captured: bool = True
@@ -82,9 +85,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """Crowds, one after the other, of `batch` requests that begin together. chance: of a request by its number, how
-    often a draft of the model and of the lookup is right. tree_gain: a tree's best path is wrong as often as this many
-    chains are all wrong; 1: trees bring no more than chains."""
+    """Crowds of `batch` requests that begin together, one crowd after the other.
+
+    chance: number of a request -> acceptance probabilities of the model and of the lookup.   tree_gain: a tree fails
+    with the probability that this many chains all fail; 1: trees gain nothing.
+    """
 
     chance: Callable[[int], tuple[float, float]]
     batch: int = 1
@@ -94,14 +99,14 @@ class Load:
     tree_gain: float = 1.5
 
     def coins(self) -> FloatArray:
-        """[source, crowd, request, position]: a draft is right where its coin is below its chance."""
+        """Draw coins [source, crowd, request, position]: a draft is right if its coin is below its chance."""
         shape = 2, self.crowds, self.batch, self.tokens + 300
         return np.random.default_rng(self.seed).random(shape)
 
 
 class Outcome(NamedTuple):
-    """plain_seconds: of plain rounds for the same tokens. reading: seconds in which the model caught up. quiet_seconds:
-    as it would have been without noise."""
+    """plain_seconds: time of plain rounds for the same tokens. reading: part of `seconds` in which the model caught up.
+    quiet_seconds: `seconds` without the noise."""
 
     seconds: float
     rounds: Counter[DraftShape]
@@ -138,12 +143,12 @@ def fixed(machine: Machine, load: Load, shape: DraftShape) -> float:
 
 
 def _accepted_share(load: Load, shape: DraftShape, chance: FloatArray) -> FloatArray:
-    """How often a draft of this shape is right, where a chain's is by this chance."""
+    """Acceptance probability of a draft of this shape, from that of a chain."""
     return chance if shape.topk == 1 else 1 - (1 - chance) ** load.tree_gain
 
 
 def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burst: Sequence[float] = (1.0,)) -> Outcome:
-    """The policy of a new engine with these drafts. burst: factors on what was timed of each when it was made."""
+    """Play the load with the policy of a new engine. burst: factors on the times measured at the start, by draft."""
     choice = DraftPolicy(shapes, load.batch + 1)
     if machine.captured:
         for size in {machine.size(count + 1) for count in range(load.batch)}:
@@ -186,7 +191,7 @@ def _play(machine: Machine, load: Load, choice: DraftPolicy) -> Outcome:
     return Outcome(now, rounds, plain, read, quiet)
 
 
-# results that the policy must reach, with measured times of rounds
+# the cases, with measured times of rounds
 
 
 CHAIN, TREE, SMALL_TREE = (SpecConfig(*size, adaptive=True) for size in ((4,), (4, 4, 16), (4, 4, 8)))
@@ -202,10 +207,10 @@ def prompts(engine: Engine) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Timing:
-    """How wrong the times were that were taken when the engine was made, and how its rounds vary.
+    """Errors of the times that were measured when the engine was made, and noise of its rounds.
 
-    factors: on what was timed of each draft, none first; the last one is of all further drafts. spread: of a round's
-    time, in both directions. burst: begin, end and factor of one.
+    factors: error of each draft's measured time, plain rounds first; further drafts have the last one.
+    spread: relative variation of a round's time, in both directions.   burst: begin, end and factor of a slow period.
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -237,7 +242,7 @@ TIMINGS = {
 
 
 class DraftRow(NamedTuple):
-    """One row. tree_gain: see `Load`. timing: wrong times; right ones by default."""
+    """One case. tree_gain: see `Load`. timing: errors of the measured times; none by default."""
 
     name: str
     spec: SpecConfig = CHAIN
@@ -298,7 +303,7 @@ def _load(row: DraftRow, seed: int) -> Load:
 
 
 def measured(row: DraftRow, seed: int) -> tuple[float, float, Outcome]:
-    """How many times as fast as the best fixed draft, and as none; time that a burst adds is of no draft."""
+    """Speed relative to the best fixed draft and to plain decoding, both without the time that noise adds."""
     shapes = draft_ladder(row.spec, captured=row.machine.captured, lookup=row.looked_up is not None)
     timing = row.timing
     factors = [*timing.factors, *[timing.factors[-1]] * len(shapes)][: len(shapes)]

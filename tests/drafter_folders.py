@@ -1,4 +1,4 @@
-"""Folders of drafters in the published formats, narrow and with random weights, which tests read and damage."""
+"""Writes drafters to folders in the published formats, narrow and with random weights, for tests that damage them."""
 
 import json
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ IDS = torch.arange(0, 60, 3)
 VOCAB = 7
 """Tokens of the targets of block drafters: few enough to be guessed now and then."""
 
-# block drafters, as they are published: layers of the target, and the config but for the sizes that `narrow` gives
+# published block drafters: layers of the target, and the config without the sizes that `narrow` sets
 
 QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None, "hidden_act": "silu"}
 OLD = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "attention_dropout": 0.0, "bos_token_id": 151643}
@@ -80,7 +80,7 @@ def dspark(ids: list[int], layers: int = 5, base: Mapping[str, Any] = DEEPSPEC, 
 
 
 def speculators(kind: str, entered: list[int], layers: int, block_size: int, **more: Any) -> dict[str, Any]:
-    """Flat: `narrow` puts the keys of layers where they stand."""
+    """Return a flat config: `narrow` moves the keys of layers to their place."""
     top = {"architectures": [f"{kind}DraftModel"], "model_type": "speculator_model", "speculators_version": "0.9.0"}
     top |= {"speculators_model_type": kind.lower(), "speculators_config": {"algorithm": kind.lower()}}
     top |= {"aux_hidden_state_layer_ids": entered, "mask_token_id": VOCAB - 1, "tie_word_embeddings": False}
@@ -127,7 +127,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def narrow(name: str, folder: Path, seed: int = 0) -> int:
-    """Write a published config at reduced width, with random weights -> layers of its target."""
+    """Write a published config at reduced width, with random weights. Returns the number of layers of its target."""
     layers, config = PUBLISHED[name]
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"head_dim": 8, "vocab_size": VOCAB, "num_target_layers": layers, "max_position_embeddings": 4096}
@@ -185,7 +185,7 @@ def fresh(spec: Eagle3Spec = SPEC) -> Eagle3Head:
 
 
 def write_drafter(kind: str, folder: Path) -> Path:
-    """A whole drafter: "SpecForge" and "speculators" for TARGET, or a name in PUBLISHED."""
+    """Write a whole drafter: "SpecForge" and "speculators" for TARGET, or a name in PUBLISHED."""
     if kind in PUBLISHED:
         narrow(kind, folder)
         return folder
@@ -201,7 +201,7 @@ def write_drafter(kind: str, folder: Path) -> Path:
 
 
 def read_drafter(kind: str, folder: Path) -> Any:
-    """The spec that is read."""
+    """Read a drafter's spec."""
     if kind not in PUBLISHED:
         return read_head(folder, TARGET).spec
     layout = SimpleNamespace(layers=range(PUBLISHED[kind][0]))

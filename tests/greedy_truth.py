@@ -1,13 +1,13 @@
-"""Expected greedy tokens, computed when first read: most tests only compare them with an engine's output."""
+"""Expected greedy tokens, which are computed only when they are read or compared."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
 class Truth(Sequence[int]):
-    """The tokens that `compute(guess)` gives, which are the same for any guess.
+    """The tokens of `compute(guess)`, which are the same for any guess.
 
-    A list that it is compared with is the guess: where it is right, one forward shows that, not one for each token.
+    A list that it is compared with is the guess. If that is right, one forward proves it; else each token takes one.
     """
 
     __hash__ = None  # type: ignore[assignment]

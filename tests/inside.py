@@ -1,4 +1,4 @@
-"""Access to an engine's internals for tests, in one place: leaks, running prompt chunks, and captures."""
+"""Access to an engine's internals for tests: leaks, prompt chunks, captures. Tests import internal names from here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,14 +31,14 @@ from specdec.text.detokenize import Detokenizer
 
 
 def state_cache_of(engine: Engine) -> PrefixCache:
-    """The prefix cache of an engine over recurrent layers."""
+    """Return the prefix cache of an engine over recurrent layers."""
     cache = engine.table.allocator.cache
     assert isinstance(cache, PrefixCache) and cache.states is not None
     return cache
 
 
 def assert_idle(engine: Engine) -> None:
-    """No request is left, and nothing that one may hold: rows, pages, a prompt forward, a loan of the K/V."""
+    """Assert that no request is left, nor anything that one may hold: rows, pages, a prompt forward, a frozen view."""
     engine.table.check()
     assert engine.scheduler.idle and engine.inbox.is_idle and engine.steps.prefill.reading is None
     allocator = engine.table.allocator
@@ -57,7 +57,7 @@ def record_round(stats: RequestStats, emitted: int, accepted: int, num_drafts: i
 
 @contextmanager
 def prompt_chunks() -> Iterator[list[int]]:
-    """The lengths of all prompt chunks that engines compute in the block."""
+    """Collect the lengths of all prompt chunks that engines compute in the block."""
     lengths: list[int] = []
     launch = Prefill.launch
 
@@ -71,22 +71,22 @@ def prompt_chunks() -> Iterator[list[int]]:
 
 
 def capture_on_tape(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
-    """Engines made from now on capture rounds and prompts, on a CPU; or not."""
+    """Make later engines capture rounds and prompts on a CPU, or capture nothing."""
     patch.setattr(specdec.engine, "capture_for", lambda *_: record if captured else None)
 
 
 def captured_rounds(engine: Engine) -> dict[Any, Any]:
-    """Captured rounds that can be replayed, by shape."""
+    """Return the captured rounds that can be replayed, by shape."""
     return {shape: one for shape, one in engine.steps.captured_rounds._captured.items() if one is not None}
 
 
 def captured_prompts(engine: Engine) -> dict[Any, Any]:
-    """Captured forwards over prompts that can be replayed, by shape."""
+    """Return the captured prompt forwards that can be replayed, by shape."""
     return {shape: one for shape, one in engine.steps.prefill.captured_prompts._captured.items() if one is not None}
 
 
 def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of packed modules, dequantised, by the name of the parameter that they stand for."""
+    """Return the dequantised weights of packed modules, by the name of the plain parameter."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):

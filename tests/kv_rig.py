@@ -1,4 +1,4 @@
-"""A KV cache small enough to inspect: one store, one table, plain torch, and an engine's operations on them."""
+"""K/V caches small enough to inspect, and an engine's operations on them. Tests import names of kvcache/ from here."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,21 +43,21 @@ def ints(*values: int) -> IntArray:
 def layer_spec(
     layer: int, window: int | None, owner: int | None = None, head_dim: int = 1, heads: int = 1
 ) -> LayerSpec:
-    """A layer that keeps K and V. window: None: full. owner: its own, unless another's is given."""
+    """Build the spec of a layer that keeps K and V. window None: full attention. owner: by default the layer itself."""
     kind, retention = (FULL_ATTENTION if window is None else SLIDING_ATTENTION), Retention(window)
     owner = layer if owner is None else owner
     return LayerSpec(layer, owner, kind, attention_fields(heads, head_dim), retention)
 
 
 SWA = GroupId(1)
-"""The windowed group of models with one window."""
+"""The windowed group of a model with one window."""
 
 FROZEN_EXTRA_KEYS = 2
 """Keys that a frozen drafter reads beyond the target's: the newest window + 1, not window - 1 before its own token."""
 
 
 class Worker:
-    """One to which views of a cache are lent."""
+    """A worker that borrows views of a cache."""
 
     view: KVView | None = None
 
@@ -70,27 +70,39 @@ def make_allocator(
     page_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> HybridAllocator:
-    """Pools of a primary group and of one group a window. window_pages: of each of these, or of all; None: `pages`."""
-    groups = cache_groups([KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))])
-    more = pages if window_pages is None else window_pages
+    """Build pools of a primary group and of one group for each window. window_pages: pages of each of these, or of all;
+    None: `pages`."""
+    layout = KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))
+    return make_pools([layout], pages, window_pages, page_size=page_size, device=device)
+
+
+def make_pools(
+    layouts: Sequence[KVLayout],
+    pages: int,
+    other_pages: int | Sequence[int] | None = None,
+    *,
+    page_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> HybridAllocator:
+    """Build the pools of these models. other_pages: pages of each group after the primary one, or of all; None:
+    `pages`."""
+    groups = cache_groups(layouts)
+    more = pages if other_pages is None else other_pages
     each = [more] * (len(groups) - 1) if isinstance(more, int) else more
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
 
 
-def window_sizes(layouts: Sequence[KVLayout]) -> list[int]:
-    """The window of each windowed group of these models."""
-    return [kept.window for kept in cache_groups(layouts) if kept.window is not None]
-
-
 def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
-    """`values`, but for that of one group."""
+    """Return `values` with the value of one group replaced."""
     return ByGroup(tuple(value if other == group else old for other, old in values.items()))
 
 
 class KVRig(KVCache):
-    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`.
+    """A cache with one store in plain torch, which also has the attributes of its request table:
+    `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`.
 
-    drafts: layers of a drafter that will add a store."""
+    drafts: layers of a drafter that will add a store.
+    """
 
     def __init__(
         self,
@@ -108,8 +120,8 @@ class KVRig(KVCache):
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        windows = window_sizes([layout] if drafts is None else [layout, drafts])
-        allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
+        layouts = [layout] if drafts is None else [layout, drafts]
+        allocator = make_pools(layouts, pages, window_pages, page_size=page_size, device=device)
         table = RequestTable(
             allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
         )
@@ -122,7 +134,7 @@ class KVRig(KVCache):
         return getattr(self.__dict__["table"], name)
 
     def commit(self, rows: IntArray, length: IntArray, path: IntArray | None = None) -> None:
-        """Commit on both sides at once: `length` [B] nodes of path [B, D], or in the order in which they were written.
+        """Commit on host and device: `length` [B] nodes of path [B, D], without a path the first ones written.
 
         Raises KVStateError, with nothing changed, for nodes past the slots that a row owns.
         """
@@ -167,7 +179,7 @@ class KVRig(KVCache):
 
 
 class PrefixRig:
-    """A request table with a prefix cache and no K/V: whole requests, what they adopt, and peers that pools lose."""
+    """A request table with a prefix cache and no K/V, to run whole requests and to evict peers."""
 
     def __init__(
         self,
@@ -188,14 +200,14 @@ class PrefixRig:
         self.cache = PrefixCache(self.table, pairs=pairs)
 
     def begin(self, text: Sequence[int]) -> tuple[int, int]:
-        """(row, slots adopted) of a request with this prompt."""
+        """Open a request with this prompt. Returns (row, slots adopted)."""
         row = self.table.open_row()
         adopted = self.cache.adopt(row, self.cache.key(text)[: len(text) - 1])
         self.table.check()
         return row, adopted
 
     def fill(self, row: int, length: int) -> None:
-        """The rest of its first `length` slots is made and committed."""
+        """Allocate and commit the rest of the row's first `length` slots."""
         self.table.ensure_slots(row, length)
         self.table.commit_chunk_on_host(ints(row), ints(length) - self.table.committed_len.host[row])
         self.table.check()
@@ -209,7 +221,7 @@ class PrefixRig:
         self.table.check()
 
     def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
-        """A request from beginning to end, its newest token without K/V, kept; how many slots it adopted."""
+        """Run a whole request and cache it; its newest token has no K/V. Returns how many slots it adopted."""
         row, adopted = self.begin(text)
         self.fill(row, len(text) - 1)
         if evict:
@@ -219,11 +231,11 @@ class PrefixRig:
         return adopted
 
     def found(self, text: Sequence[int]) -> int:
-        """Slots that a request with this prompt would adopt."""
+        """Number of slots that a request with this prompt would adopt."""
         return len(self.cache.match_prefix(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
 
     def lose_peers(self, group: GroupId, pages: IntArray) -> None:
-        """What happens when the pool of a windowed group runs short."""
+        """Evict cached peers, as the pool of a windowed group does when it runs short."""
         self.allocator.uncache_peers(group, pages)
         for node in self.cache._by_age:
             node.num_peers = self.cache._count_peers(node.pages)
@@ -234,6 +246,6 @@ class PrefixRig:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """(free, held, cached) full pages."""
+        """Pages of the primary pool: (free, held, cached)."""
         pool = self.allocator.primary
         return pool.free_pages, pool.held_pages, pool.evictable_pages

@@ -1,8 +1,8 @@
-"""Every launcher of the project, called as engines call it: shapes of published models, each dtype, each kind of call.
+"""Calls every launcher of the project as engines do: shapes of published models, each dtype, each kind of call.
 
-tests/test_kernels_compile.py runs it for an absent GPU. Fused layers are run as they are, of published shapes; each
-other group of launchers has a function. `usual` lists the arguments that make another program of a kernel: a dtype, a
-constant, a None, an integer that Triton specialises on.
+tests/test_kernels_compile.py runs it for an absent GPU. Fused layers have published shapes; each other group of
+launchers has a function. `usual` lists the arguments that change a kernel's program: a dtype, a constant, a None, an
+integer that Triton specialises on.
 """
 
 import functools
@@ -83,7 +83,7 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def parts_of(num_parts: int, num_rows: int, width: int, dtype: torch.dtype, *, bias: bool = False) -> Product:
-    """A product whose last sum is left to its reader."""
+    """A product whose parts are not summed yet."""
     added = numbers(width, dtype=dtype) if bias else None
     return Product(numbers(num_parts, num_rows, width, dtype=FP32), added, dtype)
 
@@ -133,8 +133,8 @@ def recurrent(
     corrected: bool,
     bias: bool = False,
 ) -> None:
-    """The convolution and the recurrence of one layer, of trees and of runs, after a fold. heads: of keys, of
-    values, and their sizes; of values 0: a convolution alone."""
+    """Run the convolution and the recurrence of one layer over trees and runs, after a fold. heads: numbers of key and
+    value heads, and their sizes; without value heads a convolution alone."""
     key_heads, num_heads, k_dim, v_dim = heads
     state = RecurrentState.zeros(9, StateShape(num_heads, k_dim, v_dim, 3, channels), dtype, numbers(1).device)
     records = (
@@ -250,7 +250,7 @@ def attention(
     first_key: int = 0,
     fp8: bool = False,
 ) -> None:
-    """Chains, trees, runs and frozen queries. begun: the table begins after position 0, as windowed ones do."""
+    """Attend with chains, trees, runs or frozen queries. begun: the table begins after position 0, as with a window."""
     kv_heads, pages = 2, integers(batch, 640)
     query = numbers(batch, num_rows, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2)
     pool_k, pool_v = pools_of(kv_heads, head_dim, dtype, fp8=fp8)
@@ -280,7 +280,7 @@ def draft_level(
     first_key: int = 0,
     fp8: bool = False,
 ) -> None:
-    """The newest `level` nodes of a draft of `num_nodes`."""
+    """Attend with the newest `level` nodes of a draft of `num_nodes`."""
     kv_heads = 2
     own = [numbers_and_scales(pool) for pool in pools_of(kv_heads, head_dim, dtype, batch * num_nodes, fp8=fp8)]
     block_k, block_v = (rows.unflatten(0, (batch, num_nodes)).transpose(1, 2) for rows, _ in own)
@@ -309,7 +309,7 @@ def prompts(
     fp8: bool = False,
     tiles: RaggedTiles | None = None,
 ) -> None:
-    """Runs of eight requests in one row. Of windowed layers the lines begin after position 0."""
+    """Attend with the runs of eight requests in one row. With a window the lines begin after position 0."""
     query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
     pools = pools_of(2, head_dim, dtype, fp8=fp8)
     places = (integers(num_tokens) for _ in range(3))
@@ -325,7 +325,7 @@ def prompts(
 
 
 class LayerRows:
-    """The context of layers: K/V are stored; what attention and recurrences give is any numbers."""
+    """A context of layers that stores K/V. Attention and recurrence return arbitrary numbers."""
 
     def __init__(self, layers: Sequence[LayerParts], num_rows: int, dtype: torch.dtype) -> None:
         self.layers, self.num_rows, self.dtype = layers, num_rows, dtype
@@ -358,7 +358,7 @@ def weight(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
 
 @functools.cache
 def decoder_of(shape: str, dtype: torch.dtype, form: str) -> tuple[DecoderParts, torch.Tensor]:
-    """The first layers of a published shape as fused layers read them, and the weight of its head."""
+    """Return the fused parts of the first layers of a published shape, and the weight of its head."""
     model: Any = build_model(SHAPES[shape].target(Shrink(layers=4)), torch.device("meta"), dtype)
     for module in model.modules():
         if hasattr(module, "embed_scale"):  # a number that is read
@@ -372,7 +372,7 @@ def decoder_of(shape: str, dtype: torch.dtype, form: str) -> tuple[DecoderParts,
 
 
 def layers(shape: str, dtype: torch.dtype, num_rows: int, form: str = "", ops: Operations = KERNELS) -> None:
-    """A forward. form: of packed weights, as `weight` names it."""
+    """Run a forward of fused layers. form: of packed weights, as `weight` names it."""
     parts, head = decoder_of(shape, dtype, form)
     tokens, positions, factor = integers(num_rows), integers(num_rows), numbers(1, dtype=FP32)
     embedded = embed(tokens, head, factor if parts.embeddings else None)
@@ -387,8 +387,8 @@ def layers(shape: str, dtype: torch.dtype, num_rows: int, form: str = "", ops: O
 
 
 def other_families(dtype: torch.dtype) -> None:
-    """What other families have than the shapes below: a K that tiles do not divide, biases, limits, norms over all
-    heads or of values, factors, groups of experts and a part of them."""
+    """Run features of other families than those of the shapes below: a K that tiles do not divide, biases, limits,
+    norms over all heads or of values, factors, and groups of experts divided over ranks."""
     width, num_experts = 1000, 24
     many, part, tokens = numbers(600, width, dtype=dtype), parts_of(3, 5, 1280, dtype, bias=True), integers(5)
     x, gain, half = many[:5], gain_of(1280, dtype, round_first=True), gain_of(320, dtype)
@@ -416,7 +416,7 @@ def params_of(batch: int) -> ParamVectors:
 
 
 def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, best: bool = False) -> None:
-    """One draw; best: the children of a node."""
+    """Draw a token for each node. best: also the best tokens, for the children of a node."""
     batch, nodes, vocab = 3, 5, 262144
     logits, positions, params = numbers(batch, nodes, vocab, dtype=dtype), integers(batch, nodes), params_of(batch)
     seen = None
@@ -512,7 +512,7 @@ LAYERS: list[tuple[Any, ...]] = [  # shape, dtype, rows; form of packed weights
 
 
 def usual() -> Iterator[Launch]:
-    """A variant of each kind: every statement of every kernel becomes code in one of them."""
+    """Yield a variant of each kind. Every statement of every kernel becomes code in one of them."""
     yield launch(exchange, BF16, 5)
     yield launch(cache, BF16, 1, swa=True)
     yield launch(cache, FP32, 16, swa=False)

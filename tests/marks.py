@@ -34,27 +34,27 @@ def usual_cases(*ids: str) -> Any:
 
 
 def examples(count: int, in_depth: int) -> int:
-    """How many examples a property is tried on: `in_depth` of them with `make test-deep`."""
+    """Number of examples of a property: `count`, or `in_depth` with `make test-deep`."""
     return in_depth if is_deep() else count
 
 
 def is_deep() -> bool:
-    """Is this `make test-deep`? For a test whose cases are not parameters."""
+    """True with `make test-deep`. For a test whose cases are not parameters."""
     return settings.get_current_profile_name() == "deep"
 
 
 def quick(cases: Iterable[tuple[Any, ...]], wanted: Callable[..., bool]) -> list[Any]:
-    """The cases; those that are not wanted in `make test-fast` are slow."""
+    """Mark the cases that are not wanted in `make test-fast` slow."""
     return [case if wanted(*case) else slow(*case) for case in cases]
 
 
 def usual(cases: Iterable[Any], wanted: Callable[..., bool]) -> list[Any]:
-    """The cases, quick and slow; those that are not wanted in `make test` are deep."""
+    """Mark the cases that are not wanted in `make test` deep."""
     return [case if wanted(*_values(case)) else deep(*_values(case)) for case in cases]
 
 
 def each_value(cases: Iterable[Any]) -> list[Any]:
-    """The cases: a few that together have every value of every parameter, the others marked deep."""
+    """Keep a few cases that together have every value of every parameter, and mark the others deep."""
     cases = list(cases)
     every = [list(enumerate(map(repr, _values(case)))) for case in cases]
     met: Counter[tuple[int, str]] = Counter()
@@ -78,12 +78,12 @@ def _is_quick(case: Any) -> bool:
 
 
 def _values(case: Any) -> tuple[Any, ...]:
-    """Values of a tuple, or of what `pytest.param` made of one."""
+    """Values of a case, which is a tuple or a `pytest.param`."""
     return case.values if hasattr(case, "marks") else case
 
 
 def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases among which any value of a parameter meets any value of any other: far fewer than all combinations."""
+    """Choose cases in which each pair of values of two parameters occurs: far fewer than all combinations."""
     axes = list(itertools.combinations(range(len(choices)), 2))
     cases = {
         case: {(a, case[a], b, case[b]) for a, b in axes}
@@ -99,8 +99,10 @@ def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def mark_deep_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each case that `deep_cases` names gets the mark `deep`, and each that `usual_cases` does not. An id that no case
-    has any more is an error."""
+    """Mark the cases deep that `deep_cases` names, and those that `usual_cases` does not name.
+
+    An id without a case is an error.
+    """
     cases: dict[str, set[str]] = {}
     named: dict[str, tuple[str, set[str]]] = {}
     for item in items:
@@ -119,7 +121,7 @@ def mark_deep_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases marked `deep` run with `--deep`, where -m asks for them, and where one is named in full."""
+    """Deselect cases marked `deep`, unless with `--deep`, an -m that names the mark, or a case's full id."""
     if config.getoption("--deep") or "deep" in config.option.markexpr:
         return
     named = set(config.args)

@@ -1,6 +1,6 @@
-"""Tiny checkpoints with MTP modules under the names that models publish, and what these modules compute, densely.
+"""Tiny checkpoints with MTP modules under their published names, and a dense reference of the modules.
 
-A module's block is the layer of a model of one layer, made and saved by transformers; the reference runs that model.
+transformers makes and saves a model of one layer, whose layer is a module's block; the reference runs that model.
 """
 
 import copy
@@ -16,18 +16,10 @@ from torch import nn
 from torch.func import functional_call
 from transformers import DeepseekV3Config
 
-BASE: dict[str, Any] = {
-    "vocab_size": 6,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-SLIDING, FULL = "sliding_attention", "full_attention"
+import tiny_families
+from tiny_families import FULL, LINEAR, SLIDING
+
+BASE = {**tiny_families.BASE, "vocab_size": 6}
 SLIDES = {"sliding_window": 5, "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 EXAONE_MOE = {**SLIDES, **EXPERTS, "num_experts": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -36,10 +28,13 @@ TOKEN, STATE, PROJ, NORM, HEAD, EMBED, BLOCK = "enorm", "hnorm", "proj", "norm",
 
 
 class Shape(NamedTuple):
-    """A target and its modules. name: how transformers names its classes. single: fields of a model of one layer that
-    is like a module's block. names: where a part of module k lies, by part, of a target of n layers. copies: its head
-    and embedding are the target's. tower: fields of the vision tower of a model that has one. saved_as: a part of names
-    by `save_pretrained`, and the published one; block_names: the same for a tensor of a block."""
+    """A target and its modules.
+
+    name: beginning of its classes in transformers.   single: fields of the one-layer model for a module's block.
+    names: (part, module k, layers n of the target) -> name of the part.   copies: modules repeat the target's head and
+    embedding.   tower: fields of a vision tower.   saved_as: a part of names by `save_pretrained`, and its published
+    form.   block_names: the same for tensors of a block.
+    """
 
     name: str
     fields: dict[str, Any]
@@ -103,18 +98,9 @@ SPARSE = {"mlp_layer_types": ["sparse"]}
 HY = {**EXPERTS, "num_experts": 4, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 MELLUM = {**SLIDES, **EXPERTS, "num_experts": 4, "layer_types": [FULL, SLIDING, SLIDING]}
 MELLUM["mlp_layer_types"] = ["sparse"] * 3
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
+DEEPSEEK = {**GLM, **tiny_families.LATENT, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
-RECURRENT = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "linear_attention", FULL],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-}
+RECURRENT = {**tiny_families.RECURRENT, "num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]}
 NEXT = {**RECURRENT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 ONE_FULL = {**ONE, "layer_types": [FULL]}
 DENSE_FIRST = {**SLIDES, "layer_types": [FULL, SLIDING, FULL], "mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -166,7 +152,7 @@ SHAPES: dict[str, Shape] = {
 
 
 class Published(NamedTuple):
-    """A written checkpoint, and its modules in the reference's hands: parts, and a text model of one layer."""
+    """A written checkpoint, and its modules for the reference: tensors by part, and a text model of one layer."""
 
     folder: Path
     shape: Shape
@@ -178,7 +164,7 @@ class Published(NamedTuple):
 
 
 def planted(model: Any, seed: int) -> Any:
-    """Random weights under which states before and after a norm differ."""
+    """Set random weights, such that states before and after a norm differ."""
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
@@ -191,7 +177,7 @@ def planted(model: Any, seed: int) -> Any:
 
 
 def _config_class(name: str) -> Any:
-    """Returns the class of the text model, where that is one of its own."""
+    """Return the config class of the text model."""
     return getattr(transformers, f"{name}{'Text' if name.startswith('Qwen3_5') else ''}Config")
 
 
@@ -245,14 +231,14 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
 
 
 class Reference:
-    """The published forward. text: t_0 .. t_S, of which all but the last are committed; then drafts."""
+    """The published forward of modules. A text t_0 .. t_S is committed except for its last token; drafts follow."""
 
     def __init__(self, published: Published) -> None:
         self.shape, self.model, self.modules = published.shape, published.model, published.modules
         self.known: dict[tuple[int, ...], torch.Tensor] = {}  # states by tokens
 
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """h_p of these tokens [1, T, H]."""
+        """States h_p [1, T, H] of these tokens."""
         if (text := tuple(tokens)) not in self.known:
             self.known[text] = self._states(text)
         return self.known[text]
@@ -271,7 +257,7 @@ class Reference:
         return out
 
     def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """y and z of rows at positions 0, 1, ..."""
+        """Outputs y (before the norm) and z (after it) of the rows at positions 0, 1, ..."""
         parts, block = self.modules[k]
         table = parts.get(EMBED, self.model.get_input_embeddings().weight)
         halves = [self._norm(table[torch.tensor([tokens])], parts[TOKEN]), self._norm(state, parts[STATE])]
@@ -281,7 +267,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, text: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
-        """[V] of the draft after `drafts`."""
+        """Logits [V] of the draft after `drafts`."""
         h, tokens, shape = self.states(text[:-1]), [*text, *drafts], self.shape
         if shape.form == "R":
             for _ in range(len(drafts) + 1):

@@ -5,9 +5,9 @@
         linear(x, weight)                                                  compiled to machine code for sm_90
     gpu.compiled, gpu.failures, gpu.statements
 
-Triton itself decides what a launch compiles, from the launcher's arguments: their dtypes, which integers are 1 or
-divide by 16, where in its storage a tensor begins, constants, warps, stages. Nothing is taken from Triton's cache on
-disk. It is for a process of its own, in which Triton was imported with TRITON_INTERPRET=0.
+Triton itself decides what a launch compiles, from the launcher's arguments: dtypes, integers that are 1 or divisible by
+16, the offset of a tensor in its storage, constants, warps, stages. Triton's cache on disk is not used. The process
+must have imported Triton with TRITON_INTERPRET=0.
 """
 
 import ast
@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376}  # bytes of a program at most, by compute capability
 MULTIPROCESSORS = 132
 LEFT_UNDER_WAY = re.compile(r"warp_group_dot_wait.*pendings = [1-9]")
-"""The operand of a packed weight's tile lies in registers, which the next tile may overwrite: no product may go on."""
+"""A packed weight's operand lies in registers, which the next tile overwrites: no product may still be in flight."""
 
 
 class PretendedTensor(torch.Tensor):
-    """A meta tensor that says it lies on a GPU, except to torch's own functions; what they make of it does so too."""
+    """A meta tensor that reports a GPU as its device, except to torch's own functions. Their results do so too."""
 
     within_torch = False
 
@@ -46,7 +46,7 @@ class PretendedTensor(torch.Tensor):
 
 
 class OnPretendedGpu(TorchFunctionMode):
-    """What is made on "cuda" is a `PretendedTensor`."""
+    """Makes a `PretendedTensor` of each tensor that is created on "cuda"."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -64,10 +64,10 @@ class OnPretendedGpu(TorchFunctionMode):
 
 @dataclass
 class PretendedGpu:
-    """What was compiled for it.
+    """Stands for Triton's driver, and records what was compiled.
 
-    compiled: kernel -> a line for each variant.   failures: what did not compile, or would not be loaded.
-    statements: jitted function -> line numbers, within it, of the statements that became code in some variant.
+    compiled: kernel -> a line for each variant.   failures: kernel -> variants that failed to compile or load.
+    statements: jitted function -> its line numbers that became code in some variant.
     """
 
     capability: int
@@ -98,7 +98,7 @@ class PretendedGpu:
     # of its compiler
 
     def launch(self, compile_only: Any, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Instead of a launch: compile, unless this variant has been, and see whether it would be loaded."""
+        """Compile a variant that is new, and check that a GPU could load it. Nothing is launched."""
         known = len(kernel.device_caches[0][0])
         name = full_name(kernel)
         try:
@@ -158,7 +158,7 @@ def pretended_gpu(capability: int) -> Iterator[PretendedGpu]:
 
 
 def chain(error: BaseException | None) -> Iterator[str]:
-    """The error and its causes: a compiler's last one says what is wrong with the line that the first one shows."""
+    """Describe the error and its causes: a compiler's last cause explains the line that the first error shows."""
     while error is not None:
         yield f"{type(error).__name__}: {error}"
         error = error.__cause__

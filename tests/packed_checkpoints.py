@@ -1,7 +1,7 @@
-"""Quantised checkpoints as their publishers lay them out, written bit by bit in numpy: nothing of the product is used.
+"""Writes quantised checkpoints in their published layouts, bit by bit in numpy, without code of the product.
 
-`quantise(folder, form, out)` rounds the linears (and experts) of a plain checkpoint and writes two folders: the
-quantised checkpoint, and the plain float32 one of the same values, which transformers loads as the oracle.
+`quantise(folder, form, out)` rounds the linear layers and experts of a plain checkpoint and writes two folders: the
+quantised checkpoint, and a plain float32 one of the same values, which transformers loads as the oracle.
 """
 
 import json
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """config: its quantization_config. write: a weight [N, K] -> (its tensors by name, what they stand for)."""
+    """A layout. config: its quantization_config. write: weight [N, K] -> (its tensors by name, their values [N, K])."""
 
     config: dict[str, Any]
     write: Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
@@ -36,7 +36,7 @@ class Form:
 
 
 def words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """numbers 0..15 [A, 8 B] -> int32 [A, B]: nibble i of a word is its number order[i]."""
+    """Pack numbers 0..15 [A, 8 B] into int32 [A, B]: nibble i of a word is its number order[i]."""
     out = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
     for nibble, place in enumerate(order):
         out |= numbers[:, place::8].astype(np.uint32) << np.uint32(4 * nibble)
@@ -44,7 +44,7 @@ def words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torc
 
 
 def rounded(weight: np.ndarray, group: int, asymmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """numbers 0..15 [N, K], scales float16 [N, K / G] and zeros 0..15 [N, K / G]."""
+    """Round a weight to numbers 0..15 [N, K], with scales float16 [N, K / G] and zeros 0..15 [N, K / G]."""
     groups = weight.reshape(len(weight), -1, group)
     low, high = groups.min(-1), groups.max(-1)
     if asymmetric:
@@ -128,7 +128,7 @@ def awq(group: int = 32) -> Form:
 
 
 def to_fp8(weight: np.ndarray, scales: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-    """scales [N, K], one for each number."""
+    """Round to FP8 with scales [N, K], one for each number. Returns the numbers and their values."""
     numbers = torch.from_numpy(weight / scales).to(torch.float8_e4m3fn)
     return numbers, numbers.float().numpy() * scales
 
@@ -162,7 +162,7 @@ def fp8_block(block: int = 16) -> Form:
 
 
 def mxfp4() -> Form:
-    """Parts of one expert's weight [N, K]: blocks [N, K / 32, 16] and scales [N, K / 32]."""
+    """The layout of MXFP4 experts: a weight [N, K] is blocks [N, K / 32, 16] and scales [N, K / 32]."""
 
     def write(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         groups = weight.reshape(len(weight), -1, 32)
@@ -195,7 +195,7 @@ FORMS: dict[str, Form] = {
 
 
 def quantise(folder: Path, form: Form, out: Path, *, ignore: str | None = None) -> tuple[Path, Path]:
-    """(the quantised checkpoint, the plain one of the same values). ignore: a pattern of names left as they are."""
+    """Write (the quantised checkpoint, the plain one of the same values). ignore: pattern of weights to leave plain."""
     stored: Tensors = {}
     plain: Tensors = {}
     for key, tensor in load_file(folder / "model.safetensors").items():
@@ -219,7 +219,7 @@ def quantise(folder: Path, form: Form, out: Path, *, ignore: str | None = None) 
 
 
 def parts(key: str, tensor: torch.Tensor, form: Form) -> dict[str, list[torch.Tensor]]:
-    """Views [N, K] of the weights that the form stores, by what precedes the names of their tensors."""
+    """Find the weights in a tensor that the form packs: views [N, K], by the prefix of their tensors' names."""
     linear, stacked = LINEAR.fullmatch(key) or LATENT.fullmatch(key), STACKED.fullmatch(key)
     if step := STEP.fullmatch(key):
         return {f"{step[1]}.mlp.experts.{expert}.{step[2]}.": [one] for expert, one in enumerate(tensor)}

@@ -1,4 +1,4 @@
-"""Random packed weights of every code, for tests of kernels."""
+"""Random packed weights in every code, for tests of kernels."""
 
 import torch
 
@@ -10,7 +10,7 @@ CODES = ["int4", "int4-zeros", "int4-g16", "int4-g128", "e2m1", "e4m3-row", "e4m
 
 
 def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
-    """[.., N, K] with numbers of every kind; dequantised, about K^-0.5 each."""
+    """Draw a packed weight [.., N, K]. Its dequantised elements are about K^-0.5."""
     code, _, kind = form.partition("-")
     *leading, n, k = shape
     bits = BITS[code]

@@ -1,41 +1,72 @@
-"""Processes of Python that tests start: forks that have everything imported, or real ones.
+"""Python processes that tests start: forks in which everything is imported, or real ones.
 
     done = run(["-m", "specdec.cli", "generate", "hello"])      done.returncode, done.stdout, done.stderr
     process = start(["-m", "specdec.cli", "serve"], stdout=PIPE)
 
-By default a command runs in a fork of `fork_server.py`, of which every process of pytest has one from the first command
-on; workers (pytest -n) share the one of which they are forks themselves. `make test-deep` starts Python anew for each,
-and so does `real=True`: every way to start (the console script, the module, the server) has a test with it. What a
-process has imported by itself is only seen in a real one.
+A real start imports torch and transformers for four seconds; a fork takes milliseconds. So by default a command runs
+in a fork of Python's own fork server (`multiprocessing`), which has imported what commands use, has computed nothing
+and has one thread. `make test-deep` starts Python anew for each command, and so does `real=True`: each way to start
+(the console script, the module, the server) has a test with it, and so has what a process imports by itself.
 """
 
 import fcntl
-import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pkgutil import iter_modules
 from subprocess import DEVNULL, PIPE
-from threading import Thread
 from typing import IO, Any
 
-from forked_workers import SHARED
+import pytest
+from forked_command import TESTS, Command, run_command
 
 from marks import is_deep
 
-FORK_SERVER = Path(__file__).with_name("fork_server.py")
+USED_LATER = (  # what commands, and transformers, import only when they run
+    "accelerate",
+    "accelerate.big_modeling",
+    "transformers.models.gemma4.modeling_gemma4",
+    "transformers.models.gemma4_assistant.modeling_gemma4_assistant",
+    "transformers.models.llama.modeling_llama",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+)
+
+
+@cache
+def _fork_server() -> Any:
+    """The context of the fork server, which is started here."""
+    from specdec.cli import bodies
+
+    context = multiprocessing.get_context("forkserver")
+    names = [f"{bodies.__name__}.{each.name}" for each in iter_modules(bodies.__path__)]
+    context.set_forkserver_preload(["forked_command", *names, *USED_LATER])
+    paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        forkserver.ensure_running()
+    return context
+
+
+def stop_fork_server() -> None:
+    """End the fork server of this process, if it has one, and wait: its processor time counts in that of the tests."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class Fork:
-    """A command in a fork, with what tests use of `subprocess.Popen`."""
+    """A command in a fork, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(
         self,
@@ -50,34 +81,33 @@ class Fork:
         terminal: bool = False,
     ) -> None:
         self.args = arguments
-        self.returncode: int | None = None
-        mode = "r" if text else "rb"
-        ours: list[int] = []  # the command's ends of the pipes, which it alone keeps
-        given = [_descriptor(stdin, 0, ours)]
-        files: list[IO[Any] | None] = []
-        for number, asked in ((1, stdout), (2, stderr)):
+        pipes: dict[int, IO[Any]] = {}  # the ends of this process
+        streams = []
+        for number, asked in enumerate((stdin, stdout, stderr)):
             if asked == PIPE:
                 end, its_end = os.pipe()
-                ours.append(its_end)
-                given.append(its_end)
-                files.append(os.fdopen(end, mode))
+                pipes[number] = os.fdopen(end, "r" if text else "rb")
+            elif asked == DEVNULL:
+                its_end = os.open(os.devnull, os.O_RDWR)
             else:
-                given.append(_descriptor(asked, number, ours))
-                files.append(None)
-        self.stdout, self.stderr = files
-        self._status, its_status = socket.socketpair()
-        request = {
-            "arguments": [os.fspath(argument) for argument in arguments],
-            "env": dict(os.environ if env is None else env),
-            "cwd": os.fspath(cwd or os.getcwd()),
-            "terminal": terminal,
-        }
-        socket.send_fds(_fork_server()[0], [json.dumps(request).encode()], [its_status.fileno(), *given])
-        its_status.close()
-        for descriptor in ours:
-            os.close(descriptor)
-        self._lines = self._status.makefile("r")
-        self.pid = int(self._lines.readline())
+                its_end = os.dup(number if asked is None else asked if isinstance(asked, int) else asked.fileno())
+            streams.append(Connection(its_end))
+        self.stdout, self.stderr = pipes.get(1), pipes.get(2)
+        paths = [os.fspath(argument) for argument in arguments]
+        command = Command(paths, dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd()), terminal)
+        self._process = _fork_server().Process(target=run_command, args=(command, streams), daemon=True)
+        self._process.start()
+        for stream in streams:
+            stream.close()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
 
     def __enter__(self) -> "Fork":
         return self
@@ -89,17 +119,12 @@ class Fork:
         self.wait()
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-            self.wait()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
-            self.returncode = int(self._lines.readline())
-            self._lines.close()
-            self._status.close()
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
         return self.returncode
 
     def send_signal(self, kind: int) -> None:
@@ -110,22 +135,15 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """What is left of standard output and standard error, once it has ended."""
-        said: dict[IO[Any], Any] = {}
-        deadline = None if timeout is None else time.monotonic() + timeout
-
-        def read(file: IO[Any]) -> None:
-            said[file] = file.read()
-
-        readers = [Thread(target=read, args=[file], daemon=True) for file in (self.stdout, self.stderr) if file]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join(None if deadline is None else max(0, deadline - time.monotonic()))
-        self.wait(None if deadline is None else max(0, deadline - time.monotonic()))
-        for file in said:
-            file.close()
-        return tuple(said.get(file) if file else None for file in (self.stdout, self.stderr))
+        """The rest of standard output and standard error, once the process has ended; it is killed after `timeout`."""
+        with ThreadPoolExecutor(2) as pool:
+            reads = [pool.submit(file.read) if file else None for file in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+        return tuple(read.result() if read else None for read in reads)
 
 
 Process = Fork | subprocess.Popen[Any]
@@ -175,43 +193,3 @@ def _finish(process: Process, timeout: float) -> Done:
             process.kill()
             raise
     return Done(process.args, process.wait(), out, err)
-
-
-def stop() -> None:
-    """The forks' server of this process, if it has one. Called when pytest ends."""
-    if _fork_server.cache_info().currsize:
-        door, server = _fork_server()
-        door.close()
-        if server is not None:
-            server.wait(60)
-        _fork_server.cache_clear()
-
-
-@cache
-def _fork_server() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    if path := os.environ.get(SHARED):
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        door.connect(path)
-        return door, None
-    return start_server()
-
-
-def start_server(*listeners: socket.socket) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A server that ends when the socket is closed. listeners: at most one, to which others may connect."""
-    door, its_door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sockets = [each.fileno() for each in (its_door, *listeners)]
-    command = [sys.executable, str(FORK_SERVER), *map(str, sockets)]
-    paths = [str(FORK_SERVER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with its_door:
-        server = subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, env=env, pass_fds=sockets)
-    return door, server
-
-
-def _descriptor(asked: int | IO[Any] | None, inherited: int, ours: list[int]) -> int:
-    if asked is None:
-        return inherited
-    if asked == DEVNULL:
-        ours.append(os.open(os.devnull, os.O_RDWR))
-        return ours[-1]
-    return asked if isinstance(asked, int) else asked.fileno()

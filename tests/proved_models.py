@@ -1,10 +1,9 @@
-"""Checks a model that tests share once, not once per engine.
+"""Remembers the load-time checks of models that tests share, so that they run once and not once per engine.
 
-A target proves, when it is made, that the model can be served, that its fused layers are its own, and for
-`deterministic=True` that no row depends on others. Under Triton's interpreter that takes ten times as long as what a
-test does with the engine. What is proved depends on the model and on what computes it: a proof that held is remembered
-for models of `SHARED`, which no test changes. A failed proof is not, nor is one by operations that a test made itself.
-A plugin by way of tiny_models.py.
+A new target checks that the model can be served, that fused layers equal the model's own, and with
+`deterministic=True` that no row depends on others. Under Triton's interpreter that takes ten times as long as a test.
+A check that passed is remembered for the models of `SHARED`, which no test changes; a failed one is not, nor is one
+with operations that a test made itself. tiny_models.py imports this module as a plugin.
 """
 
 import os
@@ -23,11 +22,11 @@ from specdec.models.target import TargetModel
 
 SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id; no test changes them
 OPERATIONS = (None, FAST, KERNELS, REFERENCE, ROWWISE)
-REMEMBERED: set[int] = set()  # proofs of shared models by id: they live to the end
+REMEMBERED: set[int] = set()  # ids of the proofs of shared models, which live to the end
 
 
 def case_of(target: Any) -> tuple[Any, ...] | None:
-    """What a proof about the target depends on; None where it cannot be remembered."""
+    """Return what a check of the target depends on, or None if it must not be remembered."""
     if not isinstance(target, TargetModel) or id(target.model) not in SHARED or target.ops not in OPERATIONS:
         return None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
@@ -36,7 +35,7 @@ def case_of(target: Any) -> tuple[Any, ...] | None:
 
 
 def with_layers(target: Any) -> tuple[Any, ...] | None:
-    """Key of a proof about the layers that were put in place of the model's own, or in tiles."""
+    """Return the key of a check of fused or tiled layers."""
     case = case_of(target)
     if case is None or not hasattr(target, "unfused"):  # its own layers are proved in `_probe`, as a whole
         return None
@@ -61,7 +60,7 @@ def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], 
 
 
 def once(check: Callable[..., str | None], case_of_call: Callable[..., Any]) -> Callable[..., str | None]:
-    """`check`, which returns what is wrong: not made again for a case in which it found nothing. Case None: always."""
+    """Wrap a check, which returns what is wrong or None: a case that passed is not checked again. Case None: always."""
     known: set[Any] = set()
 
     def found(*call: Any) -> str | None:

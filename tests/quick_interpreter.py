@@ -1,13 +1,14 @@
-"""Triton's interpreter with less work around each operation of a kernel: the values it computes are untouched, but for
-products, whose elements are all summed alike.
+"""Makes Triton's interpreter several times as fast, and the order of sums in its products fixed.
 
-Besides one numpy call, an operation takes a hundred Python steps: the interpreter makes a new type for every value,
-compares identical types, and checks for overflow only to discard the result. Here a type is made once and then compared
-by identity. None of this is public, so parts that a version of Triton lacks are skipped: tests are then only slower.
+An operation takes one numpy call and a hundred Python steps: the interpreter makes a new type for every value, compares
+identical types, and checks for overflow only to discard the result. Here a type is made once and compared by identity.
+None of this is public, so parts that a version of Triton lacks are skipped: tests are then only slower.
 
 The interpreter multiplies with numpy, whose library sums the last columns of a matrix in another order than the first;
-which columns depends on the CPU. So a row's bits would depend on its tile. Here every element of `tl.dot` is the sum of
-its products in ascending order, as on a tensor core. A plugin of conftest.py where there is no GPU.
+which columns depends on the CPU, so a row's bits would depend on its tile. Here every element of `tl.dot` is the sum of
+its products in ascending order, as on a tensor core. Apart from this no value changes.
+
+A plugin of conftest.py on machines without a GPU.
 """
 
 import inspect
@@ -23,7 +24,7 @@ from triton.runtime import interpreter
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], None]:
-    """Decorates a function that makes the new `owner.name` of the old one."""
+    """Decorate a function that makes the new `owner.name` from the old one."""
 
     def replace(make: Callable[[Any], Any]) -> None:
         if hasattr(owner, name):
@@ -33,11 +34,11 @@ def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], None]:
 
 
 class Replaced:
-    """What a scope of the interpreter has replaced, to be replaced and restored again without a search."""
+    """The attributes that a scope of the interpreter has replaced, to replace and restore them without a search."""
 
     def __init__(self, changes: list[tuple[Any, str, Any]]) -> None:
         before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-        for owner, name, original in changes:  # the second time an attribute is replaced, the first one's is found
+        for owner, name, original in changes:  # an attribute that is replaced twice has its first original
             before.setdefault((id(owner), name), (owner, name, original))
         self.changes = [(owner, name, original, getattr(owner, name)) for owner, name, original in before.values()]
 
@@ -56,10 +57,10 @@ class Replaced:
 
 @replaces(interpreter, "_patch_lang")
 class ReplacedOnce:
-    """The interpreter replaces the builtins of `triton.language` before a kernel runs and restores them behind it.
+    """Replaces the builtins of `triton.language` once per kernel, and searches for them once per process.
 
-    It replaces them again at every call of a function inside the kernel, where nothing is left to replace. Here it does
-    so once a kernel for each module that holds builtins, and looks for them once a process.
+    The interpreter replaces them before a kernel, restores them after it, and replaces them again at every call of a
+    function inside the kernel, where nothing is left to replace.
     """
 
     def __init__(self, replace: Callable[[FunctionType], Any]) -> None:
@@ -93,14 +94,14 @@ class ReplacedOnce:
         return self.known[key]
 
     def restore(self) -> None:
-        """Behind a kernel; the interpreter restores nothing behind a function inside it."""
+        """Restore the builtins after a kernel. After a function inside it the interpreter restores nothing."""
         self.done = []
         self.outermost.restore()
 
 
 @replaces(interpreter, "_patch_attr")
 def direct_calls(_: Any) -> Any:
-    """A builtin inside of a kernel is called as it is: what checks that it is called inside of one is left out."""
+    """Call a builtin without the check that it is called inside a kernel."""
 
     def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         builtin = getattr(member, "__wrapped__", member)
@@ -116,7 +117,7 @@ def direct_calls(_: Any) -> Any:
 
 @replaces(interpreter.interpreter_builder, "options")
 def no_overflow_check(options: Any) -> Any:
-    """Without `debug` the interpreter computes every sum of integers in 64 bits too, and drops the assertion on it."""
+    """Drop the check of integer sums, which the interpreter computes and then ignores without `debug`."""
     return options if options.debug else interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
@@ -152,7 +153,7 @@ def one_block_type_of_a_shape(init: Any) -> Any:
 
 @replaces(core.tensor, "__init__")
 def attributes_by_type(init: Any) -> Any:
-    """All that a tensor has beside its handle follows from its type, which keeps it."""
+    """Keep a tensor's attributes on its type: all except the handle follow from it."""
 
     def quick(self: Any, handle: Any, type: Any) -> None:
         attributes = type.__dict__.get("of_tensors")
@@ -167,7 +168,7 @@ def attributes_by_type(init: Any) -> Any:
 
 @replaces(TritonSemantic, "binary_op_type_checking_impl")
 def one_type_needs_no_check(check: Any) -> Any:
-    """Two types that needed no cast need none again, and a number that a block has met is a block already."""
+    """Remember pairs of types that need no cast, and the blocks that numbers became."""
     blocks: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # and the type, which is kept for its id
     casts: dict[tuple[Any, ...], bool] = {}  # by names
 
@@ -224,7 +225,7 @@ def promotions_by_name(promote: Any) -> Any:
 
 @replaces(TritonSemantic, "broadcast_impl_value")
 def broadcasts_by_types(broadcast: Any) -> Any:
-    """What two blocks are broadcast to is known by their types, and what a scalar becomes beside one."""
+    """Remember the types to which two types of operands are broadcast."""
     known: dict[tuple[int, int], tuple[Any, Any, tuple[int, ...]]] = {}
     wide: dict[tuple[int, str], Any] = {}  # by the block's type, of which there is one, and the scalar's
 
@@ -262,7 +263,7 @@ def broadcasts_by_types(broadcast: Any) -> Any:
 
 
 def even_matmul(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
-    """[..., M, K] and [..., K, N] -> [..., M, N]; of contiguous arrays einsum adds up K, row of b by row of b."""
+    """Multiply [..., M, K] by [..., K, N]. With contiguous arrays einsum sums over K in ascending order."""
     return np.einsum("...mk,...kn->...mn", np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype))
 
 

@@ -1,4 +1,4 @@
-"""Requests and engines drawn at random, that any drafter must serve with the tokens of plain decoding."""
+"""Random requests and engine settings, for which any drafter must give the tokens of plain decoding."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Prompts = list[list[int]]
 
 
 def random_requests(rng: random.Random, random_prompt: Callable[..., Any]) -> tuple[Prompts, list[SamplingParams]]:
-    """Six, most of them with a beginning in common, greedy or drawn, a few with fewer drafts or none."""
+    """Draw six requests: most share a prefix, some are sampled, a few limit or forbid drafts."""
     shared = random_prompt(rng.randint(0, 20)) if rng.random() < 0.7 else []
     prompts = [[*shared, *random_prompt(rng.randint(1, 30), seed=i)] for i in range(6)]
     params = [
@@ -28,7 +28,7 @@ def random_requests(rng: random.Random, random_prompt: Callable[..., Any]) -> tu
 
 
 def random_config(rng: random.Random, slots: int | None, **settings: Any) -> EngineConfig:
-    """Draws batch, pages, chunks and prefix cache; slots: of each pool."""
+    """Draw batch size, page size, chunk and prefix cache. slots: size of each pool."""
     return EngineConfig(
         max_model_len=128,
         max_batch_size=rng.choice((1, 3, 8)),
@@ -42,7 +42,7 @@ def random_config(rng: random.Random, slots: int | None, **settings: Any) -> Eng
 
 
 def check_tokens(engine: Engine, prompts: Prompts, params: list[SamplingParams], want: Prompts) -> None:
-    """All at once, then by three threads, some of it found in the prefix cache."""
+    """Check the tokens of all requests at once, then from three threads, with hits in the prefix cache."""
     assert [out.token_ids for out in engine.generate(prompts, params)] == want
     with ThreadPoolExecutor(3) as threads:
         again = list(

@@ -1,4 +1,4 @@
-"""A server whose model recites: each answer is a text that the test gives, in deltas of several tokens.
+"""A server whose model recites: the test gives the text of each answer, which arrives in deltas of several tokens.
 
     with reciting(["<think>Hm.</think>Yes.", "No."], reasoning_parser="qwen3") as reciter:
         httpx.post(f"{reciter.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "recite 1"}]})
@@ -6,9 +6,9 @@
         reciter.prompts                                 # what the template made of the requests so far
 
 The target is tiny and random. It recites because its grammar (a `Recital`) allows one token at a time. A `Recital` also
-holds the request's own grammar, and ends a text that this forbids. Log-probabilities are the model's own, so they
-differ from token to token. The drafter knows the texts, and drafts from 0 to MAX_DRAFTS tokens rightly: how many
-follows from `reciter.seed` and the place in the text, so another seed cuts a text into other deltas.
+follows the request's own grammar, and ends a text that this forbids. Log-probabilities are the model's own, so they
+differ from token to token. The drafter knows the texts, and drafts 0 to MAX_DRAFTS right tokens; the number depends on
+`reciter.seed` and the place in the text, so another seed cuts a text into other deltas.
 """
 
 import random
@@ -16,11 +16,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import Engine, EngineConfig, SpecConfig
@@ -30,7 +31,7 @@ from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.token_rules import Words, token_bits
 
 from served_engine import served
-from stand_ins import ScriptedDrafter
+from stand_ins import ScriptedDrafter, byte_level
 from tiny_families import build_target, spread
 
 MAX_DRAFTS = 16
@@ -48,7 +49,7 @@ SPECIAL = tuple(
 )
 """Tokens that a detokenizer leaves out."""
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Tokens of their own, which are text all the same, as in Qwen3."""
+"""Added tokens that are text, as in Qwen3."""
 WORDS = (
     *("\n\n", "}\n", "}}", '"}', '":', '", "', ">\n", ">\n\n", "</", "><", "},"),
     *("<function", "<parameter", "parameter>"),
@@ -63,42 +64,7 @@ TEMPLATE = """\
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
-HARMONY = """\
-<|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}
-# Valid channels: analysis, commentary, final.<|end|>
-{%- if messages[0].role in ("system", "developer") %}{% set told = messages[0].content %}{% set turns = messages[1:] %}
-{%- else %}{% set told = "" %}{% set turns = messages %}{% endif %}
-{%- if told or tools %}<|start|>developer<|message|>{{ told }}
-{%- for tool in tools or [] %} namespace functions { {{ tool | tojson }} }{% endfor %}<|end|>{% endif %}
-{%- set last = namespace(name=none) %}
-{%- for message in turns %}
-{%- if message.role == "assistant" %}
-{%- if "content" in message and "<|channel|>" in message.content
-       or "thinking" in message and "<|channel|>" in message.thinking %}{{ raise_exception("channels") }}{% endif %}
-{%- if "tool_calls" in message %}
-{%- set final = namespace(follows=false) %}
-{%- for later in turns[loop.index:] if later.role == "assistant" and "tool_calls" not in later %}
-{%- set final.follows = true %}
-{%- endfor %}
-{%- if message.content and message.thinking %}{{ raise_exception("both content and thinking") }}{% endif %}
-{%- if (message.content or message.thinking) and not final.follows -%}
-<|start|>assistant<|channel|>analysis<|message|>{{ message.content or message.thinking }}<|end|>
-{%- endif %}
-{%- set call = message.tool_calls[0].function %}
-{%- set last.name = call.name -%}
-<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
-{{- call.arguments | tojson }}<|call|>
-{%- else -%}
-<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>{% set last.name = none %}
-{%- endif %}
-{%- elif message.role == "tool" %}
-{%- if last.name is none %}{{ raise_exception("a tool's answer without a call") }}{% endif -%}
-<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ message.content | tojson }}<|end|>
-{%- else -%}
-<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+HARMONY = (Path(__file__).parent / "data" / "harmony.jinja").read_text("utf-8").removesuffix("\n")
 """A template as strict as GPT-OSS's: thoughts stand before calls that no final message follows, and nowhere else."""
 
 
@@ -130,7 +96,7 @@ class Recital(GrammarState):
 
 
 class Reciter:
-    """What a test gives and sees. texts: those that prompts name by number. prompts: of all requests, as text."""
+    """The test's side of the server. texts: answers that prompts name by number. prompts: those of all requests."""
 
     def __init__(self, texts: Sequence[str], engine_of: Callable[[ScriptedDrafter], Engine]) -> None:
         self.texts = list(texts)
@@ -148,11 +114,11 @@ class Reciter:
         return httpx.post(f"{self.url}/v1/{path}", json=fields, timeout=120)
 
     def answer_next(self, *texts: str) -> None:
-        """What the next requests are answered whose prompts name no text; what is left of earlier ones is dropped."""
+        """Set the answers to the next requests whose prompts name no text. Unused earlier answers are dropped."""
         self._in_turn = deque(texts)
 
     def ids_of(self, text: str, *, by_bytes: bool = False) -> list[int]:
-        """The tokens of a text, and one that ends it unless its own last token does. by_bytes: no marks among them."""
+        """Tokenise a text, with an end token unless its last one ends it. by_bytes: without marks among them."""
         parts = list(text) if by_bytes else [text]
         ids = [i for part in parts for i in self.engine.tokenizer(part, add_special_tokens=False)["input_ids"]]
         if not ids or ids[-1] not in self.engine.end_tokens:
@@ -194,19 +160,11 @@ class Reciter:
 
 
 def tokenizer_for(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a byte, some of several, and the marks of all formats."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    """Build a tokenizer with a token for each byte, some of several bytes, and the marks of all formats."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
-    merges: dict[tuple[str, str], None] = {}
-    for word in WORDS:
-        [(symbols, _)] = split.pre_tokenize_str(word)
-        for end in range(2, len(symbols) + 1):
-            vocab.setdefault(symbols[:end], len(vocab))
-            merges[symbols[: end - 1], symbols[end - 1]] = None
-    tokenizer = Tokenizer(models.BPE(vocab, list(merges)))
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.ByteLevel()
+    words = (split.pre_tokenize_str(word)[0][0] for word in WORDS)
+    pairs = ((word[:end], word[end]) for word in words for end in range(1, len(word)))
+    tokenizer = byte_level(dict.fromkeys(pairs), use_regex=False)
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL])
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ADDED])
     return PreTrainedTokenizerFast(
@@ -215,7 +173,7 @@ def tokenizer_for(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def reciter_of(texts: Sequence[str] = (), *, template: str = TEMPLATE, ends: Sequence[str] = ()) -> Reciter:
-    """A reciter with an engine of its own, to be closed. ends: marks that end an answer, as `<eos>` does."""
+    """Build a reciter with its own engine, which the caller closes. ends: marks that end an answer, as `<eos>` does."""
     tokenizer = tokenizer_for(template)
     torch.manual_seed(0)
     model = spread(
@@ -235,7 +193,7 @@ def reciter_of(texts: Sequence[str] = (), *, template: str = TEMPLATE, ends: Seq
 def reciting(
     texts: Sequence[str] = (), *, template: str = TEMPLATE, ends: Sequence[str] = (), **settings: Any
 ) -> Iterator[Reciter]:
-    """A reciter behind a server on a thread. settings: of the server, such as tool_parser and reasoning_parser."""
+    """Run a reciter with a server on a thread. settings: of the server, such as tool_parser and reasoning_parser."""
     reciter = reciter_of(texts, template=template, ends=ends)
     with reciter.engine, served(reciter.engine, **{"tool_parser": "hermes"} | settings) as (reciter.url, _, _):
         yield reciter

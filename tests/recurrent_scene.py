@@ -1,5 +1,7 @@
-"""One recurrent layer and one short convolution over a cache of their own: what forwards give, and texts that are read
-as prompts and as answers. For tests of kernels, and for `python -m bench recurrent`."""
+"""Runs one recurrent layer and one short convolution over a small cache, with texts as prompts and as answers.
+
+For tests of kernels, and for `python -m bench recurrent`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -7,26 +9,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from kv_rig import DraftTree, HybridAllocator, RequestTable, ints
+from kv_rig import DraftTree, KVRig, ints
 
 from specdec.attention.backend import Backend
-from specdec.attention.plan import KVPlan, Pack, plan_packed, plan_verify
+from specdec.attention.plan import KVPlan, Pack, plan_packed
 from specdec.gpu.triton_shim import INTERPRETED
-from specdec.kvcache.cache import KVCache
-from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec, cache_groups
+from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TAPS, LOOKAHEAD = 3, 40
 Rows = list[dict[str, torch.Tensor]]
-"""What both layers make of the rows of a forward."""
+"""Inputs of both layers for the rows of a forward."""
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer. corrected: has it beta."""
+    """Sizes of a layer. corrected: the layer has beta."""
 
     heads: int
     key_heads: int
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 
 class Scene:
-    """The two layers on one backend."""
+    """The two layers on one backend, with a request table."""
 
     def __init__(
         self,
@@ -83,22 +83,25 @@ class Scene:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.backend, self.shape, self.device = backend, shape, device
-        layout = KVLayout((shape.layer(), shape.convolution()))
-        groups = cache_groups([layout])
-        pages = max_requests * (max_len + LOOKAHEAD + page_size) // page_size
-        allocator = HybridAllocator(groups, [pages, pages], page_size=page_size, device=device)
-        self.table = RequestTable(
-            allocator, max_requests=max_requests, max_len=max_len, lookahead=LOOKAHEAD, extra_keys=0
+        self.rig = KVRig(
+            KVLayout((shape.layer(), shape.convolution())),
+            pages=max_requests * (max_len + LOOKAHEAD + page_size) // page_size,
+            page_size=page_size,
+            max_requests=max_requests,
+            max_len=max_len,
+            lookahead=LOOKAHEAD,
+            extra_keys=0,
+            dtype=dtype,
+            device=device,
+            backend=backend,
         )
-        self.cache = KVCache(allocator, self.table, backend)
-        self.store = self.cache.add_store(layout, dtype)
-        self.view = own_view(allocator, self.store)
+        self.table, self.store, self.view = self.rig.table, self.rig.store, self.rig.view
         draw = torch.Generator().manual_seed(5)
         self.weight = torch.randn(shape.channels, TAPS + 1, generator=draw).to(device, dtype)
         self.bias = torch.randn(shape.channels, generator=draw).to(device, dtype)
 
     def forward(self, plan: KVPlan, rows: Rows) -> list[torch.Tensor]:
-        """-> outputs of both layers [T, ...]."""
+        """Run both layers. Returns their outputs [T, ...]."""
         context, outs = self.backend.recurrence(plan, self.view), []
         for layer, given in enumerate(rows):
             x: dict[str, Any] = {name: tensor.to(self.device) for name, tensor in given.items()}
@@ -123,20 +126,15 @@ class Scene:
         self.table.ensure_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
         found = torch.tensor(parents).to(self.device)
         tree = DraftTree.from_parents(torch.zeros_like(found), found)
-        padded = self.table.rows(np.append(rows, self.table.padding_row))
-        outs = self.forward(plan_verify(self.backend, self.table, padded, tree), given)
+        outs = self.forward(self.rig.verify(np.append(rows, self.table.padding_row), tree), given)
         return [out[: len(rows) * tree.num_nodes] for out in outs]
 
     def commit(self, rows: np.ndarray, length: np.ndarray, path: np.ndarray) -> None:
-        on_device = (torch.from_numpy(x).to(self.device) for x in (length, path))
-        move = self.table.commit_on_device(self.table.rows(rows), *on_device)
-        if move is not None:
-            self.cache.move(move)
-        self.table.commit_on_host(rows, length, path)
+        self.rig.commit(rows, length, path)
         self.table.evict_unseen(rows)
 
     def keep(self, row: int) -> list[torch.Tensor]:
-        """The states of a row after its last whole block, as a copy for the prefix cache has them."""
+        """Return the states of a row after its last whole block, as the prefix cache would copy them."""
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         self.backend.fold(self.table, self.store, row, length)
         states = [kept.state for kept in self.store.layers.values() if kept.state is not None]
@@ -145,7 +143,8 @@ class Scene:
 
 
 def in_float64(rows: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [T, HV, DV] of one text, and the state after its last whole block of FOLD, token by token."""
+    """Run the recurrence token by token. Returns outputs [T, HV, DV] and the state after the last whole block of
+    FOLD."""
     q, k, v, g = (x.double() for x in rows[:4])
     each = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(each, dim=1)[..., None] for x in (q, k))  # [T, HV, DK, 1]
@@ -172,7 +171,7 @@ def joined(*parts: Rows) -> Rows:
 
 
 def as_prompt(scene: Scene, text: Rows, cuts: Sequence[int]) -> list[torch.Tensor]:
-    """Outputs of a text, read in chunks that end at `cuts`."""
+    """Read a text in chunks that end at `cuts`. Returns its outputs."""
     row, outs, done = scene.table.open_row(), [], 0
     for end in cuts:
         given = joined(chosen(text, range(done, end)), scene.shape.random_rows(3, 9))
@@ -182,8 +181,8 @@ def as_prompt(scene: Scene, text: Rows, cuts: Sequence[int]) -> list[torch.Tenso
 
 
 def as_answer(scene: Scene, text: Rows, begin: int, num_nodes: int, seed: int) -> list[torch.Tensor]:
-    """Outputs of a text whose tokens from `begin` on are verified in trees of `num_nodes`, among wrong ones, next to
-    another request."""
+    """Verify a text from `begin` on in trees of `num_nodes` with wrong nodes, next to another request. Returns its
+    outputs."""
     draw, count = random.Random(seed), len(text[0]["g"])
     outs = [as_prompt(scene, text, [begin])]
     other = scene.table.open_row()

@@ -1,12 +1,12 @@
-"""Small quantised weights, each written and dequantised by the package whose format it is, kept in one file.
+"""Writes small quantised weights with the package of each format, and their dequantised values, to one file.
 
 tests/data/reference_weights.safetensors was written by
 
     python tests/reference_weights.py tests/data/reference_weights.safetensors  # and names of PACKAGES; none: all
 
-with compressed-tensors 0.20.0, gptqmodel 7.7.0, autoawq 0.2.9 and transformers 5.17.0 on the path. A case is named
-`package/format/shape`; its tensors lie under that name, what they stand for under `dequantised`, and the
-`quantization_config` and the shape in the metadata. Without a package its cases are left out.
+with compressed-tensors 0.20.0, gptqmodel 7.7.0, autoawq 0.2.9 and transformers 5.17.0 installed. A case is named
+`package/format/shape`: its tensors have that prefix, its values are `dequantised`, and the metadata has its
+`quantization_config` and shape. Cases of a package that is not installed are left out.
 """
 
 import json
@@ -83,7 +83,7 @@ def _low(weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
 
 
 def _high(weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """The most of what shares a scale."""
+    """Maximum of the elements that share a scale."""
     if settings["strategy"] == "tensor":
         return weight.amax().reshape(1)
     if settings["strategy"] == "block":
@@ -97,7 +97,7 @@ def _high(weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
 
 
 def _affine(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """scales and zeros [N, K / group]."""
+    """Choose scales and zeros [N, K / group]."""
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(-1), groups.amax(-1)
     if symmetric:
@@ -149,7 +149,7 @@ def of_autoawq() -> Iterator[Case]:
 
 
 def of_transformers() -> Iterator[Case]:
-    """FP8 in blocks, which transformers writes; the MXFP4 layout that OpenAI publishes, which it only reads."""
+    """Yield FP8 in blocks, which transformers writes, and OpenAI's MXFP4 layout, which it only reads."""
     from types import SimpleNamespace
 
     from transformers import FineGrainedFP8Config

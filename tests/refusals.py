@@ -1,4 +1,4 @@
-"""What every refusal of a user's mistake is: one sentence with the value."""
+"""Checks that a user's mistake is refused in one sentence, with the value."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from specdec import SpecDecError
 
 @contextmanager
 def one_sentence(kind: type[SpecDecError], *parts: str) -> Iterator[pytest.ExceptionInfo[SpecDecError]]:
-    """Within the block this error is raised: a single line that holds all the parts, and no value as a whole."""
+    """Check that the block raises this error: one line that has all the parts, and prints no tensor or module."""
     with pytest.raises(kind) as error:
         yield error
     text = str(error.value)

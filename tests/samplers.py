@@ -1,4 +1,4 @@
-"""A sampler for some parameters, without an engine."""
+"""A sampler without an engine, and edits of logits to try on it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def sampler_of(
     device: torch.device = CPU,
     kind: type[ReferenceSampler] = ReferenceSampler,
 ) -> ReferenceSampler:
-    """Through the table, as a round makes it."""
+    """Build a sampler through the table, as a round does."""
     rows, features = np.arange(len(params)), SamplerFeatures.from_params(params)
     table = SamplingTable(len(params), device)
     table.load(rows, list(zip(params, seeds, strict=True)))

@@ -1,4 +1,4 @@
-"""A server in this process, for tests that look inside while it is asked; `server_process.py` has one of its own."""
+"""A server in this process, for tests that look inside it; `server_process.py` starts one in its own process."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ from specdec.serving.server_settings import ServeSettings
 def served(
     engine: Engine, max_body_bytes: int = 1 << 20, intake_seconds: float = INTAKE_SECONDS, **more: Any
 ) -> Iterator[tuple[str, AsyncEngine, asyncio.AbstractEventLoop]]:
-    """(URL, AsyncEngine, event loop) of a server on a thread. more: other settings."""
+    """Serve an engine on a thread. Yields (URL, AsyncEngine, event loop). more: other settings."""
     running, ready = AsyncEngine(engine, intake_seconds=intake_seconds), threading.Event()
     settings = ServeSettings(model_names=["tiny-gemma4"], max_body_bytes=max_body_bytes, **more)
     config = uvicorn.Config(create_app(running, settings), log_config=None, access_log=False, lifespan="off")
@@ -50,7 +50,7 @@ def served(
 
 
 def bundled_engine(drafter: str | None = "tiny-gemma4-mtp", **settings: Any) -> Any:
-    """A module's fixture: an engine of the bundled pair. settings: of its EngineConfig."""
+    """Make a module's fixture: an engine of the bundled pair. settings: of its EngineConfig."""
 
     @pytest.fixture(scope="module")
     def engine() -> Iterator[Engine]:
@@ -61,7 +61,7 @@ def bundled_engine(drafter: str | None = "tiny-gemma4-mtp", **settings: Any) -> 
 
 
 def served_url(**settings: Any) -> Any:
-    """A module's fixture: the URL of a server over its `engine`. settings: of `served`."""
+    """Make a module's fixture: the URL of a server over its `engine` fixture. settings: of `served`."""
 
     @pytest.fixture(scope="module")
     def url(engine: Engine) -> Iterator[str]:
@@ -72,7 +72,7 @@ def served_url(**settings: Any) -> Any:
 
 
 def until(condition: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> None:
-    """Wait for an event, such as a line of the log: it is written after the answer, so a client may be earlier."""
+    """Wait for a condition, such as a line of the log, which is written only after the answer was sent."""
     end = time.monotonic() + seconds
     while not condition(*arguments):
         assert time.monotonic() < end, "it never came to be"

@@ -1,9 +1,9 @@
-"""A real server process for tests: `specdec serve` on a port of its own, started once a module and stopped gracefully.
+"""Runs `specdec serve` in a process on a free port, and stops it gracefully.
 
     with running_server("--batch-size", "4") as server:
         httpx.get(server.url + "/health")
 
-Its standard error (the log) is in `server.log()`, and printed when it does not start or leaves with an error.
+`server.log()` is its standard error, which is printed if the server does not start or exits with an error.
 """
 
 import os
@@ -26,7 +26,7 @@ GREETING = "specdec serve: "
 
 @dataclass
 class ServerProcess:
-    """url: without a slash at its end, such as http://127.0.0.1:41231."""
+    """A running server. url: without a slash at its end, such as http://127.0.0.1:41231."""
 
     process: Process
     url: str
@@ -40,7 +40,7 @@ class ServerProcess:
         return self.log_path.read_text("utf-8", errors="replace")
 
     def stop(self, kind: signal.Signals = signal.SIGTERM) -> int:
-        """Send the signal and wait. -> exit code"""
+        """Send the signal, wait, and return the exit code."""
         self.process.send_signal(kind)
         return self.process.wait(STOP_SECONDS)
 
@@ -49,14 +49,14 @@ class ServerProcess:
 def running_server(
     *options: str, env: Mapping[str, str] | None = None, log_to: int | None = None, real: bool = False
 ) -> Iterator[ServerProcess]:
-    """`python -m specdec.cli serve --port 0 OPTIONS`, by default the bundled pair; ready when this yields.
+    """Run `python -m specdec.cli serve --port 0 OPTIONS`, by default with the bundled pair, until it is ready.
 
-    log_to: a file descriptor for its standard error, in the place of the file that `log` reads.
-    real: no fork of a process that has everything imported (see processes.py).
+    log_to: a file descriptor for its standard error, instead of the file that `log` reads.
+    real: start Python anew, not in a fork (see processes.py).
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
-    # what is drafted must not depend on how long rounds take: `drafts_of_one_shape` in conftest.py, for this process
+    # drafts must not depend on how long rounds take; `drafts_of_one_shape` in conftest.py does this in pytest's process
     command = ["-m", "specdec.cli", "serve", "--port", "0", "--fixed-drafts", *options]
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "log.txt")
@@ -78,7 +78,7 @@ def running_server(
 
 
 def _read_address(server: ServerProcess) -> str:
-    """The address that it prints once it takes requests."""
+    """Read the address that the server prints once it is ready."""
     assert server.process.stdout is not None
     began = time.monotonic()
     for line in server.process.stdout:  # ends when the process does

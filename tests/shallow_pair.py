@@ -1,11 +1,10 @@
-"""The bundled pair with a target of 6 layers in the place of its 30, for tests that only show that something runs.
+"""The bundled pair with a target of 6 layers instead of 30, for tests that only need a model to run.
 
-A forward of the bundled target is most of what a command, a page or an endpoint costs in a test, and a fifth of its
-layers do as well where two ways to decode are compared, or a request is refused. The target of 6 (made by
-`git show 3c17b9af:tools/distil_shallow_target.py` with KEPT = (0, 4, 18, 19, 27, 29) and 240 steps) writes sentences
-like the bundled one's and accepts drafts of the bundled drafters (2.9 and 2.6 tokens a round), but solves nothing.
-Where answers, acceptance, sizes or states of the bundled models matter, the pair is the bundled one. `make test-deep`
-has that everywhere. A plugin of conftest.py.
+Forwards of the bundled target are most of the cost of a test of a command, a page or an endpoint. The target of 6
+layers (made by `git show 3c17b9af:tools/distil_shallow_target.py` with KEPT = (0, 4, 18, 19, 27, 29) and 240 steps)
+writes similar sentences and accepts drafts of the bundled drafters (2.9 and 2.6 tokens a round), but solves no problem.
+Tests of answers, acceptance, sizes or states use the bundled pair; `make test-deep` uses it everywhere. A plugin of
+conftest.py.
 """
 
 import json
@@ -21,13 +20,13 @@ from marks import is_deep
 
 WHOLE = published.BUNDLED_DIR
 TARGET = Path(__file__).with_name("shallow_target")
-VARIABLE = "SHALLOW_PAIR"  # tells a fork of fork_server.py the folder
+VARIABLE = "SHALLOW_PAIR"  # tells a fork of forked_command.py the folder
 AUX_LAYERS = [0, 1, 3]  # of the 6, for 1, 14 and 26 of the 30
 
 
 @pytest.fixture(scope="session")
 def shallow_folder() -> Iterator[Path]:
-    """All that is bundled, as links but for the target, and for the layers that the EAGLE-3 head reads."""
+    """A folder of links to all bundled models, with the shallow target and an EAGLE-3 head that reads its layers."""
     with tempfile.TemporaryDirectory(prefix="shallow-pair-") as name:
         folder = Path(name)
         for path in WHOLE.iterdir():
@@ -48,7 +47,7 @@ def shallow_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shallow_pair(shallow_folder: Path) -> Iterator[None]:
-    """The bundled names are those of the shallow pair, in this process and in forks that it starts."""
+    """Let the bundled names mean the shallow pair, in this process and in forks that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_deep():
             patch.setattr(published, "BUNDLED_DIR", shallow_folder)
@@ -58,6 +57,6 @@ def shallow_pair(shallow_folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def whole_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bundled names are those of the bundled pair again."""
+    """Let the bundled names mean the bundled pair again."""
     monkeypatch.setattr(published, "BUNDLED_DIR", WHOLE)
     monkeypatch.delenv(VARIABLE, raising=False)

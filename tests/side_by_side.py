@@ -1,25 +1,13 @@
-"""Runs jobs side by side: what a thread raises, its starter raises."""
+"""Runs jobs on threads at the same time."""
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 
 def in_threads(jobs: list[Callable[[], object]]) -> None:
-    """Run all jobs at once; whatever one raises is raised here."""
-    faults: list[BaseException] = []
+    """Run all jobs at once. The first error of a job is raised here, once all have ended."""
     start = threading.Barrier(len(jobs))
-
-    def run(job: Callable[[], object]) -> None:
-        try:
-            start.wait()
-            job()
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for done in [threads.submit(lambda job=job: (start.wait(), job())) for job in jobs]:
+            done.result()

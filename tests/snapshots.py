@@ -1,4 +1,4 @@
-"""The contents of any objects as comparable values, for tests that nothing was changed."""
+"""Turns the contents of objects into comparable values, for tests that nothing was changed."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -11,10 +11,9 @@ from specdec.kvcache.cache import KVCache
 
 
 def contents(*roots: object) -> dict[str, Any]:
-    """Path -> value of everything that the roots hold, down to arrays and plain values: `1.primary.capacity` -> 4.
+    """Map the path of everything that the roots hold to its value: `1.primary.capacity` -> 4.
 
-    Two of them are equal where nothing was written, added or replaced by something else; their keys alone are the names
-    of what is held.
+    Two such maps are equal if nothing was written, added or replaced.
     """
     found: dict[str, Any] = {}
     seen: dict[int, str] = {}
@@ -54,7 +53,7 @@ def contents(*roots: object) -> dict[str, Any]:
 
 
 def kv_contents(cache: KVCache) -> dict[str, Any]:
-    """The contents of a request table, of the allocator behind it, and of all K/V in its slots."""
+    """Return the contents of a cache's request table, of its allocator, and of all K/V in the slots."""
     for mirrored in (cache.table.slots, cache.table.committed_len, cache.allocator.maps):
-        assert mirrored.tensor is not None  # what is due to the device goes there: when it goes is no difference
+        assert mirrored.tensor is not None  # uploads pending writes: when they are uploaded is no difference
     return contents(cache.table, cache.allocator, *cache.stores)

@@ -1,5 +1,4 @@
-"""Engines over several ranks, which are one device on a CPU, with requests and expected answers. A plugin of
-conftest.py."""
+"""Engines over several ranks (one device on a CPU), with requests and expected answers. A plugin of conftest.py."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -70,8 +69,8 @@ DETERMINISTIC: dict[str, Any] = {"max_model_len": 128, "deterministic": True, "f
 
 @pytest.fixture
 def three_prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
-    """Prompts whose answers cross a fold of recurrent layers. The second ends where a state is copied that no token
-    after it has folded."""
+    """Three prompts whose answers cross a fold of recurrent layers. After the second a state is copied before any later
+    token folds it."""
     return [
         random_prompt(5, seed=1) * 6,
         random_prompt(49 - PARAMS[1].max_new_tokens, seed=2),
@@ -80,7 +79,7 @@ def three_prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
 
 
 def new_target(name: str, **fields: Any) -> TargetModel:
-    """A deterministic target of `TARGETS`, whole."""
+    """Build a deterministic target of `TARGETS`, not divided."""
     torch.manual_seed(0)
     family, own = TARGETS[name]
     fewer = {} if is_deep() else FEWER_LAYERS.get(name, {})
@@ -90,7 +89,7 @@ def new_target(name: str, **fields: Any) -> TargetModel:
 
 @cache
 def target_of(name: str) -> TargetModel:
-    """A target that tests share, and none of them changes."""
+    """Return the target that tests share; none of them changes it."""
     target = new_target(name)
     SHARED[id(target.model)] = target.model
     return target
@@ -102,7 +101,7 @@ def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecCo
 
 
 def answers(engine: Engine, asked: Sequence[list[int]]) -> list[Any]:
-    """Tokens, and the log-probabilities of the whole vocabulary: another bit of any logit shows."""
+    """Return tokens and log-probabilities of the whole vocabulary, which show any changed bit of a logit."""
     with engine:
         outs = engine.generate(list(asked), PARAMS[: len(asked)])
         engine.table.check()
@@ -135,8 +134,8 @@ def cached_tokens_of_two_ranks(target: TargetModel, asked: Sequence[list[int]], 
 
 
 def use_peers(monkeypatch: pytest.MonkeyPatch) -> list[PeerRanks]:
-    """Kernels run in Triton's interpreter, and engines made from now on exchange by flags and addresses. -> their
-    ranks."""
+    """Run kernels in Triton's interpreter, and let later engines exchange by flags and addresses. Returns the list that
+    their ranks are added to."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

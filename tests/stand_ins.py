@@ -1,10 +1,10 @@
-"""Stand-ins for users' parts: prompts, drafters scripted by a test, and readable tokenizers.
+"""Random prompts, drafters scripted by a test, readable tokenizers, and the drafts of an engine.
 
 A plugin of conftest.py.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ def random_prompt() -> Callable[..., list[int]]:
 
 
 class Made(TorchDispatchMode):
-    """Keeps what operators return: the last tensor in each storage, by address."""
+    """Records the results of operators: the last tensor in each storage, by address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Made(TorchDispatchMode):
 
 
 class Proposal(NamedTuple):
-    """A draft for one request: its text, whose last token is the root, and the tree. logits [levels, V] of a chain; of
-    a tree [M, V] of all its levels' nodes."""
+    """A draft for one request. text: its tokens; the last is the root. logits: [levels, V] of a chain; [M, V] of the
+    nodes of all levels of a tree."""
 
     text: list[int]
     tokens: list[int]
@@ -57,7 +57,7 @@ class Proposal(NamedTuple):
 
 
 def watch_proposals(engine: Engine) -> list[Proposal]:
-    """The drafts of an engine from now on."""
+    """Return a list to which all later drafts of the engine are added."""
     worker, own, seen = engine.state.worker, engine.state.worker.propose, list[Proposal]()
 
     def propose(batch: DraftBatch) -> DraftTree:
@@ -78,9 +78,9 @@ def watch_proposals(engine: Engine) -> list[Proposal]:
 
 
 class ScriptedDrafter(StatelessDrafter):
-    """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) after the tokens.
+    """A drafter that a test scripts: `script(tokens, n)` returns n draft tokens after `tokens`, and their parents.
 
-    Parents number nodes, the root is 0; None is a chain.
+    Parents are numbers of nodes; the root is 0. None: a chain.
     """
 
     name = "scripted"
@@ -100,7 +100,7 @@ class ScriptedDrafter(StatelessDrafter):
 
 
 def following(texts: Sequence[Sequence[int]]) -> Callable[[list[int], int], tuple[list[int], None]]:
-    """A script of right drafts: how the one of these texts goes on that begins with the tokens."""
+    """Make a script of right drafts, which continues the text that begins with the tokens."""
 
     def script(tokens: list[int], n: int) -> tuple[list[int], None]:
         text = next(text for text in texts if list(text[: len(tokens)]) == tokens)
@@ -111,17 +111,17 @@ def following(texts: Sequence[Sequence[int]]) -> Callable[[list[int], int], tupl
 
 @pytest.fixture(scope="session")
 def scripted() -> type[ScriptedDrafter]:
-    """A drafter class for scripts: see ScriptedDrafter."""
+    """The class `ScriptedDrafter`."""
     return ScriptedDrafter
 
 
 def random_trees(
     truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7
 ) -> Callable[[list[int], int], tuple[list[int], list[int] | None]]:
-    """A script of random branching trees: script(tokens, n, depth=None) gives n nodes, none deeper than `depth`.
+    """Make a script of random trees: script(tokens, n, depth=None) returns n nodes, none deeper than `depth`.
 
-    `truths` are whole sequences: a draft after a path that follows one of them follows it too with probability `hit`,
-    in a random place among its siblings. A pure function of the tokens, so the same in any batch.
+    truths: whole sequences. A draft after a path along one of them continues it with probability `hit`, at a random
+    place among its siblings. The tree depends on the tokens only, so it is the same in any batch.
     """
 
     def script(tokens: list[int], n: int, depth: int | None = None) -> tuple[list[int], list[int] | None]:
@@ -145,13 +145,13 @@ def random_trees(
 
 @pytest.fixture(scope="session")
 def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
-    """tree_script(truths, vocab=96, hit=0.7): see random_trees."""
+    """tree_script(truths, vocab=96, hit=0.7): the function `random_trees`."""
     return random_trees
 
 
 @pytest.fixture(scope="session")
 def pair_tokenizer() -> PreTrainedTokenizerFast:
-    """96 tokens of two characters each, a0 to j5: stop strings can cross their borders."""
+    """A tokenizer of 96 tokens with two characters each, a0 to j5: stop strings can cross their borders."""
     vocab = {f"{'abcdefghij'[i // 10]}{i % 10}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="a0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[a-j][0-9]"), "isolated")
@@ -159,19 +159,28 @@ def pair_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def byte_level(merges: Iterable[tuple[str, str]] = (), symbols: Sequence[str] = (), **options: bool) -> Tokenizer:
+    """Build a byte-level BPE tokenizer: a token for each symbol (by default each byte) and for each merged pair."""
+    merges = list(merges)
+    vocab = {symbol: i for i, symbol in enumerate(symbols or sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for pair in merges:
+        vocab.setdefault("".join(pair), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte and <eos> = 256: characters of several bytes are split over tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    """A tokenizer with one token for each byte, and <eos> = 256. Some characters need several tokens."""
+    tokenizer = byte_level()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def history_batch(histories: list[list[int]], steps: int, topk: int = 1, num_nodes: int | None = None) -> DraftBatch:
-    """Requests with these texts, whose last token is the root; padded with a token that must not matter."""
+    """Build a batch of requests with these texts, whose last token is the root. Padding tokens must not matter."""
     length = max(map(len, histories))
     return DraftBatch(
         rows=Rows(torch.arange(len(histories)), length),

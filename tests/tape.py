@@ -1,10 +1,10 @@
-"""A CUDA graph on the CPU: what a program does to tensors, recorded once, then done again without the program.
+"""A CUDA graph on the CPU: records what a program does to tensors, and does it again without the program.
 
-    replay, out = record(program)     runs nothing for good: what the program wrote is put back
-    replay()                          the same operators on the same memory; every output is written where it was
+    replay, out = record(program)     runs the program, then undoes its writes
+    replay()                          runs the same operators on the same memory; outputs keep their addresses
 
-Like a captured graph it freezes what Python decided, has fixed addresses, and refuses what a capture cannot hold: a
-value read back to the host, a shape that depends on data, a list of Python numbers uploaded inside. Kernels of Triton's
+Like a captured graph it freezes the decisions of Python code, has fixed addresses, and refuses what a capture cannot
+hold: a value read back to the host, a shape that depends on data, Python numbers uploaded inside. Kernels of Triton's
 interpreter are recorded too.
 """
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec.gpu.triton_shim import triton
 
@@ -22,11 +23,11 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select"
 
 
 class NotCapturable(RuntimeError):
-    """The program does what a graph cannot hold."""
+    """The program does something that a graph cannot hold."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Leaves of arguments or results, in order; several times as fast as what torch has for trees of any kind."""
+    """Yield the tensors of arguments or results in order. Several times as fast as torch's functions for trees."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -71,7 +72,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Remember what a storage that the program did not make holds, before it is written."""
+        """Remember the contents of a storage that the program did not make, before they are overwritten."""
         place = tensor.untyped_storage().data_ptr()
         if place not in self._made and place not in self.written:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -92,7 +93,7 @@ def _rewrite(outs: list[torch.Tensor], again: Any, fresh: list[bool]) -> None:
 
 
 def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """`Capture` of `specdec.runtime.rounds.captured_rounds`, for tests on the CPU."""
+    """Record a program, in place of a CUDA capture: a `Capture` of `specdec.runtime.rounds.captured_rounds`."""
     tape = Tape()
     try:
         with torch.inference_mode(), _kernels_on(tape), tape:
@@ -112,24 +113,32 @@ def record(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], tor
 
 @contextmanager
 def _kernels_on(tape: Tape) -> Iterator[None]:
-    """Launches of interpreted kernels go onto the tape as well."""
+    """Launches of interpreted kernels are recorded too."""
+
+    def recorded(launch: Callable[[], None], *arguments: Any) -> None:
+        for tensor in tensors_in(arguments):
+            tape.keep(tensor)
+        tape._kept.append(arguments)
+        launch()
+        tape.steps.append(launch)
+
+    with around_launches(recorded):
+        yield
+
+
+@contextmanager
+def around_launches(run: Callable[..., None]) -> Iterator[None]:
+    """Call `run(launch, args, kwargs, executor)` for each launch of an interpreted kernel, with torch's modes off."""
     if not triton:
         yield
         return
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor  # not imported on a GPU
 
-    launch = GridExecutor.__call__
+    own = GridExecutor.__call__
 
-    def recorded(executor: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.utils._python_dispatch._disable_current_modes():
-            for tensor in tensors_in((args, kwargs)):
-                tape.keep(tensor)
-            tape._kept.append((args, kwargs))
-            launch(executor, *args, **kwargs)
-        tape.steps.append(lambda: launch(executor, *args, **kwargs))
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            run(lambda: own(executor, *args, **kwargs), args, kwargs, executor)
 
-    GridExecutor.__call__ = recorded
-    try:
+    with mock.patch.object(GridExecutor, "__call__", launched):
         yield
-    finally:
-        GridExecutor.__call__ = launch

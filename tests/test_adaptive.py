@@ -124,7 +124,7 @@ def test_rows_differ_by_what_they_accepted_and_begin_anew():
     assert hard < tokens_of(acceptance, 1)[-1] < easy
 
 
-def test_a_source_says_nothing_of_the_other():
+def test_sources_are_learned_independently():
     acceptance = DraftAcceptance(BOTH, num_rows=2)
     before = acceptance.tokens(rows(1), np.array([4]))
     learned(acceptance, 6, accepted=4, times=50)
@@ -154,7 +154,7 @@ def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
     for _ in range(3 * DECAY_ROUNDS):
         acceptance.learn(0, *np.zeros((3, 0), dtype=np.int64))
     acceptance.begin_rows(rows(1))
-    assert acceptance.tokens(rows(1), np.array([4]))[1, 1] > 1.2  # nobody knows any more
+    assert acceptance.tokens(rows(1), np.array([4]))[1, 1] > 1.2  # unknown again
 
 
 # times
@@ -176,7 +176,7 @@ def test_drafts_that_were_timed_in_a_burst_begin_anew():
     assert times.seconds[0].tolist() == [1.1, 1.1]
 
 
-def test_what_a_draft_takes_beyond_what_was_timed_the_others_take_too():
+def test_extra_time_of_one_draft_is_assumed_for_the_others():
     """Context, host, or rows that route less alike than those that were timed. A plain round is timed for itself."""
     times = RoundTimes([1.0, 1.5, 2.0])
     for _ in range(3):
@@ -188,7 +188,7 @@ def test_what_a_draft_takes_beyond_what_was_timed_the_others_take_too():
     assert times.seconds.tolist() == [[1.25, 2.0, 3.0]] * 2
 
 
-def test_times_that_were_taken_next_to_other_work_are_corrected():
+def test_times_measured_under_other_load_are_corrected():
     """A draft that takes less than a plain round shows that something else ran meanwhile: hope tries that one next."""
     times = RoundTimes([5.5, 4.5, 9.0])
     assert times.seconds.tolist() == [[5.5, 5.5, 9.0], [2.75, 2.75, 4.5]]
@@ -203,7 +203,7 @@ def test_times_that_were_taken_next_to_other_work_are_corrected():
 
 
 @pytest.mark.parametrize(("right", "burst"), [(0.0, (1.3, 1, 1, 1, 1)), (0.8, (1, *[1.2] * 4)), (0.8, (2, 1, 1, 1, 1))])
-def test_an_engine_that_was_timed_next_to_other_work_still_finds_the_best_draft(right, burst):
+def test_an_engine_timed_under_other_load_still_finds_the_best_draft(right, burst):
     """Regression: two engines were made at once on one GPU, no draft seemed slower than a chain of 1, and never ran."""
     load, machine = Load(chances(right), batch=8), Machine()
     outcome = adaptive(machine, load, LADDER, burst=burst)
@@ -300,7 +300,7 @@ def test_rounds_are_charged_by_what_is_believed_of_them_now():
     assert account.balance(times) == pytest.approx(2.0 + 3 * (2.0 - 3.0), abs=0.2)
 
 
-def test_gains_that_were_too_dear_block_no_draft_later():
+def test_overestimated_gains_block_no_later_draft():
     """Plain rounds seem ten times as long in a burst, and what drafts gain in them too."""
     account, times = DraftAccount([0, 0]), RoundTimes([20.0, 30.0])
     for _ in range(100):
@@ -322,7 +322,7 @@ def test_no_source_takes_the_trials_of_the_other():
 
 @settings(max_examples=examples(8, 300))
 @given(seed=st.integers(0, 2**32 - 1), timed=st.booleans())
-def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
+def test_drafts_never_cost_more_than_the_account_allows(seed, timed):
     """Requests of any chance come and go, rounds take anything, and the drafter may have to catch up. All together take
     at most what plain rounds would have taken for the same tokens, a share of it, one plain round, the first draft of
     each source, and reading. Where nothing is timed ahead, drafts may also take longer than was believed."""
@@ -395,7 +395,7 @@ def test_hard_and_easy_requests_get_drafts_of_their_own():
     assert min(fixed(machine, load, shape) for shape in LADDER) / outcome.seconds > 1.05, outcome.rounds
 
 
-def test_what_was_off_is_found_again():
+def test_drafts_that_were_off_come_back_when_they_are_right():
     """An engine that saw thousands of wrong drafts meets requests whose drafts are right."""
     wrong = examples(8, 100)
     machine, load = Machine(), Load(lambda number: (float(number >= wrong), 0.0), tokens=200, crowds=wrong + 1)

@@ -82,7 +82,7 @@ def test_streams_and_outputs_are_those_of_the_engine(pair, greedy_oracle, random
 
 
 @pytest.mark.parametrize("how", ["break", "cancel", "cancel-generate", "abort"])
-def test_whoever_leaves_frees_slots_within_a_round(how, pair, random_prompt):
+def test_an_aborted_request_frees_its_slots_within_a_round(how, pair, random_prompt):
     """A request of 400 tokens is gone after at most two more steps: the one under way, and the one that ends it."""
 
     async def scene(served):
@@ -163,7 +163,7 @@ def test_bad_input_is_refused_and_gives_its_place_back(pair):
     serving(pair, scene)
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody_and_gets_the_rest_at_once(pair, random_prompt):
+def test_a_slow_reader_delays_no_other_and_gets_the_rest_at_once(pair, random_prompt):
     async def scene(served):
         async with await served.submit([random_prompt(5)], PARAMS) as streams:
             await until(lambda: not served.samples)

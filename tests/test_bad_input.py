@@ -124,7 +124,7 @@ def test_params(params, parts, engine):
     ],
     ids=ascii,
 )
-def test_what_is_no_text_and_no_list_of_ids(call, given, part, make_target, make_engine, byte_tokenizer):
+def test_prompts_that_are_neither_text_nor_ids_are_refused(call, given, part, make_target, make_engine, byte_tokenizer):
     engine = make_engine(make_target("llama"), tokenizer=byte_tokenizer)
     with one_sentence(ConfigError, part):
         getattr(engine, call)(given)
@@ -414,7 +414,7 @@ CALLS = [
 
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")
 @pytest.mark.parametrize(("target", "drafter", "arguments", "error", "parts"), CALLS, ids=str)
-def test_what_no_engine_can_be_made_of(target, drafter, arguments, error, parts, make_target):
+def test_unusable_targets_and_drafters_are_refused(target, drafter, arguments, error, parts, make_target):
     def made(given):
         if not isinstance(given, Model):
             return given

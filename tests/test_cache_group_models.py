@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from kv_rig import layer_spec, make_allocator, window_sizes
+from kv_rig import layer_spec, make_pools
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
@@ -129,7 +129,7 @@ def test_groups_of_a_model_are_its_windows(make_target) -> None:
     """What layers call attention with counts: the config of this model names one window, and a layer has another."""
     layout = TargetModel(make_target("two_windows")).layout
     assert [layer.window for layer in layout.layers] == [None, 8, 3, 8]
-    allocator = make_allocator(4, window_sizes([layout]))
+    allocator = make_pools([layout], 4)
     table = RequestTable(allocator, max_requests=1, max_len=9, lookahead=1)
     assert table.retain[1:].tolist() == [2, 7]
     fields = TargetModel(make_target("deepseek_v3")).layout.layers[0].fields

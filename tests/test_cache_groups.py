@@ -282,7 +282,7 @@ def test_a_page_is_exchanged_with_its_peers_in_all_groups() -> None:
     assert rig.allocator.primary.free_pages == 60 - 9  # the old ones are free
 
 
-def test_pages_whose_peers_a_row_has_given_up_are_not_exchanged() -> None:
+def test_pages_whose_peers_a_row_has_evicted_are_not_exchanged() -> None:
     """The row has given up 7 tokens in the narrow group and 4 in the wide one: the cache keeps its own first 7."""
     rig, text, old, own = revived(evict=True)
     assert rig.cache.match_prefix(rig.cache.key(text)).tolist() == [*old[:7], *own[7:]]
@@ -299,7 +299,7 @@ def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     assert [pool.cached_pages for pool in rig.allocator.pools] == [9, 9, 2]
 
 
-def test_of_two_rows_kept_at_once_the_second_revives_what_the_first_had_given_up() -> None:
+def test_caching_two_rows_revives_the_peers_that_the_first_had_evicted() -> None:
     rig, text = rig_of([2, 5]), list(range(9))
     first, second = grown(rig, 9), grown(rig, 9)
     rig.table.evict_unseen(ints(first), slack_pages=0)
@@ -310,7 +310,7 @@ def test_of_two_rows_kept_at_once_the_second_revives_what_the_first_had_given_up
 
 
 @pytest.mark.parametrize("short", [PRIMARY, NARROW, WIDE])
-def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
+def test_the_cache_evicts_what_the_short_pool_needs(short: GroupId) -> None:
     """Each pool in turn is the one that is full: only its peers, or its pages with theirs, are given up."""
     pages = [60, 60, 60]
     pages[short] = 20

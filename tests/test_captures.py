@@ -112,7 +112,7 @@ def test_one_failed_capture_does_not_end_capturing(engine_with, random_prompt, c
     assert use.refused == 1 and use.captured == use.made >= 4 and use.uncaptured_rounds == 0
 
 
-def test_what_fails_every_time_is_tried_ever_more_rarely(engine_with, random_prompt):
+def test_a_capture_that_keeps_failing_is_retried_less_and_less_often(engine_with, random_prompt):
     tape = FailingTape(tuple(range(1, 1000)), RuntimeError)
     engine = engine_with(tape, max_batch_size=1)
     counts = []
@@ -142,7 +142,7 @@ def test_a_shape_is_captured_again_when_memory_is_there(engine_with, random_prom
 
 @deep_cases("2")
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_with, random_prompt, caplog, failures):
+def test_a_capture_out_of_memory_evicts_the_others_and_is_retried(engine_with, random_prompt, caplog, failures):
     """Fails at one row: 4 and 2 rows are captured before it. Tried once more at once; then with the next run."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):

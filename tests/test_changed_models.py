@@ -383,7 +383,7 @@ def test_a_target_copied_again_is_proved_again(prepared, monkeypatch) -> None:
     assert len(proofs) == 1
 
 
-def test_an_engine_an_adapter_over_shared_weights(prepared):
+def test_engines_with_an_adapter_each_share_the_base_weights(prepared):
     """Copies of the modules around the same tensors: each engine answers by its own adapter, and the base is one."""
     base = prepared("llama")
     models = [copy.deepcopy(base, {id(weight): weight for weight in base.parameters()}) for _ in range(2)]

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.cli.actions.conversation import Conversation, Session
 from specdec.cli.app import app
 from specdec.errors import CapacityError, ConfigError
@@ -20,6 +20,7 @@ from specdec.runtime.request_output import GenerationOutput, RequestStats, Strea
 from specdec.text.detokenize import DraftColours
 
 from processes import start
+from served_engine import bundled_engine
 
 NEW = 24
 TOM = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -98,11 +99,7 @@ def at_keyboard(monkeypatch):
     return typing
 
 
-@pytest.fixture(scope="module")
-def engine():
-    spec = SpecConfig(adaptive=False)  # whether a round drafts depends on no timing
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec) as engine:
-        yield engine
+engine = bundled_engine()
 
 
 @cache
@@ -210,7 +207,7 @@ def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
 
 
 def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, at_keyboard, capsys):
-    """For a moment nobody heard it but Python: the program ended."""
+    """In this moment only Python's own handler saw it, and the program ended."""
 
     class Typed(str):
         def strip(self):  # the first thing that happens after Enter

@@ -20,14 +20,8 @@ from specdec.serving.http import bodies
 from marks import deep
 from served_engine import bundled_engine, served, until
 
-pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once", "quick_collections")
 MEGABYTE = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def only_what_these_tests_leave_is_collected():
-    """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
-    gc.freeze()
 
 
 class Held:

@@ -131,7 +131,7 @@ def test_a_signal_lets_streams_end_refuses_half_sent_bodies_in_time_and_leaves_w
             connect(server.url)
 
 
-def test_a_log_that_nobody_reads_stops_no_request():
+def test_an_unread_log_stops_no_request():
     """A pipe holds 64 KiB; the lines of 20 requests with a path of 6,000 characters are twice that."""
     reader, writer = os.pipe()
     try:
@@ -148,7 +148,7 @@ def test_a_log_that_nobody_reads_stops_no_request():
         os.close(writer)
 
 
-def test_a_log_that_nobody_reads_is_waited_for_a_moment_only(monkeypatch):
+def test_closing_an_unread_log_waits_only_a_moment(monkeypatch):
     monkeypatch.setattr(logs, "CLOSE_SECONDS", 0.01)
     reader, writer = os.pipe()
     handler = logs.NonBlockingHandler(writer)

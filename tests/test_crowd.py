@@ -14,7 +14,6 @@ from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
 from marks import examples, usual
-from tiny_families import random_eagle3
 
 VOCAB = 24  # so few that random drafts are right now and then
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
@@ -49,13 +48,11 @@ class Crowd:
 
 
 @pytest.fixture(scope="module")
-def crowd(make_target, make_assistant, make_engine) -> Crowd:
+def crowd(make_target, make_drafter, make_engine) -> Crowd:
     model = make_target("gemma4-e2b", vocab_size=VOCAB)
 
     def make(drafter: str | None, **settings: Any) -> Engine:
-        modules = {"mtp": make_assistant, "eagle3": random_eagle3}
-        module = modules[drafter](model) if drafter in modules else drafter
-        return make_engine(model, module, max_model_len=2 * LONGEST, **settings)
+        return make_engine(model, make_drafter(drafter, model), max_model_len=2 * LONGEST, **settings)
 
     return Crowd(make)
 

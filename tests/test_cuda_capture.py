@@ -12,12 +12,7 @@ from specdec.gpu.captures import default_budget
 from specdec.gpu.cuda_capture import CudaCapture, DeviceGraphs
 
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def others_stay() -> None:
-    """What other tests of the process hold is not looked through at each collection."""
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class TwoDevices:

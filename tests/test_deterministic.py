@@ -48,7 +48,7 @@ class Logits:
         if path not in self.rows:
             self.rows[path] = row.clone()
             return
-        assert torch.equal(self.rows[path], row), f"other bits behind {len(path)} tokens"
+        assert torch.equal(self.rows[path], row), f"other bits after {len(path)} tokens"
         self.again += 1
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def requests(
 
 
 def typed(make_target: Callable[..., Any], family: str, dtype: torch.dtype) -> Any:
-    """A model of this dtype that nobody changes: it is proved once for all engines."""
+    """Return a model of this dtype that no test changes, so it is checked once for all engines."""
     model = make_target(family, fresh=dtype != torch.float32).to(dtype)
     return SHARED.setdefault(id(model), model)
 
@@ -175,7 +175,7 @@ def test_every_drafter(drafter, spec, make_target, make_assistant, engine, rando
 
 @deep_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kv_that_others_made_have_the_same_bits(dtype, make_target, engine, random_prompt, seen):
+def test_cached_kv_of_other_requests_has_the_same_bits(dtype, make_target, engine, random_prompt, seen):
     """A prefix found in the cache, beside requests that do not speculate."""
     model = typed(make_target, "gemma4-e2b", dtype)
     common = random_prompt(37, seed=9)
@@ -313,7 +313,7 @@ def test_without_vectors_they_do():
     assert not all(places(FUNCTIONS[name], width, dtype) for name, width, dtype in cases)
 
 
-def test_alternatives_do_not_depend_on_how_many_a_neighbour_wants():
+def test_top_logprobs_do_not_depend_on_how_many_a_neighbour_asks_for():
     """`topk` returns any of equal log-probabilities, and others for another number of them."""
     logits = torch.randint(0, 4, (1, 3, 97), generator=torch.Generator().manual_seed(0)).to(BF16)
     logits[..., 5] = -torch.inf

@@ -40,7 +40,7 @@ from specdec.runtime.drafts.draft_policy import DraftPolicy
 from marks import deep, is_deep, usual_cases
 
 ROOT = Path(__file__).resolve().parent.parent
-AT_THE_ROOT = ("CONTRIBUTING.md", "README.md")
+AT_THE_ROOT = ("CONTRIBUTING.md", "README.md", "tests/README.md")
 PAGES = [
     *(page for page in AT_THE_ROOT if (ROOT / page).exists()),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),

@@ -30,7 +30,8 @@ from package_files import parse_file
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/results/",)  # of what was: they name what has gone since
-ALL_PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "tests/README.md")
+ALL_PAGES = [*AT_THE_ROOT, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in ALL_PAGES if not page.startswith(RECORDS) and (ROOT / page).exists()]
 PACKAGES = {"kvcache": "specdec.kvcache", "attention": "specdec.attention", "draft_models": "specdec.draft_models"}
 PACKAGES |= {"specdec": "specdec"}  # root folder -> package

@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.errors import ConfigError
 from specdec.evaluation.bench_run import BenchReport, markdown_table
@@ -37,6 +37,7 @@ from specdec.serving.server_settings import ServeSettings
 
 from inside import RequestStats, record_round
 from marks import usual_cases
+from served_engine import bundled_engine
 from stand_ins import following
 
 ADAPTIVE = SpecConfig(4, adaptive=True)
@@ -205,7 +206,7 @@ def test_words_of_drafts():
     assert acceptance_in_words(RequestStats(rounds=3), "why") == "no drafts were made: why"
 
 
-def test_no_verdict_below_one_without_its_reason():
+def test_a_speedup_below_one_is_reported_with_its_reason():
     stats = RequestStats(rounds=10, round_tokens=20)
     assert why_slower(1.0, stats, off="why") == ""
     assert why_slower(0.5, stats) == "a round brought 2.00 tokens and took 4.00 times as long as a plain one"
@@ -275,11 +276,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    config = EngineConfig(max_batch_size=4, max_model_len=256)
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine:
-        yield engine
+engine = bundled_engine(max_batch_size=4, max_model_len=256)
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ def test_two_engines_over_one_drafter_take_turns(
     make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
 ) -> None:
     """A drafter is weights: the second engine gets state of its own, and the first goes on with its own."""
-    monkeypatch.delenv("SPECDEC_SANITIZE", raising=False)  # slots that nobody owns are looked into
+    monkeypatch.delenv("SPECDEC_SANITIZE", raising=False)  # the test reads unowned slots
     model = make_target("qwen3")
     drafter = random_eagle3(model, windows=(None,))
     prompts = [random_prompt(10), random_prompt(7)]

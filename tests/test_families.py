@@ -134,7 +134,7 @@ def test_tokens_are_the_models_own(name, served, make_engine, make_drafter, gree
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rounding_refuses_nobody(name):
+def test_rounding_refuses_no_model(name):
     """In 16 bits a packed row differs from a lone one by rounding, and a router may choose otherwise."""
     for seed in range(examples(1, 4)):
         TargetModel(build(name, seed).to((torch.bfloat16, torch.float16)[(SERVED.index(name) + seed) % 2]))

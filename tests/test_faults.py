@@ -27,7 +27,7 @@ from specdec.runtime.request import Request
 from inside import assert_idle, capture_on_tape
 from marks import is_deep
 from package_files import name_in_package
-from tiny_families import FULL, SLIDING, random_eagle3
+from tiny_families import FULL, SLIDING
 
 NEW = 6  # more than the first stream has when the second has joined
 LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on after the step that breaks
@@ -111,7 +111,7 @@ class Scene:
 
 
 @pytest.fixture
-def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch) -> Callable[..., Scene]:
+def scenes(make_target, make_drafter, make_engine, greedy_oracle, random_prompt, monkeypatch) -> Callable[..., Scene]:
     """scenes(drafter, spec, page_size, captured, new=6): a scene on one engine, that the faults before left usable.
 
     captured: with rounds that are replayed, the next launched before the one in front is settled.
@@ -128,11 +128,8 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
         key = drafter, spec, page_size, captured
         if key not in engines:
             capture_on_tape(monkeypatch, captured)
-            made = {"mtp": make_assistant, "eagle3": random_eagle3}
-            module = made[drafter](model) if drafter in made else drafter
-            engines[key] = make_engine(
-                model, module, spec=spec, page_size=page_size, max_batch_size=2, max_model_len=64, prefill_chunk=8
-            )
+            sizes = {"page_size": page_size, "max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 8}
+            engines[key] = make_engine(model, make_drafter(drafter, model), spec=spec, **sizes)
         return Scene(engines[key], truths, prompts, new)
 
     return make
@@ -150,7 +147,7 @@ BROKEN_BY_PROMPTS: set[CodeType | str] = set()
 
 def calls_of(scene: Scene, stage: str) -> list[CodeType]:
     """The calls that the step makes."""
-    for _ in range(3):  # what happens once in the life of an engine is behind it, and every round has been captured
+    for _ in range(3):  # work that an engine does once is done, and every round is captured
         scene.begin(stage)
         next(scene.other)
         scene.finish()

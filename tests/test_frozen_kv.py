@@ -42,14 +42,7 @@ class OtherWorker(Worker):
 
 
 def make(page_size: int = 1, pages: int = 32) -> KVRig:
-    return KVRig(
-        LAYOUT,
-        pages=pages,
-        page_size=page_size,
-        max_requests=3,
-        max_len=24,
-        lookahead=LOOKAHEAD,
-    )
+    return KVRig(LAYOUT, pages=pages, page_size=page_size, max_requests=3, max_len=24, lookahead=LOOKAHEAD)
 
 
 def opened(table: KVRig, length: int, first: float = 0.0) -> int:
@@ -379,7 +372,7 @@ def test_padded_rows_write_to_the_null_slot_in_every_group(page_size: int):
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
-def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_every_group(page_size: int):
+def test_padding_after_a_shorter_chunk_writes_to_the_null_slot_in_every_group(page_size: int):
     """A row owns slots for its lookahead, and the padding after its chunk writes to none of them."""
     table = make(page_size)
     longer, shorter = opened(table, 2), opened(table, 2)

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from script_module import module_of
 
 import specdec
 
 from marks import deep
+from package_files import module_of
 from processes import run
 
 TESTS = Path(__file__).resolve().parent

@@ -91,7 +91,7 @@ def test_a_place_never_changes(start, allowed, byte_tokenizer):
 
 
 def test_masks_of_a_tree_are_those_of_its_nodes(start, allowed, byte_tokenizer):
-    """r - o - w     every node's own mask; x is forbidden, so what is behind it is not looked at: all bits are set.
+    """r - o - w     every node's own mask; x is forbidden, so its children are not checked: all bits are set.
     ` a   ` x - w"""
     r, o, w, a, x = (byte_tokenizer.encode(c)[0] for c in "rowax")
     root = start("r", choice=["row", "rowboat", "rat"])

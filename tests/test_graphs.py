@@ -104,7 +104,7 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
 
 @deep_cases("32-shapes0", "15-shapes2")
 @pytest.mark.parametrize(("most", "shapes"), [(32, {16, 24, 32}), (23, {16}), (15, set())])
-def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, most, shapes) -> None:
+def test_long_prompts_run_uncaptured(small_engine, monkeypatch, most, shapes) -> None:
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MAX_TOKENS", most)
     asked = requests(4, seed=7)
     engine = small_engine()
@@ -143,7 +143,7 @@ def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
     assert not engine.table.slots.tensor.any() and not engine.table.committed_len.tensor.any()
 
 
-def test_a_round_is_launched_before_the_one_in_front_is_settled(small_engine) -> None:
+def test_a_round_is_launched_before_the_previous_one_is_settled(small_engine) -> None:
     engine = small_engine(None)
     stream = engine.stream([5, 9, 11], SamplingParams(max_new_tokens=6, ignore_eos=True))
     seen = [(len(delta.token_ids), len(engine.steps.launches.unsettled)) for delta in stream]
@@ -169,7 +169,7 @@ def test_the_next_prompts_are_launched_before_first_tokens_are_settled(new, smal
     engine.table.check()
 
 
-def test_who_leaves_has_no_part_in_the_rounds_under_way(small_engine) -> None:
+def test_a_request_that_ended_takes_no_part_in_rounds_in_flight(small_engine) -> None:
     """A row is taken by another request while a round of the one before is under way."""
     prompts, params = requests(3, seed=5)
     engine, alone = small_engine(max_batch_size=1), small_engine(on=False)
@@ -194,7 +194,7 @@ class Peeking(NgramDrafter):
         return super().propose(batch)
 
 
-def test_what_cannot_be_captured_runs_as_it_is_and_is_said_once(small_engine, caplog) -> None:
+def test_what_cannot_be_captured_runs_eagerly_with_one_warning(small_engine, caplog) -> None:
     asked = requests(2, seed=7)
     right = serve(small_engine(on=False), *asked)
     with caplog.at_level(logging.WARNING, "specdec"):

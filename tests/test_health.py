@@ -15,7 +15,7 @@ from marks import examples
 NEW = 12
 
 
-def test_stats_say_who_waits_who_runs_and_what_is_held(make_target, make_engine, random_prompt) -> None:
+def test_stats_count_waiting_and_running_requests_and_held_slots(make_target, make_engine, random_prompt) -> None:
     engine = make_engine(make_target("gemma4-e2b"), "ngram", max_batch_size=2, full_slots=200, swa_slots=120)
     nothing = engine.stats()
     assert (nothing.waiting, nothing.running, nothing.finished, nothing.aborted, nothing.batches) == (0,) * 5

@@ -2,13 +2,13 @@
 
 import copy
 import inspect
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 from refusals import one_sentence
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     MinLengthLogitsProcessor,
@@ -24,6 +24,7 @@ import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
 
 from marks import deep, deep_cases, each_value, pairs, usual, usual_cases
+from stand_ins import byte_level
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 ONE = torch.tensor(PROMPTS[:1])
@@ -458,15 +459,7 @@ def test_a_streamed_token_does_not_copy_the_whole_text(stop_strings, model, byte
 def byte_words():
     """96 tokens of byte-level BPE: letters, digits, words of them, three special ones."""
     letters = [*"abcdefghijklmnopqrstuvwxyz0123456789ABC", "Ġ", "Ã", "©"]
-    vocab = {piece: i for i, piece in enumerate(letters)}
-    merges = []
-    for a in "abcdefghijklmnopq":
-        for b in "xyz":
-            merges.append((a, b))
-            vocab[a + b] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(itertools.product("abcdefghijklmnopq", "xyz"), letters)
     tokenizer.add_special_tokens(["<|im_end|>", "<s>", "<pad>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
 

@@ -129,7 +129,7 @@ def test_a_hostile_grammar_is_refused_or_followed_and_the_process_lives(name, gr
         assert said.startswith((kind, "a grammar")) and "\n" not in said and len(said) < 400
 
 
-def test_a_grammar_behind_hostile_ones_is_followed(grammars, monkeypatch):
+def test_a_grammar_after_hostile_ones_is_followed(grammars, monkeypatch):
     monkeypatch.setattr(grammar_trial, "SECONDS", 0.3)  # what hangs is ended sooner than in service
     with pytest.raises(ConfigError, match="more than"):
         start(grammars, json_schema=far_patterns(60))
@@ -183,7 +183,7 @@ def test_a_reference_to_another_place_is_refused_and_never_fetched(grammars):
             server.accept()
 
 
-def test_what_kills_the_worker_costs_one_request_and_the_worker_starts_again(byte_tokenizer):
+def test_a_killed_worker_fails_one_request_and_starts_again(byte_tokenizer):
     grammars = Grammars(byte_tokenizer, 300)
     start(grammars, regex="a+")
     trial = grammars._library._trial

@@ -47,13 +47,8 @@ def requests(make_target, greedy_oracle, random_prompt) -> Callable[[str], list[
 
 
 @pytest.fixture(scope="module")
-def drafter_of(requests, make_target, make_assistant, scripted, tree_script) -> Callable[[str | None, str], Any]:
-    def make(name: str | None, family: str) -> Any:
-        if name == "trees":  # often right, often deep
-            return scripted(tree_script([prompt + truth for prompt, truth in requests(family)]))
-        return make_assistant(make_target(family)) if name == "mtp" else name
-
-    return make
+def drafter_of(requests, make_target, make_drafter) -> Callable[[str | None, str], Any]:
+    return lambda name, family: make_drafter(name, make_target(family), *zip(*requests(family), strict=True))
 
 
 @pytest.fixture(scope="module")

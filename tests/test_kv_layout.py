@@ -128,7 +128,7 @@ def plain(**changes: object) -> SimpleNamespace:
     ],
     ids=["all", "true", "unknown", "chunked", "no-source", "all-shared", "no-window", "window-0"],
 )
-def test_refused(config: transformers.PreTrainedConfig, message: str):
+def test_unsupported_configs_are_refused(config: transformers.PreTrainedConfig, message: str):
     with pytest.raises(UnsupportedModelError, match=message):
         layout_from_config(config)
 

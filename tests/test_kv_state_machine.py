@@ -236,7 +236,7 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, kept=st.booleans())
     def close(self, seed: int, kept: bool) -> None:
-        rows = self.some_rows(seed)[: 1 + seed % 2]  # or nobody would be left
+        rows = self.some_rows(seed)[: 1 + seed % 2]  # at least one row stays open
         if kept:
             self.cache.insert(rows.tolist(), [self.cache.key(self.texts[row]) for row in rows.tolist()])
         self.table.close_rows(rows)

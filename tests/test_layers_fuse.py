@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from one_text import OneText
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
@@ -25,6 +24,7 @@ from specdec.layers.rope_store import Destination
 from specdec.modules.private_copy import private_copy
 from specdec.modules.transformers_names import family_name
 
+from dense_oracle import OneText
 from marks import deep, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

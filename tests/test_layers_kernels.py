@@ -88,7 +88,9 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
         close(gated, reference_gated_linear(x, weight, "gelu_tanh"))
 
 
-def test_who_multiplies_some_rows(watched: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch):
+def test_which_kernel_multiplies_a_medium_number_of_rows(
+    watched: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+):
     """Weights that fill the device: 33 to 128 rows; of a gated weight also 193 to 256. Not what has no descriptors."""
     launched = watched(linear_module, "gemm_medium", len)
 

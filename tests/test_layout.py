@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from script_module import module_of
 
-from package_files import parse_file
+from package_files import module_of, parse_file
 
 
 @functools.cache

@@ -31,7 +31,7 @@ def edited_on_paper(logits, params, prompt, output):
 
 def test_counts_are_of_the_output_along_each_path():
     """prompt 4 4, output 5 5 6; the root is the 6; 1 and 2 are children of the root, 3 a child of 1."""
-    history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is behind the end
+    history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is after the end
     tree = DraftTree.from_parents(torch.tensor([[6, 5, 7, 5]]), torch.tensor([[-1, 0, 0, 1]]))
     counts = output_counts(EditInputs(length, tree, lambda: history, torch.tensor([2])), 10)[0]
     assert [{v: int(n) for v, n in enumerate(row) if n} for row in counts.tolist()] == [
@@ -47,7 +47,7 @@ def test_counts_are_of_the_output_along_each_path():
 @pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
+def test_edits_match_their_definition(kind, with_tree, softcap, kernels_run):
     """Every setting, and a request that asks for nothing, in one batch, on every node; drawn greedily."""
     params = [SamplingParams(**{**s, "temperature": 0, "seed": None}) for s in [{}, *EDITS.values()]]
     generator = torch.Generator().manual_seed(3)
@@ -103,8 +103,8 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     assert drawn[1] == sampler.sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
 
 
-def test_drafts_behind_the_root_are_masked_and_others_are_not():
-    """The grammar allows token 0 at position 7; at 8 nobody knows yet, and token 2 is the best."""
+def test_drafts_after_the_root_are_masked_and_others_are_not():
+    """The grammar allows token 0 at position 7; at 8 the mask is not known yet, and token 2 is the best."""
     draws = RootMaskedSampler(
         sampler_of([SamplingParams(regex="a")], [0]),
         torch.tensor([7]),
@@ -131,7 +131,7 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
-def test_nobody_else_pays():
+def test_requests_without_edits_pay_nothing():
     free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
     assert not SamplerFeatures.from_params(free).edits
     assert SamplerFeatures.from_params([SamplingParams(presence_penalty=0.1)]).counts
@@ -161,7 +161,7 @@ def test_a_preempted_request_counts_its_output_alone(make_target, make_engine, r
     assert engine.stats().preemptions and [out.token_ids for out in outs] == alone
 
 
-def test_params_are_copied_and_nobody_changes_them_later():
+def test_params_are_copied_at_submission():
     bias = {1: 2.0}
     params = SamplingParams(logit_bias=bias, json_schema=None)
     bias[2] = 3.0

@@ -74,7 +74,7 @@ def test_every_row_gets_the_pages_that_it_lacks():
     table.check()
 
 
-def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
+def test_a_row_too_long_or_closed_is_named_and_no_row_gets_a_page():
     table = make()
     table.close_rows(1)
     before = contents(table)
@@ -89,7 +89,7 @@ def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
 # claims on one page
 
 
-def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
+def test_a_page_is_free_once_every_holder_has_released_it():
     pool = PagePool("full", 4)
     pool.alloc(3)
     pool.share(ints(2, 3))
@@ -154,7 +154,7 @@ def scheduler_of(table: RequestTable, prompts: list[int]) -> Scheduler:
     return scheduler
 
 
-def test_only_the_last_makes_room_and_only_when_slack_does_not():
+def test_only_the_last_request_is_preempted_and_only_if_slack_is_not_enough():
     """Rows of 6 tokens and 14 slots: 2 each are asked for. Of 20 in the SWA pool all are taken until slack is given
     up."""
     table = make(pages=60, window_pages=20, window=3)
@@ -193,7 +193,7 @@ def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int,
     assert table.evicted_len[1, rows].tolist() == [40 - 4 - 1] * 2  # a window of 3, 2 keys more, the slack
 
 
-def test_prompts_get_the_pages_that_are_left_and_then_those_of_the_last() -> None:
+def test_prompts_get_the_free_pages_and_then_those_of_the_last_request() -> None:
     """Three read 8 tokens each, where 10 pages are free: of 8, 2 and none. The fourth gives up its 3."""
     table = make(pages=13, window=None, rows=4)
     grow(table, [0, 0, 0, 3])
@@ -265,14 +265,14 @@ def test_only_the_end_of_an_output_shortens_a_draft(draft):
     assert {size.topk for size in sizes} == {draft.topk} and sizes[-1] == DraftShape.from_spec(draft)
 
 
-def test_who_is_restricted_has_rules_that_still_hold():
+def test_restricted_requests_are_those_with_active_rules():
     requests = [request_of(number) for number in range(4)]
     for request, free in ((requests[1], False), (requests[2], True), (requests[3], False)):
         request.settled = request.settled._replace(grammar_state=SimpleNamespace(free=free))
     assert restricted(requests) == [requests[1], requests[3]] and restricted(requests[::2]) == []
 
 
-def test_what_a_batch_uses_is_that_of_this_batch():
+def test_sampler_features_are_those_of_the_batch_at_hand():
     table = SamplingTable(4, torch.device("cpu"))
     greedy, sampled, biased = SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(logit_bias={3: 1.0})
     equal = SamplingParams(temperature=0.5)
@@ -327,7 +327,7 @@ def random_result(draw: random.Random, count: int) -> RoundResult:
     return RoundResult(ints(*length), nodes, nodes, [[]] * count, ints(*drafts), seconds, ints(*forced))
 
 
-def test_figures_of_all_rows_are_those_counted_for_each_request():
+def test_statistics_of_a_batch_equal_those_counted_per_request():
     """Requests lose their rows now and then, and outputs end within their drafts."""
     cut = 0
     for seed in range(examples(20, 200)):

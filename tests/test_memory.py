@@ -97,7 +97,7 @@ def test_the_limit_of_version_1_counts(root):
     assert (free_bytes(CPU), all_bytes(CPU)) == (GIB + 512 * MIB, 2 * GIB)
 
 
-def test_a_full_group_leaves_nothing_and_not_less(root):
+def test_a_full_cgroup_leaves_zero_bytes(root):
     system(root, "0::/\n")
     group(root / "sys/fs/cgroup", memory__max=GIB, memory__current=2 * GIB)
     assert free_bytes(CPU) == 0

@@ -11,7 +11,6 @@ from specdec.runtime.rounds.prompt_chunks import read_chunk
 
 from inside import assert_idle, capture_on_tape
 from marks import deep, deep_cases, examples, slow
-from tiny_families import random_eagle3
 
 NEW = examples(8, 12)
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -86,15 +85,12 @@ def test_the_cap_is_of_all_prompts_together_and_first_come_first_served(engine_f
 @deep_cases("None-eager", "eagle3-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, deep("ngram"), deep("mtp"), slow("eagle3")])
-def test_prompts_under_way_settle_nothing_but_what_is_due(
-    captured, drafter, engine_for, make_target, make_assistant, greedy_oracle, random_prompt
+def test_a_step_settles_prompts_only_when_their_tokens_are_due(
+    captured, drafter, engine_for, make_target, make_drafter, greedy_oracle, random_prompt
 ):
     """Requests join and leave four rows, one prompt token or sixty, some for one token only."""
     model = make_target("gemma4-e2b")
-    module = (
-        {"mtp": make_assistant, "eagle3": random_eagle3}[drafter](model) if drafter in ("mtp", "eagle3") else drafter
-    )
-    engine = engine_for(captured, module, max_prefill_tokens=12, spec=SpecConfig(3, 1))
+    engine = engine_for(captured, make_drafter(drafter, model), max_prefill_tokens=12, spec=SpecConfig(3, 1))
     draw = random.Random(4)
     prompts = [random_prompt(draw.choice([1, 3, 9, 17, 60]), seed=i) for i in range(examples(10, 16))]
     lengths = [draw.choice([1, 2, 7, NEW]) for _ in prompts]

@@ -149,7 +149,7 @@ def test_a_model_that_read_its_lag_drafts_as_if_it_had_read_along(shape, others,
 
 @pytest.mark.parametrize(("drafter", "number"), [("tiny-gemma4-eagle3,suffix", -1), ("tiny-gemma4-eagle3", 0)])
 def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, number):
-    """Behind rounds by lookup, and behind plain ones."""
+    """After rounds by lookup, and after plain rounds."""
     config = EngineConfig(max_batch_size=1, max_model_len=200)
     params = SamplingParams(max_new_tokens=33, ignore_eos=True, logit_bias={7: 100.0})
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:

@@ -163,14 +163,14 @@ def test_refusals_of_a_client_over_its_limits_are_one_line_of_the_log(caplog):
     assert " 200 in " in access and refusals == "1 requests of key-1 were refused (429): it exceeds its own limits"
 
 
-def test_as_many_requests_of_a_key_are_open_as_may_be():
+def test_a_key_has_no_more_open_requests_than_its_limit():
     limits = ClientLimits(at_a_time=1)
     limits.open["a"] = 1
     assert limits.refusal("a", 0.0).status == 429 and limits.refusal("b", 0.0) is None
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/llm/tokenize", "/other/v1/responses"])
-def test_limits_of_a_key_count_every_path_behind_it_and_no_other(path):
+def test_limits_of_a_key_count_the_paths_that_need_it_and_no_others(path):
     """Only /v1/ was counted: any number of long texts could be tokenised. A path that only holds one of these is not
     after the key either."""
     client = guarded(per_minute=1, root_path="/llm")
@@ -286,7 +286,7 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
     os.close(writer)
 
 
-def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_keys():
+def test_every_key_is_let_in_under_a_name_of_its_own():
     """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
     names = by_name(["a", "b", "c"], {"key-1": "c"})
     client = TestClient(RequestLog(Guard(answer, names, ClientLimits(at_a_time=1))))

@@ -20,7 +20,6 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from script_module import module_of
 from server_process import running_server
 
 import specdec
@@ -31,6 +30,7 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.server import LAST_SECONDS, OVERDUE_SECONDS
 from specdec.serving.server_settings import ServeSettings
 
+from package_files import module_of
 from served_engine import until
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -117,7 +117,7 @@ def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     assert dark[:, :, :3].mean() < 0.3 < 0.8 < image[:, :, :3].mean()
 
 
-def test_the_page_says_how_many_rounds_drafted_so_deep_and_why_there_are_none(page):
+def test_the_page_shows_rounds_by_draft_depth_and_why_there_are_no_drafts(page):
     """It said "position 2: 4 %" of a drafter that is right nine times in ten, and nothing where there are no drafts."""
     figures = {"rounds": 90, "drafted_rounds": 40, "acceptance_length": 1.98, "drafts_off": "none pays"}
     figures |= {"accepted_per_position": [0.9, 0.8], "drafted_counts": [40, 5]}

@@ -196,7 +196,7 @@ def test_strides_and_index_dtypes() -> None:
     torch.testing.assert_close(run(a), expected)
 
 
-def test_rows_that_nobody_sees_cannot_leak() -> None:
+def test_unseen_rows_cannot_leak() -> None:
     args, expected = drafts(trees([12], [-1, 0, 0, 2]))
     args["ancestors"][0, 3] = 0  # a padded node: sees no row but the prefix, seen by none
     args["block_k"][:, :, 3] = args["block_v"][:, :, 3] = torch.nan

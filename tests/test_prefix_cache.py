@@ -51,7 +51,7 @@ def test_whole_pages_of_what_is_common_are_adopted(page_size: int, pairs: bool):
         assert rig.found(text[:common]) == (common - 1) // page_size * page_size  # one token is left to compute
 
 
-def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
+def test_a_page_is_not_shared_if_the_token_after_it_differs():
     """x and y after the same four tokens: the page that y inserted after x's must not come with x's page in front."""
     rig, (x, y) = PrefixRig(4, pairs=True), (70, 80)
     rig.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
@@ -96,7 +96,7 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
 # giving up
 
 
-def test_what_is_cached_is_there_for_whoever_wants_it():
+def test_cached_pages_are_free_for_a_row_that_needs_them():
     rig = PrefixRig(pages=30)
     rig.serve(list(range(21)))
     assert rig.counts == (10, 0, 20)
@@ -111,7 +111,7 @@ def test_what_is_cached_is_there_for_whoever_wants_it():
     rig.table.check()
 
 
-def test_the_leaf_used_longest_ago_goes_first():
+def test_the_least_recently_used_leaf_is_evicted_first():
     rig = PrefixRig(pages=12)
     rig.serve(A * 4 + B * 3 + [0])
     rig.serve(A * 4 + C * 3 + [0])
@@ -125,7 +125,7 @@ def test_the_leaf_used_longest_ago_goes_first():
     assert rig.counts == (0, 9, 3)
 
 
-def test_pages_that_rows_hold_are_not_given_up():
+def test_pages_held_by_rows_are_not_evicted():
     rig = PrefixRig(pages=12)
     rig.serve(A * 4 + B * 3 + [0])
     holder, adopted = rig.begin(A * 4 + B + [0])
@@ -138,7 +138,7 @@ def test_pages_that_rows_hold_are_not_given_up():
     assert rig.counts == (0, 12, 0)
 
 
-def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is():
+def test_a_page_followed_by_held_pages_is_evicted_last():
     """Two rows made the same text; the cache took it from the first, and what follows from the second."""
     rig = PrefixRig(pages=12)
     text = list(range(8))
@@ -156,7 +156,7 @@ def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is
     assert rig.found(text) == 0
 
 
-def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
+def test_swa_peers_are_evicted_first_and_first_those_no_match_needs():
     """Two texts of 20 in SWA for 40: of each the last five are kept to the end, and the full pages anyway."""
     rig = PrefixRig(windows=[4], pages=80, window_pages=40)
     one, two = list(range(21)), list(range(100, 121))
@@ -206,7 +206,7 @@ def test_an_edge_is_as_long_as_it_can_be():
     assert rig.allocator.primary.cached_pages == 8001
 
 
-def test_keeping_what_is_kept_changes_nothing():
+def test_caching_a_cached_prefix_changes_nothing():
     rig = PrefixRig(4, windows=[6])
     text = list(range(30))
     row, _ = rig.begin(text)

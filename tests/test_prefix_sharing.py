@@ -14,7 +14,6 @@ from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual, usual_cases
-from tiny_families import random_eagle3
 
 NEW = examples(6, 8)
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
@@ -30,15 +29,13 @@ UNLIKE = ("mtp-tree", "eagle3-chain", "eagle3-tree")  # drafters of which each f
 
 
 @pytest.fixture
-def build(make_target, make_assistant, make_engine) -> Callable[..., Engine]:
+def build(make_target, make_drafter, make_engine) -> Callable[..., Engine]:
     """build(case, **config): an engine of one of the cases."""
 
     def make(case: tuple[str, str | None, SpecConfig], **config: Any) -> Engine:
         family, drafter, spec = case
         model = make_target(family)
-        made = {"mtp": make_assistant, "eagle3": random_eagle3}
-        module = made[drafter](model) if drafter in made else drafter
-        return make_engine(model, module, spec=spec, **config)
+        return make_engine(model, make_drafter(drafter, model), spec=spec, **config)
 
     return make
 
@@ -84,7 +81,7 @@ def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_pr
 @pytest.mark.parametrize(
     ("name", "page_size"), usual(each_value(itertools.product(DRAFTERS, [1, 16])), lambda name, _: name in UNLIKE)
 )
-def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt):
+def test_a_draft_after_a_hit_is_the_same(name, page_size, build, random_prompt):
     """What a drafter reads of the prefix is what it would have made: as many drafts are accepted, round by round."""
     prompts = [random_prompt(40), random_prompt(40)[:25] + random_prompt(20, seed=3)]
     params = SamplingParams(max_new_tokens=examples(10, 24))
@@ -144,7 +141,7 @@ def test_64_requests_make_a_common_prefix_once(build, random_prompt):
     assert_idle(engine)
 
 
-def test_groups_wait_for_what_their_own_first_makes(build, random_prompt):
+def test_groups_wait_for_the_prefix_of_their_own_first_request(build, random_prompt):
     """A common part, then one of two longer ones: each is made once, though all arrive together."""
     engine = build(DRAFTERS["plain"], max_batch_size=8, prefill_chunk=32)
     parts = [random_prompt(60, seed=s) for s in (1, 2)]
@@ -154,7 +151,7 @@ def test_groups_wait_for_what_their_own_first_makes(build, random_prompt):
     assert sum(lengths) == 60 + 2 * 60 + 8
 
 
-def test_who_shares_too_little_does_not_wait(build, random_prompt):
+def test_a_request_that_shares_too_little_does_not_wait(build, random_prompt):
     engine = build(DRAFTERS["plain"], max_batch_size=4, prefill_chunk=16)
     prompts = [random_prompt(15) + random_prompt(30, seed=i) for i in range(4)]
     handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=NEW))
@@ -166,7 +163,7 @@ def test_who_shares_too_little_does_not_wait(build, random_prompt):
     assert_idle(engine)
 
 
-def test_who_waits_for_a_prefix_keeps_a_row_and_lets_others_by(build, random_prompt):
+def test_a_request_waiting_for_a_prefix_keeps_its_row_and_lets_others_pass(build, random_prompt):
     engine = build(DRAFTERS["plain"], max_batch_size=3, prefill_chunk=16)
     prefix = random_prompt(60)
     maker, waiter, other, late = engine.submit_many(
@@ -181,7 +178,7 @@ def test_who_waits_for_a_prefix_keeps_a_row_and_lets_others_by(build, random_pro
     assert [handle.output().stats.cached_tokens for handle in (maker, other, late)] == [0, 0, 0]
 
 
-def test_nobody_waits_for_one_that_is_served_behind_it(build, random_prompt):
+def test_no_request_waits_for_one_that_is_served_after_it(build, random_prompt):
     engine = build(DRAFTERS["plain"], max_batch_size=3, prefill_chunk=16)
     prefix = random_prompt(100)
     slow_one = engine.submit(prefix, SamplingParams(max_new_tokens=NEW), priority=5)
@@ -195,7 +192,7 @@ def test_nobody_waits_for_one_that_is_served_behind_it(build, random_prompt):
     assert_idle(engine)
 
 
-def test_an_aborted_maker_keeps_nobody_waiting(build, greedy_oracle, random_prompt):
+def test_an_abort_of_the_first_request_releases_those_that_wait_for_its_prefix(build, greedy_oracle, random_prompt):
     engine = build(DRAFTERS["ngram"], max_batch_size=4, prefill_chunk=16)
     prompt = random_prompt(80)
     maker, waiter = engine.submit_many([prompt, prompt], SamplingParams(max_new_tokens=NEW))
@@ -287,7 +284,7 @@ def test_kv_of_weights_that_are_gone_are_not_served(
     assert other is not model
 
 
-def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf_forward):
+def test_clear_prefix_cache_drops_kv_of_weights_changed_in_place(make_target, make_engine, random_prompt, hf_forward):
     model, prompt = make_target("llama", fresh=True), random_prompt(40)
     engine = make_engine(model, "ngram")
     ends(engine, prompt)

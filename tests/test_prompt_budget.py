@@ -266,7 +266,7 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert capped(CPU).while_decoding == 96
 
 
-def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
+def test_a_configured_number_of_tokens_is_read_however_long_it_takes() -> None:
     gap = timed(0.004, PromptBudget.from_config(EngineConfig(max_prefill_tokens=3000), "cuda"))
     assert gap.tokens(1, 30_000) == 3000
     said = gap.longest_gap(32768)
@@ -341,13 +341,13 @@ def test_prompts_of_about_one_length_stay_in_their_order() -> None:
     assert share_tokens(same_level(100, 51, 50), 96, 512) == [48, 0, 48]
 
 
-def test_what_the_first_cannot_use_is_for_others() -> None:
+def test_tokens_that_the_first_prompt_cannot_use_go_to_others() -> None:
     """Its chunk is bounded too, so half of a large step is more than it can read."""
     assert share_tokens(same_level(LONG, 200, 200, 900), 2048, 512) == [512, 200, 200, 512]
     assert share_tokens(same_level(20, 900), 96, 512) == [20, 76]
 
 
-def test_nobody_passes_a_prompt_of_higher_priority() -> None:
+def test_no_prompt_passes_one_of_higher_priority() -> None:
     assert share_tokens([UnreadPrompt(-1, LONG), UnreadPrompt(0, 3)], 96, 512) == [96, 0]
     assert share_tokens([UnreadPrompt(-1, 90), UnreadPrompt(0, 300), UnreadPrompt(0, 3)], 96, 512) == [90, 6, 0]
 

@@ -27,7 +27,7 @@ from inside import (
     divide,
 )
 from marks import deep, deep_cases, examples, usual_cases
-from tiny_families import TWO_OWNERS, random_eagle3
+from tiny_families import TWO_OWNERS
 from tiny_models import FAMILIES
 
 NEW = examples(6, 12)
@@ -121,9 +121,8 @@ def test_a_step_runs_a_part_beside_its_round(scene_of):
 @usual_cases("mtp-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, "ngram", "suffix", "mtp", "eagle3"])
-def test_tokens_are_those_of_each_alone(drafter, captured, scene_of, make_target, make_assistant):
-    model = make_target("gemma4-e2b")
-    made = {"mtp": make_assistant, "eagle3": random_eagle3}[drafter](model) if drafter in ("mtp", "eagle3") else drafter
+def test_tokens_are_those_of_each_alone(drafter, captured, scene_of, make_target, make_drafter):
+    made = make_drafter(drafter, make_target("gemma4-e2b"))
     tree = (2, 6) if drafter in ("mtp", "eagle3") else ()
     scene, divided = scene_of(captured, made, spec=SpecConfig(3, *tree, adaptive=False)), 0
     late = [scene.submit(29), scene.submit(11)]
@@ -170,7 +169,7 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, scene_of):
     assert doomed.finish_reason == "abort"
 
 
-def test_an_abort_of_all_lets_go_of_what_was_read_at_once(scene_of):
+def test_an_abort_of_all_releases_the_forward_in_progress_at_once(scene_of):
     """No step follows: states of a paused prompt, of any length, lay on the device until the next request."""
     scene = scene_of()
     late = scene.submit_divided(20)
@@ -226,7 +225,7 @@ def test_an_interrupted_step_begins_again(scene_of, monkeypatch):
     scene.finish()
 
 
-def test_who_comes_in_the_middle_waits_for_its_end(scene_of):
+def test_a_request_that_arrives_midway_waits_for_the_end(scene_of):
     """And is read then, before the rest of the long one, which it passes."""
     scene = scene_of()
     scene.submit(60)
@@ -270,7 +269,7 @@ def test_a_cached_prefix_goes_on_in_parts(scene_of, random_prompt):
     assert late.stats.cached_tokens > 8
 
 
-def test_who_sets_a_chunk_has_it_read_whole_and_tiles_are_not_divided(make_engine, make_target):
+def test_a_configured_chunk_is_read_whole_and_tiles_are_not_divided(make_engine, make_target):
     model = make_target("llama")
     assert make_engine(model, None, prefill_chunk=None).scheduler.prompt_gap.division is not None
     assert make_engine(model, None, prefill_chunk=8).scheduler.prompt_gap.division is None

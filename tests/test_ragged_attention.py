@@ -160,7 +160,7 @@ def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: 
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_short_run_behind_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_after_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program would walk over all of it while the device idles."""
     monkeypatch.setattr("specdec.attention.kernels.ragged_attention.choose_splits", lambda *_: 3)
     case = Case([200, 5], [3, 2], 2, None, 1)

@@ -22,12 +22,12 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from script_module import module_of
 
 from specdec import Engine, SamplingParams
 from specdec.cli.commands import ServeOptions
 from specdec.errors import ConfigError
 
+from package_files import module_of
 from served_engine import until
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from script_module import module_of
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig
@@ -20,6 +19,7 @@ from specdec.runtime import sizing
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds
 
 from marks import deep, deep_cases
+from package_files import module_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "recipes.md"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from kv_rig import KVLayout, LayerSpec
-from one_text import OneText
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec import EngineConfig
@@ -35,6 +34,7 @@ from specdec.models.probe_context import ProbeContext
 from specdec.models.target import TargetModel
 from specdec.runtime.calls.arguments import require_recurrent
 
+from dense_oracle import OneText
 from devices import DEVICE, close
 from marks import slow, usual_cases
 from tiny_families import BASE, build_target

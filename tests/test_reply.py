@@ -289,7 +289,7 @@ def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
     assert reply.finish_reason(deltas[-1].output) == "tool_calls"
 
 
-def test_an_answer_that_somebody_ended_is_no_answer(byte_tokenizer):
+def test_an_aborted_answer_raises(byte_tokenizer):
     [*_, last] = deltas_of(byte_tokenizer, TEXT, random.Random(0), "abort")
     with pytest.raises(StoppingError):
         Reply(byte_tokenizer).finish_reason(last.output)

@@ -15,26 +15,12 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
 
-def make(
-    page_size: int = 1,
-    *,
-    window: int | None = 6,
-    pages: int = 64,
-    window_pages: int | None = None,
-    max_requests: int = 3,
-    max_len: int = 40,
-    lookahead: int = 5,
-) -> KVRig:
-    """A table over a sliding layer 0 and a full layer 1 (both full without a window)."""
-    return KVRig(
-        KVLayout((layer_spec(SLIDING_LAYER, window), layer_spec(FULL_LAYER, None))),
-        pages=pages,
-        window_pages=window_pages,
-        page_size=page_size,
-        max_requests=max_requests,
-        max_len=max_len,
-        lookahead=lookahead,
-    )
+LAYOUT = KVLayout((layer_spec(SLIDING_LAYER, 6), layer_spec(FULL_LAYER, None)))
+
+
+def make(page_size: int = 1, **sizes: int) -> KVRig:
+    sizes = {"pages": 64, "max_requests": 3, "max_len": 40, "lookahead": 5, **sizes}
+    return KVRig(LAYOUT, page_size=page_size, **sizes)
 
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
@@ -69,7 +55,7 @@ def opened(table: KVRig, prompt: list[float]) -> int:
 # opening, growing, closing
 
 
-def test_slots_ahead_are_taken_where_they_fit_besides_what_is_asked_for():
+def test_slots_ahead_are_allocated_only_if_they_fit_next_to_the_requested_ones():
     """The window has 202 free slots of 220, which is ample room, but not for the 192 asked for and 48 more ahead."""
     table = make(pages=300, window_pages=220, max_len=100)
     rows = np.array([opened(table, [1.0]) for _ in range(3)])
@@ -94,7 +80,7 @@ def test_rows_are_taken_in_order_and_reused():
 
 
 @PAGE_SIZES
-def test_close_gives_everything_back_also_after_eviction(page_size: int):
+def test_closing_a_row_frees_everything_even_after_eviction(page_size: int):
     table = make(page_size)
     row = opened(table, [float(i) for i in range(30)])
     table.evict_unseen(ints(row))

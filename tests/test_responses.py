@@ -124,7 +124,7 @@ def test_a_conversation_goes_on_with_its_id_and_is_read_and_deleted(client):
             client.responses.retrieve(gone.id)
 
 
-def test_nobody_reads_what_another_key_has_stored(client, url):
+def test_no_key_reads_what_another_key_has_stored(client, url):
     first = ask(client)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="another", max_retries=0) as other:
         with pytest.raises(openai.NotFoundError):

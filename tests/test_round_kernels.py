@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from kv_rig import make_allocator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from tape import around_launches
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import TorchBackend
@@ -212,7 +212,7 @@ def distinct(tree: DraftTree) -> DraftTree:
     return tree
 
 
-def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
+def test_the_time_stamps_of_a_round_follow_its_rows() -> None:
     shape = RoundShape(2, 9, DraftShape(2, 1, 3), SamplerFeatures.from_params([]), None)
     (packed, rows, stamps), clock = empty_result(shape, 3, DEVICE), StageClock(DEVICE)
     packed.fill_(-1)
@@ -245,12 +245,9 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.watching = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.watching:
-            return func(*args, **kwargs)
         with self:
             out = func.decompose(*args, **kwargs)
         if out is NotImplemented:
@@ -262,31 +259,24 @@ class Launches(TorchDispatchMode):
         return out
 
     def unseen(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Does what the function does, and notes its name."""
+        """Wrap a function: its name is noted, and nothing that it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.names.append(name)
-            self.watching = False
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.watching = True
+            kept = len(self.names)
+            out = function(*args, **kwargs)
+            del self.names[kept:]
+            return out
 
         return run
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        from triton.runtime.interpreter import GridExecutor
+        def noted(launch: Callable[[], None], args: Any, kwargs: Any, executor: Any) -> None:
+            self.names.append(f"*{executor.fn.__name__}")
+            launch()
 
-        launch = GridExecutor.__call__
-
-        def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
-            if self.watching:
-                self.names.append(f"*{executor.fn.__name__}")
-            with _disable_current_modes():
-                launch(executor, *args, **kwargs)
-
-        with mock.patch.object(GridExecutor, "__call__", noted), self:
+        with around_launches(noted), self:
             yield
 
 

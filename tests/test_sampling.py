@@ -155,7 +155,7 @@ def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
 
 def test_penalty_counts_the_path_of_each_node():
     """root 5; 1 and 2 are children of the root, 3 a child of 1: each node knows the history and its own ancestors."""
-    history, length = torch.tensor([[4, 5, 9, 9]]), torch.tensor([2])  # the 9s are behind the end
+    history, length = torch.tensor([[4, 5, 9, 9]]), torch.tensor([2])  # the 9s are after the end
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 1]]))
     seen = past_tokens(EditInputs(length, tree, lambda: history), 10)[0]
     assert [row.nonzero()[:, 0].tolist() for row in seen] == [[4, 5], [4, 5, 6], [4, 5, 7], [4, 5, 6, 8]]

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from script_module import module_of
 from server_process import ServerProcess, running_server
 
 from specdec import Engine, EngineConfig, SpecConfig
 
+from package_files import module_of
 from served_engine import served
 
 TIMES = int(os.environ.get("SPECDEC_SOAK", "1"))

@@ -54,14 +54,14 @@ def refusal(answer: httpx.Response) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("given", ["", "Bearer wrong", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", b"Bearer \xff"])
-def test_without_a_right_key_nobody_is_let_in(given, server):
+def test_requests_without_a_valid_key_are_refused(given, server):
     status, code, message = refusal(post(server, headers={"Authorization": given}))
     assert (status, code) == (401, "invalid_api_key") and KEY not in message
     models = httpx.get(server.url + "/v1/models", headers={"Authorization": given})
     assert models.status_code == 401
 
 
-def test_with_a_right_key_everybody_is(server):
+def test_requests_with_a_valid_key_are_served(server):
     assert post(server).status_code == 200
     assert post(server, headers={"Authorization": "bearer from-env"}).status_code == 200
     assert httpx.get(server.url + "/health").status_code == httpx.get(server.url + "/metrics").status_code == 200
@@ -104,7 +104,7 @@ def test_no_number_of_tokens_is_named_that_was_not_sent(server):
     assert completions[1].status_code == 200 and completions[1].json()["usage"]["completion_tokens"] <= 10
 
 
-def test_more_than_may_wait_are_refused_with_429_and_when_to_come_again(server):
+def test_requests_beyond_the_queue_limit_get_429_with_retry_after(server):
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
         address = f"{server.url}/v1/chat/completions"
         with (

@@ -16,7 +16,6 @@ from specdec.runtime.rounds.result import NO_DRAFT
 from inside import capture_on_tape
 from marks import deep, deep_cases, slow
 from stand_ins import following
-from tiny_families import random_eagle3
 
 NEW = 14
 TREE = SpecConfig(3, 2, 6)
@@ -28,15 +27,14 @@ def asking(speculation, **settings) -> SamplingParams:
 
 
 @pytest.fixture
-def engine_for(make_target, make_assistant, make_engine, monkeypatch):
+def engine_for(make_target, make_drafter, make_engine, monkeypatch):
     """engine_for(drafter, captured=False, spec=TREE, **config)"""
 
     def make(drafter, captured=False, spec=TREE, **config) -> Engine:
         capture_on_tape(monkeypatch, captured)
         model = make_target("gemma4-e2b")
-        other = partial(make_target, "gemma4-e2b", seed=3)  # another model of the same vocabulary
-        made = {"mtp": make_assistant, "eagle3": random_eagle3, "language_model": lambda _: other()}
-        module = made[drafter](model) if drafter in made else drafter
+        same_vocabulary = partial(make_target, "gemma4-e2b", seed=3)
+        module = same_vocabulary() if drafter == "language_model" else make_drafter(drafter, model)
         return make_engine(model, module, spec=spec, **{"max_batch_size": 4, "max_model_len": 96, **config})
 
     return make
@@ -51,7 +49,7 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
         *(deep("mtp", 1, True), deep("eagle3", 4, True), deep("mtp", 4, False), deep("ngram", 1, False)),
     ],
 )
-def test_tokens_depend_on_none_of_it(drafter, page_size, captured, engine_for, random_prompt):
+def test_tokens_do_not_depend_on_speculation(drafter, page_size, captured, engine_for, random_prompt):
     """Seven requests, greedy and sampled, through four rows: each as it is with no drafter at all."""
     prompts = [random_prompt(n) for n in (5, 21, 9, 30, 2, 13, 17)]
     settings = [{"temperature": t, "seed": i} for i, t in enumerate((0, 1, 0, 0.7, 0, 0, 1))]
@@ -83,7 +81,7 @@ def test_no_more_is_accepted_than_was_asked_for(depth, engine_for, scripted, mak
     assert shallow.stats.accepted_per_position == [1] * depth and shallow.stats.rounds == 12 / (depth + 1)
 
 
-def test_a_round_is_no_larger_than_anybody_in_it_wants(engine_for, random_prompt, monkeypatch):
+def test_a_round_is_no_larger_than_its_requests_ask_for(engine_for, random_prompt, monkeypatch):
     engine, run, seen = engine_for("mtp"), DecodeRound.run, []
 
     def spying(decode):
@@ -111,7 +109,7 @@ def test_captured_rounds_have_two_draft_shapes(engine_for, random_prompt):
     assert {tuple(shape.draft)[:3] for shape in shapes} == {(3, 2, 6), (0, 1, 1)}
 
 
-def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, random_prompt):
+def test_tables_of_a_plain_round_have_room_for_the_round_in_flight(engine_for, random_prompt):
     """Six nodes may be in flight before it, for any draft of its own: its tables must have that width."""
     engine = engine_for("ngram", captured=True)
     handle = engine.submit(random_prompt(9), asking(False))
@@ -198,7 +196,7 @@ def test_without_a_drafter_there_is_nothing_to_ask_for(engine_for):
 # samples
 
 
-def test_samples_are_those_of_the_seeds_behind(engine_for, random_prompt):
+def test_sample_i_is_drawn_with_seed_plus_i(engine_for, random_prompt):
     """Flat, prompt by prompt: three of the first, one of the second, two of the third."""
     prompts, counts, seeds = [random_prompt(n) for n in (5, 9, 20)], (3, 1, 2), (7, 1, 100)
     params = [asking(None, max_new_tokens=8, temperature=1.0, seed=s, n=n) for s, n in zip(seeds, counts, strict=True)]

@@ -91,7 +91,7 @@ def alone(model, make_engine, byte_tokenizer, prompts, params):
     return [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
 
 
-def test_what_comes_out_follows(alone):
+def test_outputs_follow_their_grammar(alone):
     choice, regex, schema, sampled, sampled_regex, edited, free, *_ = alone
     assert choice.text in CHOICES and re.fullmatch("(ab|ba){2,5}(xyz)?", regex.text)
     assert re.fullmatch("[a-f]{3,9}-end of it", sampled_regex.text)
@@ -258,7 +258,9 @@ def test_samples_and_aborts(engine_of, prompts, alone):
         pytest.param(grammar.GrammarLibrary, "masks", set(range(2, 20, 3)), id="masks"),
     ],
 )
-def test_a_step_that_breaks_happened_to_nobody(owner, part, breaks, engine_of, prompts, params, alone, monkeypatch):
+def test_a_failed_step_leaves_no_trace_in_any_request(
+    owner, part, breaks, engine_of, prompts, params, alone, monkeypatch
+):
     """Its tokens are those of the lone run, wherever within the round, or while masks are made, it broke."""
     engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(owner, part), [0]
 

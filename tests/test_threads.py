@@ -28,7 +28,7 @@ def read_all(handle) -> list[int]:
     return [token for delta in iter(handle.read, None) for token in delta.token_ids]
 
 
-def test_steps_bring_what_handles_read(make_target, make_engine, greedy_oracle, random_prompt):
+def test_handles_read_what_steps_produce(make_target, make_engine, greedy_oracle, random_prompt):
     """One thread, by hand: nothing is read twice, and a read never steps."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in (3, 21, 40)]
     engine = make_engine(model, "ngram", max_batch_size=2)
@@ -110,7 +110,7 @@ def test_a_closed_engine_ends_its_handles_and_streams(make_target, make_engine, 
     assert engine.stats().rounds == 0
 
 
-def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):
+def test_a_waiting_thread_gets_the_turn_before_the_one_that_just_had_it(make_target, make_engine):
     """A thread that steps without pause once kept the others out for as long as it liked."""
     engine = make_engine(make_target("llama"))
     inside, waiting, order = threading.Event(), threading.Event(), []

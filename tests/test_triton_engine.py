@@ -24,7 +24,6 @@ from specdec.models.target import TargetModel
 from marks import deep, examples
 from processes import run
 from stand_ins import watch_proposals
-from tiny_families import random_eagle3
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, LENGTHS = 12, (examples(9, 13), 1, 6)
@@ -45,6 +44,7 @@ KERNELS = {
     "select": (tree_build, "_select_nodes_kernel"),
 }
 CHAIN, TREE = SpecConfig(2), SpecConfig(3, 3, 8)
+SIZES = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 7, "fused": False}
 ASKED = [
     SamplingParams(max_new_tokens=examples(5, 7), ignore_eos=True),
     SamplingParams(max_new_tokens=examples(4, 6), temperature=0.9, seed=3, top_k=6, ignore_eos=True),
@@ -95,17 +95,28 @@ def launches(monkeypatch):
     ],
 )
 def test_text_and_drafts_are_those_of_torch(
-    name, drafter, spec, page_size, launches, monkeypatch, make_target, make_assistant, greedy_oracle, random_prompt
+    name,
+    drafter,
+    spec,
+    page_size,
+    launches,
+    monkeypatch,
+    make_target,
+    make_drafter,
+    make_engine,
+    greedy_oracle,
+    random_prompt,
 ):
     """Rounds on kernels too: greedy, sampled, penalised and with log-probabilities, more requests than rows."""
     model = make_target(name, **TARGETS[name])
     prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
-    bound = {None: lambda model: None, "ngram": lambda model: "ngram", "mtp": make_assistant, "eagle3": random_eagle3}
     runs_on = "specdec.runtime.rounds.device_state.runs_on_kernels"
     monkeypatch.setattr(runs_on, lambda backend, device: backend.name == "triton")
     runs = []
     for attention in ("torch", "triton"):
-        engine = make_engine_of(model, bound[drafter](model), spec, attention, page_size)
+        engine = make_engine(
+            model, make_drafter(drafter, model), spec=spec, attention=attention, page_size=page_size, **SIZES
+        )
         assert engine.state.on_kernels == (attention == "triton")
         seen = watch_proposals(engine) if drafter in ("mtp", "eagle3") else []
         if attention == "triton":
@@ -124,14 +135,6 @@ def test_text_and_drafts_are_those_of_torch(
     assert {"attention", "tables", "store"} <= set(launches)
     assert ("select" in launches) == (drafter is not None and spec is TREE)
     assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
-
-
-def make_engine_of(model, drafter, spec, attention, page_size):
-    sizes = {"page_size": page_size, "max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 7}
-    config = EngineConfig(attention=attention, fused=False, **sizes)
-    if hasattr(drafter, "bind"):
-        return Engine(TargetModel(model), drafter, spec=spec, config=config)
-    return Engine.from_pretrained(model, drafter, spec=spec, config=config)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,11 @@ NO_READER = Mock()  # its loop is closed
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
 class Interrupt(BaseException):
     """An exception like KeyboardInterrupt."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def only_what_these_tests_leave_is_collected():
-    """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
-    gc.freeze()
 
 
 def within(seconds, job):
@@ -201,7 +198,7 @@ def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, rando
 
 @deep_cases("generate")
 @pytest.mark.parametrize("looks", ["generate", "clear_prefix_cache"])
-def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody(
+def test_a_stream_collected_during_a_check_of_weights_causes_no_deadlock(
     looks, make_target, make_engine, random_prompt, monkeypatch
 ):
     """Another engine over the same weights: releasing its request looks at them, under the lock that is held."""
@@ -246,7 +243,7 @@ def test_a_call_within_a_step_of_the_same_thread_is_refused(make_target, make_en
     assert len(engine.generate(random_prompt(5), PARAMS)) == 1
 
 
-def test_turns_come_in_the_order_of_arrival_past_those_who_give_up(interrupts):
+def test_turns_go_in_order_of_arrival_and_skip_those_that_gave_up(interrupts):
     turns, order, inside, go = Turns(), [], threading.Event(), threading.Event()
 
     def first():

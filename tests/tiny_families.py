@@ -123,7 +123,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16}),
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
     "mistral": ("Mistral", SLIDES),
-    # those that only the tests of fused layers build
+    # built by tests of fused layers only
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere2": ("Cohere2", {**SLIDES, "layer_types": [SLIDING, SLIDING, FULL], "logit_scale": 0.25}),
     "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_k": 3, "moe_num_experts": 7, "moe_intermediate_size": 16}),
@@ -156,13 +156,13 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limits_shared": [2, 0, 0.5],
         },
     ),
-    # those that only the tests of cache groups build
+    # built by tests of cache groups only
     "deepseek_v3": ("DeepseekV3", {**LATENT, **ROUTED, "first_k_dense_replace": 1}),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {**ROUTED, **SLIDES, "head_dim": 12, "v_head_dim": 8, "layer_types": [FULL, SLIDING, SLIDING]},
     ),
-    # those with recurrent layers
+    # with recurrent layers
     "qwen3_next": ("Qwen3Next", {**RECURRENT, **SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5", RECURRENT),
     "qwen3_5_moe": ("Qwen3_5Moe", {**RECURRENT, **SHARED_EXPERT}),
@@ -171,11 +171,11 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {**CONVOLVES, "num_hidden_layers": 4, "conv_L_cache": 3}),
     "two_windows": ("Qwen2", {**QWEN2, "num_hidden_layers": 4}),
 }
-"""Family -> how transformers names its classes, and the fields of its config besides `BASE`."""
+"""Family -> beginning of its classes in transformers, and the fields of its config besides `BASE`."""
 
 
 def build_target(family: str, **overrides: Any) -> PreTrainedModel:
-    """An untrained model of the family; `overrides` go to its text config."""
+    """Build an untrained model of the family; `overrides` go to its text config."""
     if family == "gemma4-multimodal":
         return transformers.Gemma4ForConditionalGeneration(multimodal_config(**overrides))
     name, fields = TARGETS[family]
@@ -196,8 +196,7 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
 
 
 class NarrowerAttention(Qwen2Attention):
-    """Attention through a window of its own, which no config names: of the mask of all layers it takes the part that it
-    sees."""
+    """Attention with a narrower window than the config's, which it cuts out of the mask of all layers."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         if isinstance(attention_mask, torch.Tensor):  # [1, 1, T, T], without a cache
@@ -228,9 +227,9 @@ def multimodal_config(**overrides: Any) -> transformers.Gemma4Config:
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights wide enough that greedy output wanders, sinks and norms included; no end token.
+    """Widen the weights, sinks and norms included, so that greedy output varies; remove the end token.
 
-    Embeddings are small beside what the layers add: with a tied head they would predict their own token for ever.
+    Embeddings stay small next to the layers' outputs: with a tied head they would predict their own token for ever.
     """
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -253,8 +252,8 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
 def random_eagle3(
     model: PreTrainedModel | TargetModel, windows: tuple[int | None, ...] = (None, 6), **fields: Any
 ) -> Eagle3Drafter:
-    """A head of random weights, fitted to the model, that drafts nine of its tokens. fields: of its spec; its
-    `aux_layers` are the first, the second and the output of the last, unless they are given."""
+    """Build an EAGLE-3 drafter with a random head that drafts nine of the model's tokens. fields: of its spec. By
+    default it reads the inputs of the first two layers and the output of the last."""
     target = model if isinstance(model, TargetModel) else TargetModel(model)
     torch.manual_seed(3)
     sizes = {"intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "draft_vocab_size": 9}

@@ -1,4 +1,4 @@
-"""Cached targets of `tiny_families.py`, assistants and engines for them, and what they must generate by transformers.
+"""Cached targets of `tiny_families.py`, with drafters, engines, and the tokens that transformers generates.
 
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
@@ -36,9 +36,9 @@ FAST_FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")  # shared K/V, soft
 
 
 def fast_ones(families: Sequence[str], *choices: Sequence[Any]) -> list[Any]:
-    """Cases of a family and the choices, for what does not depend on the family but runs on all of them.
+    """Combine families and choices, for a test that depends little on the family.
 
-    `make test` has every value of the choices among the fast families; every family decodes in test_greedy_exact.py.
+    `make test` runs every value of the choices on the fast families; test_greedy_exact.py decodes on every family.
     """
     others = [case for case in pairs(families, *choices) if case[0] not in FAST_FAMILIES]
     fast = each_value(pairs([family for family in families if family in FAST_FAMILIES], *choices))
@@ -52,8 +52,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 def few_layers() -> dict[str, Any]:
-    """Fields of a gemma4-e2b of 3 layers, of which the last shares K/V: for interpreted kernels in an engine. With
-    `make test-deep` it has all 4."""
+    """Fields of a gemma4-e2b of 3 layers, the last of which shares K/V, for engines on interpreted kernels. With `make
+    test-deep` it has 4."""
     few = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
     return {} if is_deep() else few
 
@@ -63,7 +63,7 @@ BUNDLED: dict[tuple[Any, ...], PreTrainedModel] = {}
 
 @pytest.fixture(scope="module")
 def bundled_once() -> Iterator[None]:
-    """The bundled models are loaded and proved once a process, not once an engine: for tests that change none."""
+    """Load and check the bundled models once per process, not once per engine. For tests that change none."""
     load = Checkpoint.load
 
     def once(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, config: Any = None) -> PreTrainedModel:
@@ -81,27 +81,30 @@ def bundled_once() -> Iterator[None]:
         yield
 
 
+TARGETS_BUILT: dict[str, PreTrainedModel] = {}
+
+
+def shared_target(family: str, seed: int = 0, *, fresh: bool = False, **overrides: Any) -> PreTrainedModel:
+    """Build a tiny random target, window 8, no end token. It is cached, so not to be changed unless `fresh`.
+
+    overrides: fields of the text config.
+    """
+    key = f"{family} {seed} {sorted(overrides.items())}"
+    if fresh:
+        torch.manual_seed(seed)
+        return spread(build_target(family, **overrides))
+    if key not in TARGETS_BUILT:
+        with torch.inference_mode(False):  # later tests get it too, and inference tensors share no K/V
+            torch.manual_seed(seed)
+            TARGETS_BUILT[key] = spread(build_target(family, **overrides))
+        SHARED[id(TARGETS_BUILT[key])] = TARGETS_BUILT[key]
+    return TARGETS_BUILT[key]
+
+
 @pytest.fixture(scope="session")
 def make_target() -> Callable[..., PreTrainedModel]:
-    """make_target(family, seed=0, fresh=False, **overrides): a tiny random target, window 8, no end token.
-
-    Cached, so not to be changed unless `fresh`. `overrides` go to the text config.
-    """
-    built: dict[str, PreTrainedModel] = {}
-
-    def make(family: str, seed: int = 0, *, fresh: bool = False, **overrides: Any) -> PreTrainedModel:
-        key = f"{family} {seed} {sorted(overrides.items())}"
-        if fresh:
-            torch.manual_seed(seed)
-            return spread(build_target(family, **overrides))
-        if key not in built:
-            with torch.inference_mode(False):  # later tests get it too, and inference tensors share no K/V
-                torch.manual_seed(seed)
-                built[key] = spread(build_target(family, **overrides))
-            SHARED[id(built[key])] = built[key]
-        return built[key]
-
-    return make
+    """make_target(family, seed=0, fresh=False, **overrides): the function `shared_target`."""
+    return shared_target
 
 
 @pytest.fixture(scope="session")
@@ -163,7 +166,7 @@ def make_assistant() -> Callable[..., Gemma4AssistantForCausalLM]:
 
 @contextmanager
 def eager(model: PreTrainedModel) -> Iterator[None]:
-    """The model under its eager attention for the length of the block."""
+    """Run the model with its eager attention in the block."""
     configs = text_configs(model)
     before = [config._attn_implementation_internal for config in configs]
     try:
@@ -192,9 +195,9 @@ def hf_forward() -> Callable[..., Any]:
 def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., Sequence[int]]:
     """greedy_oracle(model, ids, n, guess=()): the n tokens of greedy decoding, by full HF forwards without a cache.
 
-    One forward for each token, or one over `ids` and a guess (what an engine says) for all of it that is right: the
-    tokens are the same for any guess. Without a guess, for a model that no test changes, the first tokens they are
-    compared with are the guess.
+    The tokens are the same for any guess (such as an engine's output). One forward over `ids` and the guess proves all
+    its right tokens; each further token takes a forward. Without a guess, for a model that no test changes, the result
+    is a `Truth`: the first list that it is compared with is the guess.
     """
     known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     alive: list[PreTrainedModel] = []  # an id is only a key while its model lives
@@ -246,17 +249,16 @@ def make_engine() -> Callable[..., Engine]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_drafter(
-    make_target: Callable[..., PreTrainedModel],
     make_assistant: Callable[..., Gemma4AssistantForCausalLM],
     scripted: Any,
     tree_script: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """make_drafter(kind, model, prompts=(), answers=()): a drafter for the model. Other words are returned as they are.
+    """make_drafter(kind, model, prompts=(), answers=()): a drafter for the model. Other kinds are returned as they are.
 
-    "trees": random trees, of which many paths follow the answers to the prompts, or whole texts in their place. "mtp"
-    and "ordered": an assistant of Gemma 4. "eagle3" and "block": a head of random weights. "lm": a tiny Llama.
+    "trees": random trees with many right paths; without answers the prompts are whole texts. "mtp" and "ordered": an
+    assistant of Gemma 4. "eagle3" and "block": a random head. "lm": a tiny Llama.
     """
 
     def make(kind: str | None, model: Any, prompts: Sequence[Any] = (), answers: Sequence[Any] = ()) -> Any:
@@ -274,7 +276,7 @@ def make_drafter(
             case "block":
                 return random_block(model)
             case "lm":
-                return make_target("llama")
+                return shared_target("llama")
         return kind
 
     return make
@@ -287,7 +289,7 @@ def engine_of(
     make_drafter: Callable[..., Any],
     byte_tokenizer: Any,
 ) -> Callable[..., Engine]:
-    """engine_of(kind, truths, **config): an engine over the `model` of a test's file, whatever drafts for it."""
+    """engine_of(kind, truths, **config): an engine over the `model` fixture of a test's file, with any drafter."""
     specs = {"tree": SpecConfig(3, 3, 12), "eagle3": SpecConfig(3, 2, 6), "scripted": SpecConfig(5)}
     kinds = {"tree": "mtp", "scripted": "trees"}
 
