@@ -184,6 +184,8 @@ def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, scenes) 
         chosen = sorted(last.values())[:: 1 if is_deep() else 64]
         for at in range(1, len(made) + 1) if ALL else chosen:
             calls = break_step(scene(), stage, at)
+            if not calls.raised:  # a scene in the row of the one before the last finds its parameters on the device
+                calls = break_step(scene(), stage, at)
             if not calls.raised:  # what the device has already is not sent again: a call or two fewer than there were
                 assert at - len(calls.made) <= 2, f"{name}: {at=} {len(calls.made)=}"
                 again = len(calls.made) - calls.made[::-1].index(made[at - 1])
