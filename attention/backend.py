@@ -1,7 +1,7 @@
 """The backend of an engine: its operations in plain torch or by Triton kernels, chosen when the engine is made.
 
     backend   tables of a plan     K/V written, moved    attention           of a draft's level      selection of trees
-    torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
+    torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, by a gather       sorts, gathers
     triton    pages, one launch    store_kv, move_kv     tree_attention;     paged_attention         one launch each
                                                          ragged, of prompts
 
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from specdec.attention.dense import MaskedRuns, VisibleKeys, dense_run, runs_attention
-from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan, PagedDraftBlock
+from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan, PagedDraftBlock, TorchDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention
@@ -78,7 +78,7 @@ class TorchBackend:
         reference_move_kv(store.tensors(group), source, destination)
 
     locate = staticmethod(reference_build_page_tables)
-    draft_block = CopiedDraftBlock
+    draft_block = TorchDraftBlock
     recurrence = RecurrentForward
     fold = staticmethod(fold_committed)
     expand = staticmethod(reference_expand)

@@ -11,18 +11,24 @@ A draft of a single forward (`NodeOrder.CAUSAL`, `NodeOrder.MUTUAL`) is one leve
 to S + K - 1. Each node sees the nodes up to itself (causal) or all nodes (mutual).
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 
-from specdec.attention.dense import bias_of, dense_attention, newest, visible
-from specdec.attention.kernels.page_table import PageTable, build_page_tables
+from specdec.attention.dense import bias_of, dense_attention, prefix_keys, rows_at, visible
+from specdec.attention.kernels.page_table import (
+    PageTable,
+    PageTables,
+    build_page_tables,
+    reference_build_page_tables,
+)
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
 from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import Destination, ScoreOptions
-from specdec.kvcache.layout import PRIMARY, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import PRIMARY, GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -93,108 +99,17 @@ class DraftPlan(NamedTuple):
         return self.level_positions(level)
 
 
-class DraftBlock(Protocol):
-    """One draft in progress."""
+class DraftBlock(ABC):
+    """One draft in progress. The prefix is read from the store; the draft's own keys are in scratch pools [B * M, Hkv,
+    D] of each layer."""
 
-    def enter_level(self, origin: torch.Tensor | None) -> None:
-        """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
-
-    def destination(self, layer: int) -> Destination:
-        """Destination of the K/V of the newest level's nodes [B * K]."""
-
-    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
-
-    def prefix_table(self, layer: int) -> PageTable:
-        """The committed keys that a layer may read. Used for checks."""
-
-
-class CopiedDraftBlock:
-    """A draft in plain torch. For each layer it holds a copy of the visible committed keys, then room for the draft's
-    keys."""
-
-    def __init__(self, store: KVStore, draft: DraftPlan) -> None:
-        self.draft, self.level = draft, -1
-        length, topk, num_nodes = draft.committed_len, draft.topk, draft.num_nodes
-        batch, device = len(length), length.device
-        self.key_pos = draft.key_positions()
-        self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
-        all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.max_committed_len, 1)]
-        # read a key of the same request instead: a NaN of another request cannot leak through a zero weight
-        unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
-        translate = draft.table.allocator.translate
-        self._tables: dict[int, PageTable] = {}
-        self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
-        self.copies: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
-        self._cells: dict[Sight, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
-        for layer, layer_kv in store.layers.items():
-            sight = window, _ = draft.sight(layer)
-            slots, start = all_slots, torch.zeros_like(length)
-            if window is not None:
-                slots, start = newest(all_slots, length, window)
-            key_pos = start[:, None] + torch.arange(slots.shape[1], device=device)
-            committed = key_pos < length[:, None]
-            self.prefix[sight] = (key_pos, committed)
-            own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
-            own = translate(layer_kv.group, PrimaryLoc(own))
-            self._tables[layer] = PageTable(own[:, :-num_nodes], start, length, 1)
-            cells = torch.arange(own.numel(), device=device).view(batch, -1)
-            self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
-            own = own.flatten()
-            self.copies[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in layer_kv.fields), PRIMARY)
-        self._bias: dict[Sight, torch.Tensor] = {}
-
-    def enter_level(self, origin: torch.Tensor | None) -> None:
-        self.level += 1
-        if origin is not None:
-            self.ancestors = self.ancestors.gather(1, origin[:, :, None].expand_as(self.ancestors))
-        columns = torch.arange(self.draft.num_nodes, device=self.key_pos.device)
-        own = columns[self._newest(), None]
-        if self.draft.order is NodeOrder.LEVELS:
-            self.ancestors = self.ancestors | (own == columns)
-        else:
-            self.ancestors = self.ancestors | (columns <= (own if self.draft.order is NodeOrder.CAUSAL else own.amax()))
-        self._bias = {sight: bias_of(self._seen(*sight)) for sight in self.prefix}
-
-    def destination(self, layer: int) -> Destination:
-        cells = self._cells[self.draft.sight(layer)][:, self._newest()]
-        return Destination(self.copies[layer].k, self.copies[layer].v, GroupLoc(cells.flatten()))
-
-    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        bias = self._bias[self.draft.sight(layer)]
-        layer_kv = self.copies[layer]
-        both = all_rows(layer_kv.k), all_rows(layer_kv.v)
-        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
-        return dense_attention(query, k, v, bias, **options)
-
-    def prefix_table(self, layer: int) -> PageTable:
-        return self._tables[layer]
-
-    def _newest(self) -> slice:
-        return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
-
-    def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
-        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the nodes drafted so
-        far."""
-        key_pos, committed = self.prefix[window, first_key]
-        filled = (self.level + 1) * self.draft.topk
-        known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
-        key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        return visible(self.draft.window_positions(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
-
-
-class PagedDraftBlock:
-    """A draft on the paged kernels. They read the prefix from the store without a copy, so a level costs only its
-    reads.
-
-    The scratch keys, [B * M, Hkv, D] per layer, are the "block" argument of `paged_attention`.
-    """
+    locate: Callable[[RequestTable, Rows, torch.Tensor, int], PageTables]
 
     def __init__(self, store: KVStore, draft: DraftPlan) -> None:
         self.draft, self.level, self.store = draft, -1, store
-        table, num_nodes = draft.table, draft.num_nodes
+        num_nodes = draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
-        self.tables = build_page_tables(table, draft.rows, draft.committed_len, 0)
+        self.tables = self.locate(draft.table, draft.rows, draft.committed_len, 0)
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -212,32 +127,88 @@ class PagedDraftBlock:
             k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (layer_kv.k, layer_kv.v))
             self.scratch[layer] = LayerKV((k, v), PRIMARY)
 
+    @property
+    def num_keys(self) -> int:
+        """Number of nodes with keys, those of the newest level included: M, below."""
+        return (self.level + 1) * self.draft.topk
+
     def enter_level(self, origin: torch.Tensor | None) -> None:
+        """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
         self.level += 1
-        own = self.bits_of[self.level * self.draft.topk : (self.level + 1) * self.draft.topk]
+        own = self.bits_of[self.level * self.draft.topk : self.num_keys]
         if origin is None:
             self.bits = own.expand_as(self.bits)
         else:
             self.bits = self.bits.gather(1, origin[:, :, None].expand_as(self.bits)) | own
 
     def destination(self, layer: int) -> Destination:
+        """Destination of the K/V of the newest level's nodes [B * K]."""
         return Destination(self.scratch[layer].k, self.scratch[layer].v, GroupLoc(self.slots[self.level]))
 
+    @abstractmethod
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        committed, scratch, draft = self.store.layers[layer], self.scratch[layer], self.draft
-        filled = (self.level + 1) * draft.topk
-        window, first_key = draft.sight(layer)
+        """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
+
+    def prefix_table(self, layer: int) -> PageTable:
+        """The committed keys that a layer may read."""
+        return self.tables.table(self.store.layers[layer].group)
+
+    def own_rows(self, scratch: torch.Tensor) -> torch.Tensor:
+        """Rows of the draft so far, [B, M, Hkv, D], in a scratch pool."""
+        return scratch.unflatten(0, (len(self.key_pos), -1))[:, : self.num_keys]
+
+
+class TorchDraftBlock(DraftBlock):
+    """A draft in plain torch."""
+
+    locate = staticmethod(reference_build_page_tables)
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        super().enter_level(origin)
+        self._keys: dict[tuple[GroupId, Sight], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        kept, scratch = self.store.layers[layer], self.scratch[layer]
+        slots, bias = self.visible_keys(layer)
+        k, v = (
+            torch.cat([rows_at(pool, slots), self.own_rows(all_rows(own))], dim=1).transpose(1, 2)
+            for pool, own in zip(kept.fields, scratch.fields, strict=True)
+        )
+        return dense_attention(query, k, v, bias, **options)
+
+    def visible_keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [B, L] of committed keys, and the bias [B, 1, K, L + M] of these keys and of the draft so far. Layers
+        of one group and sight have the same."""
+        sight = window, first_key = self.draft.sight(layer)
+        key = self.store.layers[layer].group, sight
+        if key not in self._keys:
+            slots, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
+            nodes = torch.arange(self.num_keys, device=slots.device)
+            ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()  # [B, K, M]
+            known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)
+            key_pos = torch.cat([key_pos, self.key_pos[:, : self.num_keys]], dim=1)
+            seen = visible(self.draft.window_positions(self.level), key_pos, known, window, first_key)
+            self._keys[key] = slots, bias_of(seen)
+        return self._keys[key]
+
+
+class PagedDraftBlock(DraftBlock):
+    """A draft on the paged kernels, which read the prefix without a copy. Scratch keys are the "block" argument of
+    `paged_attention`."""
+
+    locate = staticmethod(build_page_tables)
+
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        committed, scratch = self.store.layers[layer], self.scratch[layer]
+        window, first_key = self.draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
-        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        ancestors = self.bits[:, :, : -(-filled // WORD)]
+        block_k, block_v = (self.own_rows(own).transpose(1, 2) for own in (own_k, own_v))
+        ancestors = self.bits[:, :, : -(-self.num_keys // WORD)]
         return paged_attention(
             *(query, committed.k, committed.v, self.prefix_table(layer)),
-            BlockKeys(block_k, block_v, self.key_pos[:, :filled], ancestors, (scales_k, scales_v)),
-            draft.window_positions(self.level),
+            BlockKeys(block_k, block_v, self.key_pos[:, : self.num_keys], ancestors, (scales_k, scales_v)),
+            self.draft.window_positions(self.level),
             window=window,
             first_key=first_key,
             **options,
         )
-
-    def prefix_table(self, layer: int) -> PageTable:
-        return self.tables.table(self.store.layers[layer].group)
