@@ -125,7 +125,11 @@ class VisibleKeys:
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """`Attend` of `plan.py`, from pools [slots, Hkv, D]."""
-        k, v = (rows_at(pool, self.slots).transpose(1, 2) for pool in (pool_k, pool_v))  # [B, Hkv, L, D]
+        batch, length = self.slots.shape
+        flat = self.slots.reshape(-1)
+        k, v = (  # [B, Hkv, L, D]
+            read_rows(pool, flat).view(batch, length, *pool.shape[1:]).transpose(1, 2) for pool in (pool_k, pool_v)
+        )
         return dense_attention(query, k, v, self.bias, **options)
 
 
@@ -148,11 +152,6 @@ def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, tor
     key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
     committed = key_pos < table.committed_len[:, None]
     return torch.where(committed, slots, first), key_pos, committed
-
-
-def rows_at(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool [slots, Hkv, D] at slots [B, L]: [B, L, Hkv, D]."""
-    return read_rows(pool, slots.reshape(-1)).view(*slots.shape, *pool.shape[1:])
 
 
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,8 +17,9 @@ from enum import Enum
 from typing import NamedTuple, Unpack
 
 import torch
+import torch.nn.functional as F
 
-from specdec.attention.dense import bias_of, dense_attention, prefix_keys, rows_at, visible
+from specdec.attention.dense import bias_of, dense_attention, prefix_keys, visible
 from specdec.attention.kernels.page_table import (
     PageTable,
     PageTables,
@@ -26,9 +27,9 @@ from specdec.attention.kernels.page_table import (
     reference_build_page_tables,
 )
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
-from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import Destination, ScoreOptions
-from specdec.kvcache.layout import PRIMARY, GroupId, GroupLoc
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -100,8 +101,8 @@ class DraftPlan(NamedTuple):
 
 
 class DraftBlock(ABC):
-    """One draft in progress. The prefix is read from the store; the draft's own keys are in scratch pools [B * M, Hkv,
-    D] of each layer."""
+    """One draft in progress. Each layer has scratch pools [B * W, Hkv, D]; the last M of a request's W rows are for the
+    K/V of the draft's nodes."""
 
     locate: Callable[[RequestTable, Rows, torch.Tensor, int], PageTables]
 
@@ -120,16 +121,20 @@ class DraftBlock(ABC):
         else:
             self.bits_of = bits.cumsum(0) if draft.topk == 1 or draft.order is NodeOrder.CAUSAL else bits
         self.bits = bits[None, : draft.topk].expand(batch, -1, -1)  # [B, K, words] of the newest level
-        by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
-        self.slots = by_level.flatten(1)  # [levels, B * K]
-        self.scratch: dict[int, LayerKV] = {}
-        for layer, layer_kv in store.layers.items():
-            k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (layer_kv.k, layer_kv.v))
-            self.scratch[layer] = LayerKV((k, v), PRIMARY)
+        self.scratch = {layer: LayerKV(self.new_pools(layer), PRIMARY) for layer in store.layers}
+        by_level = nodes.view(-1, 1, draft.topk)
+        self.slots: dict[int, torch.Tensor] = {}  # [levels, B * K] of a pool with B * W rows
+        for num_rows in {kept.k.shape[0] for kept in self.scratch.values()}:
+            ends = torch.arange(1, batch + 1, device=device)[:, None] * (num_rows // batch)
+            self.slots[num_rows] = (by_level + ends - num_nodes).flatten(1)
+
+    @abstractmethod
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        """Scratch pools of a layer's K and V."""
 
     @property
     def num_keys(self) -> int:
-        """Number of nodes with keys, those of the newest level included: M, below."""
+        """Number of nodes with keys, those of the newest level included."""
         return (self.level + 1) * self.draft.topk
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
@@ -143,7 +148,8 @@ class DraftBlock(ABC):
 
     def destination(self, layer: int) -> Destination:
         """Destination of the K/V of the newest level's nodes [B * K]."""
-        return Destination(self.scratch[layer].k, self.scratch[layer].v, GroupLoc(self.slots[self.level]))
+        k, v = self.scratch[layer].fields
+        return Destination(k, v, GroupLoc(self.slots[k.shape[0]][self.level]))
 
     @abstractmethod
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
@@ -153,60 +159,64 @@ class DraftBlock(ABC):
         """The committed keys that a layer may read."""
         return self.tables.table(self.store.layers[layer].group)
 
-    def own_rows(self, scratch: torch.Tensor) -> torch.Tensor:
-        """Rows of the draft so far, [B, M, Hkv, D], in a scratch pool."""
-        return scratch.unflatten(0, (len(self.key_pos), -1))[:, : self.num_keys]
+    def written(self, pool: torch.Tensor) -> torch.Tensor:
+        """View a scratch pool without the nodes of later levels, [B, Hkv, rows, D]."""
+        rows = pool.unflatten(0, (len(self.key_pos), -1))
+        return rows[:, : rows.shape[1] - self.draft.num_nodes + self.num_keys].transpose(1, 2)
 
 
 class TorchDraftBlock(DraftBlock):
-    """A draft in plain torch."""
+    """A draft in plain torch. A request's scratch rows begin with a copy of its committed keys that the layer sees.
+    To gather these keys at each level would take a CPU ten times as long as to attend."""
 
     locate = staticmethod(reference_build_page_tables)
 
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        slots, _, _ = prefix_keys(self.prefix_table(layer), self.draft.windows[layer])
+        rows = F.pad(slots, (0, self.draft.num_nodes), value=NULL_SLOT).flatten()
+        return tuple(pool.index_select(0, rows) for pool in self.store.layers[layer].fields)
+
     def enter_level(self, origin: torch.Tensor | None) -> None:
         super().enter_level(origin)
-        self._keys: dict[tuple[GroupId, Sight], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._bias: dict[tuple[GroupId, Sight], torch.Tensor] = {}
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept, scratch = self.store.layers[layer], self.scratch[layer]
-        slots, bias = self.visible_keys(layer)
-        k, v = (
-            torch.cat([rows_at(pool, slots), self.own_rows(all_rows(own))], dim=1).transpose(1, 2)
-            for pool, own in zip(kept.fields, scratch.fields, strict=True)
-        )
-        return dense_attention(query, k, v, bias, **options)
+        key = self.store.layers[layer].group, self.draft.sight(layer)
+        if key not in self._bias:
+            self._bias[key] = bias_of(self.seen(layer))
+        k, v = (self.written(all_rows(pool)) for pool in self.scratch[layer].fields)
+        return dense_attention(query, k, v, self._bias[key], **options)
 
-    def visible_keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [B, L] of committed keys, and the bias [B, 1, K, L + M] of these keys and of the draft so far. Layers
-        of one group and sight have the same."""
-        sight = window, first_key = self.draft.sight(layer)
-        key = self.store.layers[layer].group, sight
-        if key not in self._keys:
-            slots, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
-            nodes = torch.arange(self.num_keys, device=slots.device)
-            ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()  # [B, K, M]
-            known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)
-            key_pos = torch.cat([key_pos, self.key_pos[:, : self.num_keys]], dim=1)
-            seen = visible(self.draft.window_positions(self.level), key_pos, known, window, first_key)
-            self._keys[key] = slots, bias_of(seen)
-        return self._keys[key]
+    def seen(self, layer: int) -> torch.Tensor:
+        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the draft so far."""
+        window, first_key = self.draft.sight(layer)
+        _, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
+        nodes = torch.arange(self.num_keys, device=key_pos.device)
+        ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()
+        known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)
+        key_pos = torch.cat([key_pos, self.key_pos[:, : self.num_keys]], dim=1)
+        return visible(self.draft.window_positions(self.level), key_pos, known, window, first_key)
 
 
 class PagedDraftBlock(DraftBlock):
-    """A draft on the paged kernels, which read the prefix without a copy. Scratch keys are the "block" argument of
-    `paged_attention`."""
+    """A draft on the paged kernels, which read the prefix from the store without a copy. Scratch pools are the "block"
+    argument of `paged_attention`."""
 
     locate = staticmethod(build_page_tables)
+
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        num_rows = self.key_pos.numel()
+        return tuple(pool.new_empty((num_rows, *pool.shape[1:])) for pool in self.store.layers[layer].fields)
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         committed, scratch = self.store.layers[layer], self.scratch[layer]
         window, first_key = self.draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
-        block_k, block_v = (self.own_rows(own).transpose(1, 2) for own in (own_k, own_v))
         ancestors = self.bits[:, :, : -(-self.num_keys // WORD)]
+        key_pos = self.key_pos[:, : self.num_keys]
         return paged_attention(
             *(query, committed.k, committed.v, self.prefix_table(layer)),
-            BlockKeys(block_k, block_v, self.key_pos[:, : self.num_keys], ancestors, (scales_k, scales_v)),
+            BlockKeys(self.written(own_k), self.written(own_v), key_pos, ancestors, (scales_k, scales_v)),
             self.draft.window_positions(self.level),
             window=window,
             first_key=first_key,
