@@ -147,22 +147,13 @@ def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, tor
     the mask of columns that hold a key, each [B, L]. The other columns have the slot of a key of the same request."""
     slots, start = table.slots(), table.begin
     first = slots[:, :1]
-    if window is not None and table.start is None:
-        slots, start = newest(slots, table.committed_len, window)
+    if window is not None and table.start is None:  # no columns before the window
+        start = (table.committed_len - (window - 1)).clamp(min=0)
+        columns = start[:, None] + torch.arange(min(slots.shape[1], max(window - 1, 1)), device=slots.device)
+        slots = slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0)))
     key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
     committed = key_pos < table.committed_len[:, None]
     return torch.where(committed, slots, first), key_pos, committed
-
-
-def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots that a query right after the prefix sees through `window`, and the position [B] of the first slot.
-
-    slots [B, L] begin at position 0; the result is [B, W], O(window) wide.
-    """
-    first = (committed_len - (window - 1)).clamp(min=0)
-    width = min(slots.shape[1], max(window - 1, 1))
-    columns = first[:, None] + torch.arange(width, device=first.device)
-    return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first
 
 
 def runs_attention(

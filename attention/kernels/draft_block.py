@@ -161,7 +161,7 @@ class DraftBlock(ABC):
 
     def written(self, pool: torch.Tensor) -> torch.Tensor:
         """View a scratch pool without the nodes of later levels, [B, Hkv, rows, D]."""
-        rows = pool.unflatten(0, (len(self.key_pos), -1))
+        rows: torch.Tensor = pool.unflatten(0, (len(self.key_pos), -1))
         return rows[:, : rows.shape[1] - self.draft.num_nodes + self.num_keys].transpose(1, 2)
 
 
