@@ -230,6 +230,9 @@ def plan_verify(
 ) -> KVPlan:
     """Plan one tree per request. Node n writes to the slot of position S + n; its own position is S + depth[n].
 
+    In a windowed group the table of the prefix begins at page_floor(S - retain), so it names no evicted page; a node's
+    ancestors are found by its parents, not by positions (header of `kvcache/table.py`).
+
     Optional, computed if not given: prefix, the tables for N nodes after S [B] tokens; positions [B, N].
     """
     if prefix is None:
