@@ -10,8 +10,6 @@
 One program runs per request. Padding seats get a result, but their row does not change.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -21,28 +19,18 @@ from specdec.kvcache.layout import PrimaryLoc
 from specdec.kvcache.table import Move, RequestTable, Rows
 
 
-class VerifiedRound(NamedTuple):
-    """A round to close: B trees of N nodes, whose roots are at positions `start` [B] of their rows.
-
-    drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
-    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]: receives the result;
-    width W >= N, and depth D is at least the length of every path.
-    """
-
-    tree: DraftTree
-    drawn: torch.Tensor
-    max_path: torch.Tensor
-    rows: Rows
-    start: torch.Tensor
-    table: RequestTable
-    tokens: torch.Tensor
-    packed: torch.Tensor
-    width: int
-    depth: int
-
-
-def reference_closing(verified: VerifiedRound) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
-    tree, drawn, max_path, rows, start, table, tokens, packed, width, depth = verified
+def reference_closing(
+    tree: DraftTree,
+    drawn: torch.Tensor,
+    max_path: torch.Tensor,
+    rows: Rows,
+    start: torch.Tensor,
+    table: RequestTable,
+    tokens: torch.Tensor,
+    packed: torch.Tensor,
+    width: int,
+    depth: int,
+) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
     path, accepted_len, emitted = reference_accept(tree, drawn)
     length = torch.minimum(accepted_len, max_path)
     move = table.commit_on_device(rows, length, None if tree.is_chain else path)
@@ -127,9 +115,25 @@ def _closing_kernel(
         tl.store(p_destination + i_b * num_nodes + o_node, b_destination, mask=m_node)
 
 
-def closing(verified: VerifiedRound) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
-    """Accept and commit trees. Returns length [B], bonus token [B], and with larger pages the K/V to move."""
-    tree, drawn, max_path, rows, start, table, tokens, packed, width, depth = verified
+def closing(
+    tree: DraftTree,
+    drawn: torch.Tensor,
+    max_path: torch.Tensor,
+    rows: Rows,
+    start: torch.Tensor,
+    table: RequestTable,
+    tokens: torch.Tensor,
+    packed: torch.Tensor,
+    width: int,
+    depth: int,
+) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
+    """Accept and commit B trees of N nodes, whose roots are at positions `start` [B] of their rows.
+
+    drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
+    tokens: token ids by row and position; the emitted tokens are appended. packed [B, 1 + W + D]: receives the result;
+    W >= N, and D is at least the length of every path. Returns length [B], bonus token [B], and with larger pages the
+    K/V to move.
+    """
     batch, num_nodes = tree.tokens.shape
     slots, committed_len = table.slots.tensor, table.committed_len.tensor
     table.allocator.require_unfrozen("commit")
