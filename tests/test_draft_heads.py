@@ -192,11 +192,10 @@ def test_rows_see_each_other_both_ways_or_up_to_themselves(order: NodeOrder, mak
     assert draft.key_positions().tolist() == [[3, 4, 5], [2, 3, 4]]
     block = TorchDraftBlock(two.worker.store, draft)
     block.enter_level(None)
-    full_seen, windowed_seen = map(block.seen, (0, 1))
     T, F = True, False
     full = [[T, F, F], [T, T, F], [T, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T]] * 3
     windowed = [[T, F, F], [T, T, F], [F, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T], [T, T, T], [F, T, T]]
-    assert full_seen[0].tolist() == [[T, T, T, *row] for row in full]
-    assert full_seen[1].tolist() == [[T, T, F, *row] for row in full]
+    assert block.seen(0)[0].tolist() == [[T, T, T, *row] for row in full]
+    assert block.seen(0)[1].tolist() == [[T, T, F, *row] for row in full]
     # through a window of 2 the first row sees one committed key, and rows after it see none
-    assert windowed_seen[0].tolist() == [[F, F, first, *row] for first, row in zip((T, F, F), windowed, strict=True)]
+    assert block.seen(1)[0].tolist() == [[F, F, first, *row] for first, row in zip((T, F, F), windowed, strict=True)]
