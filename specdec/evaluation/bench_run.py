@@ -11,7 +11,7 @@ from typing import Any
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
-from specdec.evaluation.accuracy_report import final_number, is_correct
+from specdec.evaluation.accuracy_report import final_number, grade
 from specdec.evaluation.data_sets import batches_of
 from specdec.measurement.conditions import VERSIONS, hardware
 from specdec.measurement.timed_comparison import (
@@ -226,6 +226,7 @@ def _processor_share(records: Sequence[Record]) -> float:
 
 def _accuracy(records: Sequence[Record], prompts: Sequence[Problem]) -> float | None:
     """The share of right answers among prompts with a reference answer; None if there are none."""
-    answered = [(record["runs"][PLAIN]["text"], prompts[record["index"]].answer or "") for record in records]
-    graded = [is_correct(text, answer) for text, answer in answered if final_number(answer) is not None]
-    return sum(graded) / len(graded) if graded else None
+    answers = [problem.answer or "" for problem in prompts]
+    answered = [record for record in records if final_number(answers[record["index"]]) is not None]
+    right = grade(answered, PLAIN, answers)["strict"]
+    return sum(right) / len(right) if right else None
