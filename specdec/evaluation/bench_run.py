@@ -40,9 +40,12 @@ PLAIN = "specdec, no drafter"
 Report = dict[str, Any]
 """Plain values of `specdec bench` on prompts, in the order of its JSON; missing figures are None.
 
-tokens_per_second: by way of generating, in the order they ran. cut_off: number of outputs that `max_new_tokens` ended.
-stats: statistics of the engine with the drafter over all prompts. drafts_off: why its newest round had no draft.
-slower: why it was slower than plain decoding, if it was. data: source of the prompts. times: `time_figures` of each
+tokens_per_second: by way of generating, in the order they ran. stats: statistics of the engine with the drafter over
+all prompts; figures of drafts also have fields here. drafts_off: why its newest round had no draft. slower: why it was
+slower than plain decoding, if it was. cut_off: number of outputs that `max_new_tokens` ended. identical_to_plain:
+always True, since there is no report if an output differs (`require_parity`).
+
+data: source of the prompts. template, thinking: how prompts were rendered, in words. times: `time_figures` of each
 engine. speculative_decoding: `acceptance_figures`. categories: `run_figures` by name. processor_share: processor
 seconds of this process per second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
 """
@@ -108,7 +111,7 @@ def run_bench(
             "cut_off": whole["runs"][PLAIN]["cut_off"],
             "hardware": hardware(engine.target.device),
             "versions": VERSIONS,
-            "identical_to_plain": True,  # or `require_parity` would have raised
+            "identical_to_plain": True,
             "data": data,
             "template": "raw" if raw or not chat else "chat template",
             "thinking": "the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",

@@ -220,7 +220,8 @@ class Steps:
         return shape._replace(draft=chosen)
 
     def _largest_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
-        """The smallest draft that suffices for the requests that are `drafting` [B]."""
+        """The largest draft of use to the requests that are `drafting` [B]: the smallest that covers what each of them
+        can use. If rounds are captured, it is the engine's whole draft, or none if no request drafts."""
         if self.captured_rounds is not None:
             return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)
