@@ -36,7 +36,6 @@ from specdec.text.prompt_files import Problem
 PLAIN = "specdec, no drafter"
 """Name of the run whose outputs and speed the others are compared with."""
 
-
 Report = dict[str, Any]
 """Plain values of `specdec bench` on prompts, in the order of its JSON; missing figures are None.
 
