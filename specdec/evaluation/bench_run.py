@@ -36,7 +36,7 @@ from specdec.text.prompt_files import Problem
 PLAIN = "specdec, no drafter"
 """Name of the run whose outputs and speed the others are compared with."""
 
-Report = dict[str, Any]
+BenchReport = dict[str, Any]
 """Plain values of `specdec bench` on prompts, in the order of its JSON; missing figures are None.
 
 tokens_per_second: by way of generating, in the order they ran. stats: statistics of the engine with the drafter over
@@ -60,7 +60,7 @@ def run_bench(
     raw: bool = False,
     peer: bool = False,
     data: str = "",
-) -> Report:
+) -> BenchReport:
     """Run every way of generating on every prompt. Raises SpecDecError if an output differs from plain decoding.
 
     engine: without a prefix cache, so that every run computes every prompt. target, drafter, data: names of its models
@@ -82,7 +82,7 @@ def run_bench(
             generate(ids[:1])
     records: list[Record] = []
 
-    def report() -> Report:
+    def report() -> BenchReport:
         """The figures of `records`."""
         require_parity(records, engines[-1])
         requests = {name: stats_of(records, name) for name in engines}
@@ -145,7 +145,7 @@ def require_parity(records: Sequence[Record], name: str) -> None:
             )
 
 
-def markdown_table(report: Report) -> str:
+def markdown_table(report: BenchReport) -> str:
     """The report as a Markdown table with one line of context."""
     speeds, drafter = report["tokens_per_second"], report["drafter"]
     spec, stats = SpecConfig(**report["spec"]), RequestStats(**report["stats"])
@@ -207,7 +207,7 @@ def _acceptance_lines(found: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _drafts_in_words(report: Report, stats: RequestStats) -> str:
+def _drafts_in_words(report: BenchReport, stats: RequestStats) -> str:
     if report["drafter"] is None:
         return "no drafter"
     off, slower = report["drafts_off"], report["slower"]
