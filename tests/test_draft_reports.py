@@ -238,10 +238,10 @@ def test_a_bench_says_by_depth_how_many_rounds_drafted_and_why_it_was_slower():
     for accepted, depth in ((4, 4), (0, 1)):
         record_round(stats, accepted + 1, accepted, depth)
     report: dict[str, Any] = dict.fromkeys(("accuracy", "speculative_decoding", "processor_share"))
-    report |= dict.fromkeys(("data", "template", "thinking", "drafts_off"), "") | {"times": {}, "categories": {}}
-    report |= {"target": "t", "drafter": "d", "prompts": 1, "batch_size": 1, "temperature": 0.0}
-    report |= {"tokens_per_second": {PLAIN: 10.0, "d": 5.0}, "hardware": "a machine", "versions": "versions"}
-    report |= {"spec": dataclasses.asdict(ADAPTIVE), "stats": dataclasses.asdict(stats), "slower": "rounds are long"}
+    report |= dict.fromkeys(("target", "hardware", "data", "template", "thinking", "drafts_off"), "")
+    report |= {"drafter": "d", "prompts": 1, "batch_size": 1, "temperature": 0.0, "times": {}, "categories": {}}
+    report |= {"tokens_per_second": {PLAIN: 10.0, "d": 5.0}, "versions": "versions", "slower": "rounds are long"}
+    report |= {"spec": dataclasses.asdict(ADAPTIVE), "stats": dataclasses.asdict(stats)}
     text = markdown_table(report)
     assert "acceptance length 3.00 (by position 0.50 of 2, 1.00 of 1, 1.00 of 1, 1.00 of 1 rounds)" in text
     assert "0.50x" in text and "slower, since rounds are long" in text
