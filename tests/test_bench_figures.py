@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
+from specdec.evaluation import bench_run
 from specdec.evaluation.accuracy_report import accuracy_title, make_report, markdown
-from specdec.evaluation.bench_run import PLAIN as UNDRAFTED
-from specdec.evaluation.bench_run import require_parity
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
 from specdec.measurement import timed_comparison
 from specdec.measurement.timed_comparison import acceptance_figures, time_figures
@@ -175,12 +174,12 @@ def test_figures_of_fixed_requests():
 
 def test_a_bench_has_no_figures_when_an_output_differs():
     def record(index, ours, reference):
-        return {"index": index, "runs": {"x": {"token_ids": ours}, UNDRAFTED: {"token_ids": reference}}}
+        return {"index": index, "runs": {"x": {"token_ids": ours}, bench_run.PLAIN: {"token_ids": reference}}}
 
-    require_parity([record(0, [1, 2], [1, 2]), record(1, [3, 4], [3, 4])], "x")
+    bench_run.require_parity([record(0, [1, 2], [1, 2]), record(1, [3, 4], [3, 4])], "x")
     for output, at in (([3, 5], 1), ([3], 1), ([3, 4, 5], 2), ([5, 4], 0)):
         with pytest.raises(SpecDecError, match=f"prompt 1 differs from plain decoding at token {at} with x"):
-            require_parity([record(0, [1, 2], [1, 2]), record(1, output, [3, 4])], "x")
+            bench_run.require_parity([record(0, [1, 2], [1, 2]), record(1, output, [3, 4])], "x")
 
 
 # the report of an evaluation, from fixed records

@@ -26,7 +26,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.accuracy_report import SCORES, Report, is_correct, make_report
+from specdec.evaluation.accuracy_report import Report, grade, make_report
 from specdec.evaluation.data_sets import (
     DATA_SETS,
     EXEMPLARS,
@@ -123,11 +123,12 @@ def evaluate(
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
     settings = json.loads(json.dumps(settings))  # as read from JSON later: tuples become lists
 
+    answers = [problem.answer or "" for problem in problems] if data_set.graded else None
+
     def report(records: Collection[Record]) -> Report:
         place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
         ordered = sorted(records, key=lambda record: (record["index"], record["turn"]))
         finished = settings | {"problems": len({record["index"] for record in ordered})}
-        answers = [problem.answer or "" for problem in problems] if data_set.graded else None
         return make_report(finished, answers, ordered, place, [each.category for each in problems], data_set.note)
 
     with ExitStack() as stack:
@@ -152,8 +153,7 @@ def evaluate(
                     if (record["index"], record["turn"]) not in records:
                         append_record(file, record | {"batch": fingerprint(problems, batch)})
                         records[record["index"], record["turn"]] = record
-                scores = running_scores(records.values(), problems) if data_set.graded else None
-                update(len(records), scores)
+                update(len(records), None if answers is None else running_scores([*records.values()], answers))
         except KeyboardInterrupt as stop:
             done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
             where = f", kept in {folder}: the same command goes on" if folder else ""
@@ -245,11 +245,10 @@ def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps([(index, asdict(problems[index])) for index in chosen]).encode()).hexdigest()
 
 
-def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> str:
+def running_scores(records: Sequence[Record], answers: Sequence[str]) -> str:
     """The first run's scores so far, in per cent, for the progress bar."""
-    outputs = [(next(iter(record["runs"].values()))["text"], problems[record["index"]].answer) for record in records]
-    right = {score: sum(is_correct(text, answer or "", score) for text, answer in outputs) for score in SCORES}
-    return ", ".join(f"{score} {100 * count / len(outputs):.1f} %" for score, count in right.items())
+    scores = grade(records, next(iter(records[0]["runs"])), answers)
+    return ", ".join(f"{score} {100 * sum(right) / len(right):.1f} %" for score, right in scores.items())
 
 
 def _shots(task: str, shots: int | None, chat: bool) -> int:

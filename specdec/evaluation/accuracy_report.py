@@ -99,7 +99,7 @@ def make_report(
     second are those of one process.
     """
     names = list(records[0]["runs"])
-    graded = {} if answers is None else {name: _grade(records, name, answers) for name in names}
+    graded = {} if answers is None else {name: grade(records, name, answers) for name in names}
     comparison = _compare(records) if len(names) == 2 else None
     if comparison is not None and graded:
         comparison |= {score: _split(names, *(graded[name][score] for name in names)) for score in SCORES}
@@ -138,7 +138,7 @@ def speeds_may_be_shown(report: Report) -> bool:
     return report["comparison"] is None or "speed_up" in report["timing"]
 
 
-def _grade(records: Sequence[Record], name: str, answers: Sequence[str]) -> dict[str, list[bool]]:
+def grade(records: Sequence[Record], name: str, answers: Sequence[str]) -> dict[str, list[bool]]:
     """Right or wrong by score, a flag for each record."""
     texts = [(record["runs"][name]["text"], answers[record["index"]]) for record in records]
     return {score: [is_correct(text, answer, score) for text, answer in texts] for score in SCORES}

@@ -4,14 +4,14 @@ Compare the ratios: absolute figures depend on the machine and the moment.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
-from specdec.evaluation.accuracy_report import final_number, is_correct
+from specdec.evaluation.accuracy_report import final_number, grade
 from specdec.evaluation.data_sets import batches_of
 from specdec.measurement.conditions import VERSIONS, hardware
 from specdec.measurement.timed_comparison import (
@@ -36,46 +36,18 @@ from specdec.text.prompt_files import Problem
 PLAIN = "specdec, no drafter"
 """Name of the run whose outputs and speed the others are compared with."""
 
+BenchReport = dict[str, Any]
+"""Plain values of `specdec bench` on prompts, in the order of its JSON; missing figures are None.
 
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """Result of `specdec bench` on prompts; missing figures are None.
+tokens_per_second: by way of generating, in the order they ran. stats: statistics of the engine with the drafter over
+all prompts; figures of drafts also have fields here. drafts_off: why its newest round had no draft. slower: why it was
+slower than plain decoding, if it was. cut_off: number of outputs that `max_new_tokens` ended. identical_to_plain:
+always True, since there is no report if an output differs (`require_parity`).
 
-    tokens_per_second: by way of generating, in the order they ran. cut_off: number of outputs that `max_new_tokens`
-    ended. stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
-    drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
-    identical_to_plain: always True, since there is no report if an output differs (`require_parity`).
-
-    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: `run_figures` by name.
-    data: source of the prompts. template, thinking: how prompts were rendered, in words. processor_share: processor
-    seconds of this process per second of the measurement; None on a GPU. Below 1, times are longer than on an idle
-    machine.
-    """
-
-    target: str
-    drafter: str | None
-    prompts: int
-    spec: SpecConfig
-    temperature: float
-    batch_size: int
-    tokens_per_second: dict[str, float]
-    acceptance_length: float
-    accepted_per_position: list[float]
-    stats: RequestStats
-    drafts_off: str
-    slower: str
-    accuracy: float | None
-    cut_off: int
-    hardware: str
-    versions: str
-    identical_to_plain: bool = True
-    data: str = ""
-    template: str = ""
-    thinking: str = ""
-    times: dict[str, dict[str, Any]] = field(default_factory=dict)
-    speculative_decoding: dict[str, Any] | None = None
-    categories: dict[str, dict[str, Any]] = field(default_factory=dict)
-    processor_share: float | None = None
+data: source of the prompts. template, thinking: how prompts were rendered, in words. times: `time_figures` of each
+engine. speculative_decoding: `acceptance_figures`. categories: `run_figures` by name. processor_share: processor
+seconds of this process per second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
+"""
 
 
 def run_bench(
@@ -121,31 +93,32 @@ def run_bench(
         if drafter is not None:
             slower = why_slower(speeds[engines[-1]] / speeds[PLAIN], stats, off=engine.drafts_off)
             accepted = acceptance_figures(requests[engines[-1]], spec.depth)
-        return BenchReport(
-            target=target,
-            drafter=drafter,
-            prompts=len(records),
-            spec=spec,
-            temperature=params.temperature,
-            batch_size=config.max_batch_size,
-            tokens_per_second=speeds,
-            acceptance_length=stats.acceptance_length,
-            accepted_per_position=stats.accepted_per_position,
-            stats=stats,
-            drafts_off=engine.drafts_off,
-            slower=slower,
-            accuracy=_accuracy(records, prompts),
-            cut_off=whole["runs"][PLAIN]["cut_off"],
-            hardware=hardware(engine.target.device),
-            versions=VERSIONS,
-            data=data,
-            template="raw" if raw or not chat else "chat template",
-            thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
-            times={name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
-            speculative_decoding=accepted,
-            categories=grouped_figures(records, False, [prompts[one["index"]].category for one in records]),
-            processor_share=_processor_share(records) if engine.target.device.type == "cpu" else None,
-        )
+        return {
+            "target": target,
+            "drafter": drafter,
+            "prompts": len(records),
+            "spec": asdict(spec),
+            "temperature": params.temperature,
+            "batch_size": config.max_batch_size,
+            "tokens_per_second": speeds,
+            "acceptance_length": stats.acceptance_length,
+            "accepted_per_position": stats.accepted_per_position,
+            "stats": asdict(stats),
+            "drafts_off": engine.drafts_off,
+            "slower": slower,
+            "accuracy": _accuracy(records, prompts),
+            "cut_off": whole["runs"][PLAIN]["cut_off"],
+            "hardware": hardware(engine.target.device),
+            "versions": VERSIONS,
+            "identical_to_plain": True,
+            "data": data,
+            "template": "raw" if raw or not chat else "chat template",
+            "thinking": "the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
+            "times": {name: time_figures(own, whole["timing"][name]["seconds"]) for name, own in requests.items()},
+            "speculative_decoding": accepted,
+            "categories": grouped_figures(records, False, [prompts[one["index"]].category for one in records]),
+            "processor_share": _processor_share(records) if engine.target.device.type == "cpu" else None,
+        }
 
     chat = getattr(engine.tokenizer, "chat_template", None)
     batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)
@@ -174,32 +147,34 @@ def require_parity(records: Sequence[Record], name: str) -> None:
 
 def markdown_table(report: BenchReport) -> str:
     """The report as a Markdown table with one line of context."""
-    speeds = report.tokens_per_second
-    base = next(iter(speeds.values()))
+    speeds, drafter = report["tokens_per_second"], report["drafter"]
+    spec, stats = SpecConfig(**report["spec"]), RequestStats(**report["stats"])
     rows = [
         {
             "run": name,
             "tokens/s": f"{x:.1f}",
-            **_time_cells(report.times.get(name)),
-            "vs no drafter": f"{x / base:.2f}x",
+            **_time_cells(report["times"].get(name)),
+            "vs no drafter": f"{x / speeds[PLAIN]:.2f}x",
         }
         for name, x in speeds.items()
     ]
-    if report.drafter is not None and not report.stats.drafted_rounds:
+    if drafter is not None and not stats.drafted_rounds:
         rows[1]["vs no drafter"] = "no drafts"  # the ratio of two plain runs is noise
-    busy = busy_in_words(report.processor_share)
-    accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
-    if accuracy and report.cut_off:  # a cut-off answer is mostly wrong
-        accuracy += f", cut off: {report.cut_off} of {report.prompts}"
+    busy = busy_in_words(report["processor_share"])
+    accuracy = "" if report["accuracy"] is None else f"; accuracy {100 * report['accuracy']:.1f} %"
+    if accuracy and report["cut_off"]:  # a cut-off answer is mostly wrong
+        accuracy += f", cut off: {report['cut_off']} of {report['prompts']}"
     lines = [
         *table_lines(rows),
         "",
-        f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, temperature {report.temperature:g}, "
-        f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
-        f"{_drafts_in_words(report)}{accuracy}; "
-        f"identical to plain decoding: yes. {report.hardware}, {report.versions}{busy and '; '}{busy}.",
-        *_acceptance_lines(report),
-        *group_lines(report.categories, PLAIN if report.drafter is None else f"specdec, {report.drafter}"),
+        f"{report['target']}, {report['prompts']} prompts, batch {report['batch_size']}, temperature "
+        f"{report['temperature']:g}, {spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes: "
+        f"{_drafts_in_words(report, stats)}{accuracy}; "
+        f"identical to plain decoding: yes. {report['hardware']}, {report['versions']}{busy and '; '}{busy}.",
+        "",
+        f"data: {report['data']}; template: {report['template']}; thinking: {report['thinking']}",
+        *_acceptance_lines(report["speculative_decoding"]),
+        *group_lines(report["categories"], PLAIN if drafter is None else f"specdec, {drafter}"),
     ]
     return "\n".join(lines)
 
@@ -217,15 +192,12 @@ def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
     return cells
 
 
-def _acceptance_lines(report: BenchReport) -> list[str]:
-    """Figures of drafts that other tools print, if there were drafts, and the conditions they depend on."""
-    lines = ["", f"data: {report.data}; template: {report.template}; thinking: {report.thinking}"]
-    found = report.speculative_decoding
+def _acceptance_lines(found: dict[str, Any] | None) -> list[str]:
+    """Figures of `acceptance_figures`, if there were drafts."""
     if found is None or not found["num_spec_steps"]:
-        return lines
+        return []
     shares = {name: ", ".join(f"{x:.2f}" for x in found[f"{name}per_position"]) for name in ("", "conditional_")}
     return [
-        *lines,
         "",
         f"mean acceptance length {found['mean_acceptance_length']:.3f} by token, "
         f"{found['acceptance_length_per_request']:.3f} by request; draft acceptance rate "
@@ -235,17 +207,17 @@ def _acceptance_lines(report: BenchReport) -> list[str]:
     ]
 
 
-def _drafts_in_words(report: BenchReport) -> str:
-    stats = report.stats
-    if report.drafter is None:
+def _drafts_in_words(report: BenchReport, stats: RequestStats) -> str:
+    if report["drafter"] is None:
         return "no drafter"
+    off, slower = report["drafts_off"], report["slower"]
     if stats.drafted_rounds:
         by_depth = depths_in_words(stats.accepted_per_position, stats.drafted_counts)
-        found = f"{acceptance_in_words(stats, report.drafts_off)} (by position {by_depth})"
-        return f"{found}; slower, since {report.slower}" if report.slower else found
-    if not report.spec.adaptive or not stats.rounds:
+        found = f"{acceptance_in_words(stats, off)} (by position {by_depth})"
+        return f"{found}; slower, since {slower}" if slower else found
+    if not report["spec"]["adaptive"] or not stats.rounds:
         return "no drafts were made: no answer was long enough for one"
-    why = f" ({report.drafts_off})" if report.drafts_off else ""
+    why = f" ({off})" if off else ""
     return f"no drafts were made: none pays here; `--fixed-drafts` measures the drafter{why}"
 
 
@@ -256,6 +228,7 @@ def _processor_share(records: Sequence[Record]) -> float:
 
 def _accuracy(records: Sequence[Record], prompts: Sequence[Problem]) -> float | None:
     """The share of right answers among prompts with a reference answer; None if there are none."""
-    answered = [(record["runs"][PLAIN]["text"], prompts[record["index"]].answer or "") for record in records]
-    graded = [is_correct(text, answer) for text, answer in answered if final_number(answer) is not None]
-    return sum(graded) / len(graded) if graded else None
+    answers = [problem.answer or "" for problem in prompts]
+    answered = [record for record in records if final_number(answers[record["index"]]) is not None]
+    right = grade(answered, PLAIN, answers)["strict"]
+    return sum(right) / len(right) if right else None

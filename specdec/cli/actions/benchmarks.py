@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -176,7 +176,7 @@ def bench_pair(options: BenchOptions) -> None:
     engine = load_engine(options, replace(engine_config(options, options.batch_size), prefix_cache=False))
     with engine, shown_when_interrupted(lambda report: print(markdown_table(report))):
         report = run_bench(engine, *names, prompts, params, raw=options.raw, peer=options.peer, data=source)
-    if write_report(asdict(report), options.json_file, indent=None):
+    if write_report(report, options.json_file, indent=None):
         print(markdown_table(report))
 
 
