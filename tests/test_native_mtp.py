@@ -515,7 +515,9 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
         kinds.append({type(part).__name__ for module in engine.drafter.modules for part in module.modules()})
     assert drafts[0] == drafts[1]
     assert len(measured[1]) == (12 if name == "exaone4" else 6)  # also with blocks like other layers
-    torch.testing.assert_close(*measured)
+    # with one scale a row, a product scales its float32 sum, which rounds in another place
+    rounding = {"rtol": 1e-5, "atol": 5e-5} if form == "fp8-channel" else {}
+    torch.testing.assert_close(*measured, **rounding)
     assert ["PackedLinear" in each for each in kinds] == [stored == "packed", False]
 
 
