@@ -36,7 +36,7 @@ class NodeOrder(Enum):
     MUTUAL = "mutual"  # a node sees all nodes
 
 
-Sight = tuple[int | None, int]
+KeyLimits = tuple[int | None, int]
 """A layer's window and first key."""
 
 
@@ -57,7 +57,7 @@ class DraftPlan(NamedTuple):
     anchored: bool = False
     first_keys: Sequence[int] | None = None
 
-    def sight(self, layer: int) -> Sight:
+    def key_limits(self, layer: int) -> KeyLimits:
         return self.windows[layer], 0 if self.first_keys is None else self.first_keys[layer]
 
     @property
@@ -124,25 +124,25 @@ class CopiedDraftBlock:
         unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
         translate = draft.table.allocator.translate
         self._tables: dict[int, PageTable] = {}
-        self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
+        self.prefix: dict[KeyLimits, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
         self.copies: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
-        self._cells: dict[Sight, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
+        self._cells: dict[KeyLimits, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
         for layer, layer_kv in store.layers.items():
-            sight = window, _ = draft.sight(layer)
+            limits = window, _ = draft.key_limits(layer)
             slots, start = all_slots, torch.zeros_like(length)
             if window is not None:
                 slots, start = newest(all_slots, length, window)
             key_pos = start[:, None] + torch.arange(slots.shape[1], device=device)
             committed = key_pos < length[:, None]
-            self.prefix[sight] = (key_pos, committed)
+            self.prefix[limits] = (key_pos, committed)
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
             own = translate(layer_kv.group, PrimaryLoc(own))
             self._tables[layer] = PageTable(own[:, :-num_nodes], start, length, 1)
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
-            self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
+            self._cells[limits] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
             self.copies[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in layer_kv.fields), PRIMARY)
-        self._bias: dict[Sight, torch.Tensor] = {}
+        self._bias: dict[KeyLimits, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
@@ -154,14 +154,14 @@ class CopiedDraftBlock:
             self.ancestors = self.ancestors | (own == columns)
         else:
             self.ancestors = self.ancestors | (columns <= (own if self.draft.order is NodeOrder.CAUSAL else own.amax()))
-        self._bias = {sight: bias_of(self._seen(*sight)) for sight in self.prefix}
+        self._bias = {limits: bias_of(self._seen(*limits)) for limits in self.prefix}
 
     def destination(self, layer: int) -> Destination:
-        cells = self._cells[self.draft.sight(layer)][:, self._newest()]
+        cells = self._cells[self.draft.key_limits(layer)][:, self._newest()]
         return Destination(self.copies[layer].k, self.copies[layer].v, GroupLoc(cells.flatten()))
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        bias = self._bias[self.draft.sight(layer)]
+        bias = self._bias[self.draft.key_limits(layer)]
         layer_kv = self.copies[layer]
         both = all_rows(layer_kv.k), all_rows(layer_kv.v)
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
@@ -226,7 +226,7 @@ class PagedDraftBlock:
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         committed, scratch, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
-        window, first_key = draft.sight(layer)
+        window, first_key = draft.key_limits(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
         ancestors = self.bits[:, :, : -(-filled // WORD)]

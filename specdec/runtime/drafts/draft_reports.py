@@ -43,7 +43,7 @@ class DraftStats(NamedTuple):
         rows, tokens, milliseconds = self.last
         table = zip(self.shapes, tokens, milliseconds, strict=False)
         named = [
-            f"{each} {brought:.2f} tokens in {took:.2f} ms, {brought / took:.2f} a ms" for each, brought, took in table
+            f"{each} {gained:.2f} tokens in {took:.2f} ms, {gained / took:.2f} a ms" for each, gained, took in table
         ]
         return f"{rows} running: {'; '.join(named) or self.off}" if rows else "no round has had a choice yet"
 
@@ -93,8 +93,8 @@ def why_slower(speed_up: float, stats: RequestStats, *, off: str = "") -> str:
     """
     if speed_up >= 1 or not stats.rounds:
         return ""
-    brought = stats.round_tokens / stats.rounds
-    reason = f"a round brought {brought:.2f} tokens and took {brought / speed_up:.2f} times as long as a plain one"
+    mean_tokens = stats.round_tokens / stats.rounds
+    reason = f"a round brought {mean_tokens:.2f} tokens and took {mean_tokens / speed_up:.2f} times as long as a plain one"
     return reason + (f"; drafts are off: {off}" if off else "")
 
 
