@@ -131,10 +131,10 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
         return PausedOutline(outline, ids, positions, context)
 
     def run(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        whole = start(tokens, positions, context, None)
-        for layer in range(whole.num_layers):
-            whole.advance(layer + 1)
-        return cast(torch.Tensor, whole.finish())
+        paused = start(tokens, positions, context, None)
+        for layer in range(paused.num_layers):
+            paused.advance(layer + 1)
+        return cast(torch.Tensor, paused.finish())
 
     try:
         with torch.inference_mode(), torch.autocast(proof.texts.device.type, enabled=False):

@@ -82,7 +82,8 @@ class AsyncEngine:
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # separate pools, so that slow grammars delay no prompt
-        self._prompts, self._grammars = FairPool(INTAKE_THREADS, "specdec-prompts"), FairPool(INTAKE_THREADS, "specdec-grammars")
+        self._prompts = FairPool(INTAKE_THREADS, "specdec-prompts")
+        self._grammars = FairPool(INTAKE_THREADS, "specdec-grammars")
         self._finalizer = weakref.finalize(self, _stop, self._thread, (self._prompts, self._grammars), self._pid)
 
     @classmethod

@@ -56,14 +56,23 @@ TILE_TIMINGS: dict[Tiles, dict[str, TileTiming]] = {
     Tiles(64, 128, 64, 4, 3, 64): {"8 bits": TileTiming(3, 1.14, 0.49)},
     Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": TileTiming(3, 1.40, 0.59)},
     Tiles(64, 256, 64, 4, 3, 64): {"8 bits": TileTiming(2, 1.30, 0.84)},
-    Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": TileTiming(3, 1.10, 0.45), "8 bits": TileTiming(2, 0.98, 0.55)},
+    Tiles(128, 64, 128, 4, 3, 128, registers=168): {
+        "4 bits": TileTiming(3, 1.10, 0.45),
+        "8 bits": TileTiming(2, 0.98, 0.55),
+    },
     Tiles(128, 64, 128, 4, 4, 128): {"4 bits": TileTiming(2, 0.78, 0.50)},
-    Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {"4 bits": TileTiming(2, 1.19, 0.70), "8 bits": TileTiming(2, 1.29, 0.76)},
+    Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {
+        "4 bits": TileTiming(2, 1.19, 0.70),
+        "8 bits": TileTiming(2, 1.29, 0.76),
+    },
     Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": TileTiming(2, 1.43, 1.02)},
     Tiles(128, 128, 64, 4, 5, 128): {"4 bits": TileTiming(2, 1.41, 0.83), "8 bits": TileTiming(2, 1.45, 0.95)},
     Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": TileTiming(2, 1.74, 1.16)},
     Tiles(128, 128, 128, 4, 3, 128): {"4 bits": TileTiming(1, 0.92, 0.92)},
-    Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {"4 bits": TileTiming(1, 1.25, 1.19), "8 bits": TileTiming(1, 1.26, 1.26)},
+    Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {
+        "4 bits": TileTiming(1, 1.25, 1.19),
+        "8 bits": TileTiming(1, 1.26, 1.26),
+    },
 }
 """Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. In two runs the
 model's choice takes on average 0.3 %, and at most 4 %, longer than the fastest timed launch."""
@@ -278,7 +287,8 @@ def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multi
     else:
         short = num_short / multiprocessors
         tall = programs / multiprocessors - short
-        for_128 = TWO_TILES_FACTOR * timing.microseconds_with_others(tall, TILE_TIMINGS[launch.short_tiles][shape.kind], short)
+        short_timing = TILE_TIMINGS[launch.short_tiles][shape.kind]
+        for_128 = TWO_TILES_FACTOR * timing.microseconds_with_others(tall, short_timing, short)
     begun = triton.cdiv(each, timing.programs) * WAVE_US + each * PROGRAM_US
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + parts * (PART_US + num_rows * shape.n * 8 / L2_BANDWIDTH)

@@ -277,10 +277,12 @@ class DraftPolicy:
         self._stats = self._stats._replace(last=(len(rows), *expected), best=best)
         return self.shapes[chosen]
 
-    def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], mean_tokens: float) -> None:
+    def learn(
+        self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], mean_tokens: float
+    ) -> None:
         """Learn from a settled round. seconds: includes reading the lag before it. drafted: see
-        `DraftAcceptance.learn`. mean_tokens: mean tokens gained per request; 0: a request had fixed the draft, so nothing
-        is charged."""
+        `DraftAcceptance.learn`. mean_tokens: tokens gained per request; 0: a request had fixed the draft, so nothing is
+        charged."""
         index, times = self._index_of(shape), self.times_of(batch)
         if shape == self.shapes[index]:
             times.learn(index, seconds)
