@@ -47,10 +47,10 @@ USED_LATER = (  # what commands, and transformers, import only when they run
 @cache
 def _fork_server() -> Any:
     """The context of the fork server, which is started here."""
-    from specdec.cli import bodies
+    from specdec.cli import actions
 
     context = multiprocessing.get_context("forkserver")
-    names = [f"{bodies.__name__}.{each.name}" for each in iter_modules(bodies.__path__)]
+    names = [f"{actions.__name__}.{each.name}" for each in iter_modules(actions.__path__)]
     context.set_forkserver_preload(["forked_command", *names, *USED_LATER])
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
