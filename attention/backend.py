@@ -54,8 +54,8 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """Every operation as torch operators. deterministic: each row attends alone, for which the host reads lengths.
-    captured: the host reads nothing else."""
+    """Every operation as torch operators. deterministic: rows attend one by one, so the host reads their lengths.
+    captured: no other value of a tensor may be read on the host."""
 
     name = "torch"
     deterministic: bool = False

@@ -17,7 +17,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.actions.answer import DRAFTED_STYLE, in_colour, pieces_of
 from specdec.evaluation.accuracy_report import is_correct
 from specdec.models.published import HELD_OUT_PROBLEMS
-from specdec.runtime.drafts.draft_reports import why_slower
+from specdec.runtime.drafts.draft_reports import busy_in_words, why_slower
 from specdec.text.prompt_files import read_prompts
 
 
@@ -74,8 +74,9 @@ def main() -> None:
         f"identical to plain decoding: {'yes' if identical else 'NO'}, "
         f"speed-up {speed_up:.2f}x"
     )
-    if slower := why_slower(speed_up, stats, processor_share=processor / all_seconds):
-        console.print(f"slower, since {slower}")
+    if slower := why_slower(speed_up, stats):
+        reasons = filter(None, (slower, busy_in_words(processor / all_seconds)))
+        console.print(f"slower, since {'; '.join(reasons)}")
     if not identical:
         raise SystemExit(1)
 

@@ -1,11 +1,11 @@
 """K/V in 8 bits: e4m3 numbers with one float32 scale per slot and head.
 
-    write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
+    write    scale = max |row| / 448, or 1 if the row is zero;   bits = e4m3(row / scale)
     read     e4m3 -> float32, times scale, rounded to the model's dtype
 
-A row's scale is computed from that row alone, so its bits depend on no other token, chunk or request. A move copies the
-bits and does not round again. Invariant: target, frozen drafter and draft in progress all attend to the numbers that
-`read` returns; kernels do not round them.
+A row is the D numbers of one head of one token. Its scale is computed from that row alone, so its bits depend on no
+other token, chunk or request. A move copies the bits and does not round again. Invariant: target, frozen drafter and
+draft in progress all attend to the numbers that `read` returns; kernels do not round them.
 
 Kernels decode the bits exactly (`from_e4m3`) and multiply the score of a key, and the weight of a value, by the scale
 in float32: one multiplication per key, not per number. A reader loads two neighbours of a row as one int16, and

@@ -53,7 +53,8 @@ class KVView:
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
-        """Identity of this view's tensors and layers. A captured graph is keyed by it, and refuses any other view."""
+        """Identity of this view's tensors and layers. A capture stores the key of its view; a replay under a view with
+        another key raises FrozenKVError."""
         return (id(self._store), self.layer_map, self.writable)
 
     def layer(self, index: int) -> LayerKV:

@@ -10,7 +10,8 @@ The tree claims each of its pages in the primary pool, and the page's peers in w
 peers are released first. A match must end where a row can continue: in every windowed group, the last `retain` tokens
 of the match (or all, if it has fewer) are mapped. When a pool runs short, the tree releases pages that no row holds,
 the least recently used leaf first. It knows no request. Invariant: rows and tree have separate claims, so a release
-takes nothing from a row.
+takes nothing from a row. `Scheduler.commit_chunks` inserts a chunk before it evicts the row's window, so the tree has
+claims on the chunk's peers before the row gives up its own.
 """
 
 from collections.abc import Iterator, Sequence

@@ -12,9 +12,16 @@ commit permutes the row's slot numbers and no K/V moves; with larger pages it mo
 costs nothing: its slots are written again. Each windowed group has its own evicted_len and retain; the primary group
 evicts nothing.
 
-A tree over a window: its nodes lie side by side at S, S + 1, ..., though a node's position is S + its depth. Each group
-reads the committed keys from page_floor(S - retain) on (`kernels/page_table.py`), and each node finds its own keys by
-its parents (`kernels/own_keys.py`); no peer that a node of the round could see is evicted before the round is settled.
+A tree over a window. Node n has the slot of cell S + n of its row, in every group, though its position is S + its
+depth. In a group with a window, a verify reads
+
+    committed keys   by page, through a table that begins at page_floor(S - retain) (`attention/kernels/page_table.py`)
+    own keys         by slot, one list per path: the committed keys from the last multiple of 64 on, and the node's
+                     ancestors, found by walking its parents (`attention/kernels/own_keys.py`)
+    of both          those that the window reaches: key position > query position - window
+
+`evict_unseen` frees only peers before S - max_lag - retain, with S as the host has committed it. A round in flight
+begins at that S or a later one, so its tables name no evicted page.
 
 The device commits within a round (a kernel in `closing`, or `commit_on_device` in plain torch). The host applies the
 same permutation when it settles the round (`commit_on_host`).
@@ -66,10 +73,12 @@ def window_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
 
 class RequestTable:
     """Rows of primary slots. A row has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
-    padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
+    padding: it is never opened, and all its slots are null slots. `rows` arguments on the host are row numbers [B],
+    int64; `commit_on_device` takes `Rows`.
 
-    reread: number of last tokens of adopted pages that are computed again, since the drafter needs their states.
-    shared_len: position of each row's first own K/V, on host and device. K/V computed again before it are not stored.
+    reread: the last `reread` tokens of adopted pages run again, because the drafter needs their states. Their K/V are
+    not stored a second time.
+    shared_len: position of each row's first own K/V, on host and device: the end of its adopted pages.
     extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
     max_lag: [groups] upper bound on the committed tokens that a drafter has not read yet; None: 0 in each group.
     retain: [groups] committed keys that a forward may read before its first token (in the primary group: all), on host

@@ -125,8 +125,8 @@ class EngineConfig:
         `max_model_len`, within `memory_share`.
     attention: "torch" runs anywhere. "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
         CPU, TRITON_INTERPRET=1). "auto": "triton" on a GPU that can run them, else "torch".
-    cuda_graphs: capture rounds and short prompts once per shape and replay them. True: an error if that is impossible.
-        "auto": on a GPU, if the model allows it.
+    cuda_graphs: capture rounds and prompts of up to 2,048 tokens (longer if memory allows) once per shape and replay
+        them. True: an error if that is impossible. "auto": on a GPU, if the model allows it.
     deterministic: a token's logits depend only on its request, to the bit: not on the batch, prompt chunks, preemption,
         drafts or captures. A model that cannot guarantee this is refused.
     dtype: a torch.dtype or its name ("bfloat16", "bf16"). None: float32 on a CPU, else the checkpoint's.

@@ -5,7 +5,7 @@ For request b, node i of the level at position q_i, keys of the prefix at positi
 
     visible(i, p) = start[b] <= p < S_b     and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
-    and in both     p, r_j >= min(f, q_i)                       f = first_key: no key before it exists, but q_i's own
+    and in both     p, r_j >= min(f, q_i)                       f = first_key: it hides earlier keys, except q_i's own
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 

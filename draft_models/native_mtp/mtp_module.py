@@ -51,7 +51,7 @@ class MtpModule(nn.Module):
         return MtpModule(parts | {"layer": layer_like(decoder, like, parts["layer"])}, decoder, like, self.number)
 
     def parts(self) -> dict[str, nn.Module]:
-        """The module's own parts by name; `block` is the layer with the weights."""
+        """The module's own parts by name. "layer" has the weights; `self.block` is the decoder that runs it."""
         names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
         found = {name: getattr(self, name) for name in names}
         return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # or fused

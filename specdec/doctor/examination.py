@@ -65,8 +65,9 @@ def diagnose(
     a change that raises acceptance clearly is named. `healthy`: no change does, and the acceptance length is not 1.
     prompts: at least 4 texts, or lists of token ids, similar to the pair's intended use; None: word problems. chat:
     texts are turns of a chat; False: raw text. max_new_tokens: of each answer; None: 48, for MTP modules 96. It takes
-    half a minute, and memory for a second K/V cache, so do not run it while requests run. Raises ConfigError for an
-    engine without a drafter, fewer prompts, texts without a tokenizer, or answers not longer than the drafts.
+    time (`Diagnosis.seconds`), and memory for a second K/V cache, so do not run it while requests run. Raises
+    ConfigError for an engine without a drafter, fewer prompts, texts without a tokenizer, or answers not longer than
+    the drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:
@@ -114,7 +115,7 @@ def diagnose(
 
 
 class Examination:
-    """One pair under examination: the texts of its answers, and how far the drafter in `pair` is accepted on them."""
+    """One pair under examination: the texts of its answers, and the acceptance of `pair.drafter` on these texts."""
 
     def __init__(self, pair: ExaminedPair, max_new_tokens: int) -> None:
         self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)

@@ -44,6 +44,7 @@ class BenchReport:
     tokens_per_second: by way of generating, in the order they ran. cut_off: number of outputs that `max_new_tokens`
     ended. stats: statistics of the engine with the drafter over all prompts; figures of drafts also have fields here.
     drafts_off: why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
+    identical_to_plain: always True, since there is no report if an output differs (`require_parity`).
 
     times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. categories: `run_figures` by name.
     data: source of the prompts. template, thinking: how prompts were rendered, in words. processor_share: processor

@@ -1,7 +1,7 @@
 """An engine's captures of rounds and prompts, kept within a budget of bytes by LRU eviction.
 
-    a shape   met  ->  ran once  ->  captured  ->  evicted
-                                 ->  refused: out of memory, over the budget, or an error
+    a shape   met  ->  ran once, or 4 times if rare  ->  captured  ->  evicted
+                                                     ->  refused: out of memory, over the budget, or an error
 
 An evicted or refused shape is captured again after it has run uncaptured some times, twice as many each time: so a
 budget that is too small does not make every round capture.

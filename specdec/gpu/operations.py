@@ -10,7 +10,8 @@
     FAST        the kernels, whose sums have any order           faster prefill and large batches, without that
                 (`has_orders`), and the vendor's products        property
 
-A launcher has the signature of its reference. References may wait for the device; kernels never do.
+A launcher takes the arguments of its reference. Its others (in_order, tiles, ...) are keywords with defaults; they
+choose how it computes, not what. References may wait for the device; kernels never do.
 """
 
 from collections import ChainMap

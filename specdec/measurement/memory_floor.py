@@ -82,9 +82,11 @@ def weight_bytes(
 
 
 def draft_bytes(drafter: Drafter | None, target: TargetModel, batch: int, steps: int, context: int) -> int:
-    """Bytes that MTP modules stream for `steps` drafts per request; 0 for other drafters. A module runs once over the
-    newly committed tokens, and the last of these rows drafts; it runs again for each further draft that it or a later
-    module makes."""
+    """Bytes that MTP modules stream for `steps` drafts per request; 0 for other drafters.
+
+    Module i, from 0 on, runs 1 + min(i, steps - 1) times a round: once over the newly committed tokens, then once
+    over each draft before its own. In form R the module runs once for each draft.
+    """
     if not isinstance(drafter, NativeMtpDrafter):
         return 0
     total, count = 0, len(drafter.modules)

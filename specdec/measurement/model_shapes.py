@@ -185,7 +185,6 @@ def block_spec_of(target: Any, kind: str, *, layers: int, block_size: int, **fie
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash": {},
-    "jetspec": {"causal": True},
     "dspark": {"shifted": True, "owns_embed": True, "successor": "vanilla", "successor_rank": 256},
 }
 """How block drafters differ, by kind."""

@@ -30,8 +30,8 @@ Runs = dict[str, dict[str, Any]]
 share of the batch's seconds and processor_seconds, those of all threads of this process."""
 
 Record = dict[str, Any]
-"""One turn of one problem: index, turn, batch (hash of its problems), parting (position and logit_margin, or None), and
-its runs (`Runs`)."""
+"""One turn of one problem: its index and runs (`Runs`). Records of `specdec eval` also have turn, batch (hash of its
+problems) and parting (position and logit_margin of the first difference, or None)."""
 
 
 RUN_FIGURES = (

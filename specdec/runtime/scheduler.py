@@ -165,7 +165,7 @@ class Scheduler:
         self.table.evict_unseen(self.table.active_rows)
         due = self._pages_to_come(self.running)
         available = np.array([pool.available_pages for pool in self.table.allocator.pools])
-        numbers: list[int] = []  # of the admitted requests, sorted
+        admitted_ids: list[int] = []  # sorted, so in order of arrival
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
@@ -179,16 +179,16 @@ class Scheduler:
             if self.running and (due > available).any():
                 break  # before adopting pages: they would be released again in every step
             request.row = self.table.open_row()
-            request.times_overtaken += _num_later(numbers, request)
+            request.times_overtaken += _num_later(admitted_ids, request)
             self.prefixes.adopt_prefix(request, rank(request))
             request.assign_row(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
-            insort(numbers, request.id)
+            insort(admitted_ids, request.id)
         if admitted:
             self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
             for request in self.waiting:
-                request.times_overtaken += _num_later(numbers, request)
+                request.times_overtaken += _num_later(admitted_ids, request)
             self.waiting.sort(key=rank)  # passed requests may have gained a level
         return admitted
 
@@ -332,9 +332,9 @@ class Scheduler:
         insort(self.waiting, victim, key=rank)
 
 
-def _num_later(numbers: Sequence[int], request: Request) -> int:
-    """How many of these sorted numbers belong to requests that arrived after this one."""
-    return len(numbers) - bisect(numbers, request.id)
+def _num_later(ids: Sequence[int], request: Request) -> int:
+    """How many of the requests with these sorted ids arrived after this one."""
+    return len(ids) - bisect(ids, request.id)
 
 
 def rank(request: Request) -> tuple[int, int]:

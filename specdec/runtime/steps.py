@@ -220,8 +220,8 @@ class Steps:
         return shape._replace(draft=chosen)
 
     def _full_or_covering_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
-        """The draft for the requests that are `drafting` [B], if there are any: the engine's full draft if rounds are
-        captured, otherwise the smallest that covers each of theirs."""
+        """The draft for the requests that are `drafting` [B]: the smallest that covers what each of them can use.
+        If rounds are captured, it is the engine's full draft, or none if no request drafts."""
         if self.captured_rounds is not None:
             return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)

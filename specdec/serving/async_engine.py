@@ -139,7 +139,7 @@ class AsyncEngine:
         self._admission.take_places(count, client)
 
         def submit_on_worker() -> None:
-            # on another thread: prompts are long, and the engine's lock may be held for a round
+            # on another thread: tokenizing a long prompt here would block the event loop
             for prompt in many:
                 if isinstance(prompt, str):
                     self._bound.require(prompt)

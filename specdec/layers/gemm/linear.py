@@ -13,12 +13,19 @@ same bits next to any number of other rows. In any order, the cut and the kernel
     up to 256    `gemm_small`                  `gemm_medium`, the library      `packed_gemm`, in any order the library
     above        `gemm_large`                  the library                     `packed_gemm`, in any order the library
 
-A cell with two kernels: `choose_medium_tiles` (plain weights) or the time model of `choose_packed_rows` (packed
-weights) decides for the first; otherwise the second runs. Exceptions, all for `gemm_small`: a plain weight of at most
-512 rows, up to 512 rows of x in any order and above 256 in order; such a weight in FP8 with a scale per row, at 33 to
-256 rows of x; FP8 with scales by blocks, above 256 rows in order. If descriptors cannot be used (float32, odd strides,
-devices before Hopper), `gemm_small` or the library runs. For a packed weight the library first dequantises it into
-temporary memory.
+Where a cell has two kernels, the first runs if `choose_medium_tiles` (weight in 2 bytes) or `choose_packed_rows`
+(packed) returns tiles for it. The exceptions:
+
+    weight                                                  rows of x    order       kernel
+    2 bytes, at most 512 rows                               above 256    in order    `gemm_small`
+    the same, if `can_hold`                                 65 to 512    any         `gemm_small`, never the library
+    FP8 with a scale per row, if `can_hold`                 33 to 256    both        `gemm_small`
+    FP8 with scales by blocks                               above 256    in order    `gemm_small`
+    no tiles of `packed_gemm` fit (int4 in groups below     above 32     in order    `gemm_small`
+    32), or there are no descriptors (float32, odd          33 to 64     any         `gemm_small`
+    strides, devices before Hopper)                         above 64     any         the library
+
+The library first dequantises a packed weight into temporary memory.
 """
 
 from math import inf

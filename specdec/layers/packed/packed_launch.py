@@ -1,9 +1,12 @@
-r"""Chooses tiles and ranges of K for a product of more than 32 rows and a packed weight, or another kernel.
+r"""Chooses the launch of a product with a packed weight.
 
-Three things bound its time: the tensor core, which waits while its program decodes; how evenly programs are spread over
-the multiprocessors; and, in any order, the parts that the next kernel adds. A time model has two figures for each tile
-and form of a weight, timed on an H100, and the fastest choice is taken. The bits of a sum over one range of K do not
-depend on the tile. So in order, tiles are chosen in the same way, with given ranges.
+    choose_packed_rows     more than 32 rows of x: tiles and ranges of K of `packed_gemm`; None: not this kernel
+    choose_packed_tiles    tiles of `gemm_small`: up to 32 rows, and any number that no other kernel takes
+
+Three things bound the time of `packed_gemm`: the tensor core, which waits while its program decodes; how evenly
+programs are spread over the multiprocessors; and, in any order, the parts that the next kernel adds. A time model has
+two figures for each tile and form of a weight, timed on an H100, and the fastest choice is taken. The bits of a sum
+over one range of K do not depend on the tile. So in order, tiles are chosen in the same way, with given ranges.
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,7 @@
     submit    arrived  -- the next turn -->  live, in the scheduler  -- settled to its end -->  counted
     abort     aborted  -- a turn -------->  ended with the tokens it has, row and slots freed, counted
 
+An engine calls `process` at the beginning of each turn and at its end, so an abort during a step takes effect after it.
 Any thread may submit and abort, even the garbage collector within a turn, and none of them waits for a turn. `process`,
 `remove_ended`, `restart` and `close` run in a turn. Each may be interrupted anywhere; the next turn repeats it.
 """

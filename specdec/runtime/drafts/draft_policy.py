@@ -9,8 +9,8 @@
     DraftPolicy        one draft for all requests of a round; `Steps` asks for it, `Launches` reports the settled round
 
 The rate of a draft that has rarely run is uncertain. So the *hopeful* rate decides, the upper end of the plausible
-range: the chosen draft is either the best, or its rate is soon known better. After the first trial of a source, its
-account must cover the cost. The target draws the same tokens with any draft.
+range. A wrong choice corrects itself, since each run of a draft makes its rate more certain. After the first trial of a
+source, its account must cover the cost. The target draws the same tokens with any draft.
 """
 
 from collections import defaultdict, deque

@@ -62,8 +62,8 @@ COST_DECAY = 0.97
 """Weight of earlier forwards in the fitted cost of prompts, after one more."""
 
 MAX_SURPRISE = 2.0
-"""A forward counts for at most this many times its expected time, since a longer one was interrupted. If the device has
-really become slower, a few forwards show it."""
+"""A measured time above this multiple of the expected time is clipped to it: the forward was probably interrupted. If
+the device has really become slower, the expectation follows within a few forwards."""
 
 Numbers = npt.NDArray[np.float64]
 UNITS = np.array([1.0, 1e3, 1e6])  # scale of the three unknowns: per forward, token, pair

@@ -6,7 +6,9 @@ bound by the host, and all decoding requests wait for it. The draw and the draft
 small and run eagerly.
 
 A shape is a number of places and a choice of final states. Prefixes, and the division of places among requests, are
-data. So there are at most 52 shapes: 23 sizes as a whole and three in parts, each with and without final states.
+data. So an engine captures at most 52 shapes: 23 sizes as a whole and three in parts, each with the states of last
+tokens and with no states. Chunks that need every state, for scores of the prompt, are rare and run eagerly; but if a
+target or drafter always needs every state, these are the only shapes, 26 in all.
 """
 
 from collections.abc import Callable

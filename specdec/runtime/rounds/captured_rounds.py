@@ -63,8 +63,11 @@ RARE_ROUNDS = CaptureRule("rare rounds", ROUNDS.warning, RARE_RUNS_BEFORE_CAPTUR
 
 
 class CaptureSet:
-    """An engine's captured programs of one kind, by shape. strict: a failed capture is an error; otherwise the program
-    runs eagerly, is counted (`CaptureStore.stats`), and its capture is tried again later."""
+    """An engine's captured programs of one kind, by shape.
+
+    If a capture fails, the program runs eagerly, is counted (`CaptureStore.stats`), and its capture is tried again
+    later. strict: a failed capture is a ConfigError instead, unless memory or budget is too small for a long prompt.
+    """
 
     kind: ClassVar[str]
 

@@ -1,8 +1,9 @@
 """The device state that rounds and prompt chunks read and change.
 
-NOTICE: captured programs replay this file without Python. Do not add here: a request, a text or a policy; a branch on a
-model family or a kind of drafter; the state of one feature (a class of its own holds it, as `SeenBits` and `MaskBuffer`
-do); a host value that a program uses, unless it is in `RoundShape`; a tensor that is replaced between rounds.
+NOTICE: captured programs replay the launches of this file, not its Python. Do not add here: a request, a text or a
+policy; a branch on a model family or a kind of drafter; the state of one feature (a class of its own holds it, as
+`SeenBits` and `MaskBuffer` do); a host value that a program uses, unless it is in `RoundShape`; a tensor that is
+replaced between rounds.
 
 State is indexed by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's
 state. A round (`decode_round.py`) is a program over this state; the host launches programs and settles their results.

@@ -1,14 +1,25 @@
 """Sending answers: server-sent events, and work that is cancelled when its client disconnects.
 
-What happens when a client disconnects, streaming or not:
+When a client leaves in the middle of a stream, in this order:
 
-    event loop      `while_connected` receives "http.disconnect" and cancels the task that answers. As that
-                    task leaves `async with Streams`, `EngineThread.abort` puts the number of each unfinished sample
-                    into the engine's inbox, wakes the engine's thread and waits for no step
-    engine thread   runs the next step. In its turn `Inbox.process` ends the request with reason "abort", and
-                    `Scheduler.release_requests` leaves its prefix in the cache, frees its row and slots, and
-                    increments `row_epoch`, so a launched round brings it nothing more
-    engine thread   tells the observers of the end after that step
+    event loop      1. `while_connected` receives "http.disconnect", cancels `EventStream._send` and raises
+                       ClientGoneError, which `EventStream.__call__` catches
+                    2. leaving `async with Streams` calls `EngineThread.abort`: `Inbox.abort_later` queues the number of
+                       each unfinished sample, the engine's thread is woken, and nothing waits for a step
+    engine thread   3. `Engine.step` calls `Inbox.process` before its round; a step that runs already, after it:
+                         `Request.end("abort")`         the request ends with the tokens it has
+                         `Scheduler.release_requests`   caches its whole committed pages, frees its row and slots, and
+                                                        increments its `row_epoch` (`Request.lose_row`)
+                         `Steps.drop_lost`              drops a divided prompt forward that has its row
+                         `Inbox.remove_ended`           counts it
+                    4. a round in flight still has its row: `RequestBatch.present` leaves the request out when the round
+                       settles, and the freed slots are overwritten only by later launches
+                    5. after the step `EngineThread._report_news` tells the observers; `Admission.ended` returns its
+                       place
+
+Before an answer has begun, or if it is no stream, the route's handler (`bodies.py`) runs `while_connected` around the
+whole task, which then leaves `async with Streams`; the rest is the same. Prompts that are still being read are aborted
+when they are submitted (`AsyncEngine.submit`).
 
 The log has such a request with "(client gone)", and with status 499 if no status had been sent.
 
