@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from specdec.attention.dense import MaskedRuns, VisibleKeys, dense_run, runs_attention
-from specdec.attention.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan, PagedDraftBlock
+from specdec.attention.draft_block import DraftBlock, DraftPlan, PagedDraftBlock, TorchDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention
@@ -78,7 +78,7 @@ class TorchBackend:
         reference_move_kv(store.tensors(group), source, destination)
 
     locate = staticmethod(reference_build_page_tables)
-    draft_block = CopiedDraftBlock
+    draft_block = TorchDraftBlock
     recurrence = RecurrentForward
     fold = staticmethod(fold_committed)
     expand = staticmethod(reference_expand)

@@ -71,7 +71,16 @@ class CheckedBackend:
             window = draft.windows[layer]
             num_keys = None if window is None else window - 1
             self._check_reads(kept.group, draft.rows.index, block.prefix_table(layer), num_keys)
-        return CheckedDraftBlock(block, store, draft, self)
+        attend, own = block.attend, draft.rows.index[:, None] != self.table.padding_row
+
+        def checked(layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+            out = attend(layer, query, **options)
+            positions = draft.level_positions(block.level)
+            self.check_finite(store.layers[layer].group, query, out, own, draft.rows.index[:, None], positions)
+            return out
+
+        block.attend = checked  # type: ignore[method-assign]
+        return block
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
         """Slots in one group that the table has at positions of rows; past a row, that of its end."""
@@ -162,26 +171,3 @@ class CheckedBackend:
         if plan.block_len is None:
             return own
         return own & (torch.arange(own.shape[1], device=own.device) < plan.block_len[:, None])
-
-
-class CheckedDraftBlock:
-    """A draft in progress. Finite queries must get finite results."""
-
-    def __init__(self, block: DraftBlock, store: KVStore, draft: DraftPlan, checks: CheckedBackend) -> None:
-        self.block = block
-        self.store = store
-        self.draft = draft
-        self.checks = checks
-        self.level = -1
-        self.destination, self.prefix_table = block.destination, block.prefix_table
-
-    def enter_level(self, origin: torch.Tensor | None) -> None:
-        self.level += 1
-        self.block.enter_level(origin)
-
-    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        out = self.block.attend(layer, query, **options)  # [B, K, Hq, D]
-        rows, positions = self.draft.rows.index[:, None], self.draft.level_positions(self.level)
-        real = rows != self.checks.table.padding_row
-        self.checks.check_finite(self.store.layers[layer].group, query, out, real, rows, positions)
-        return out

@@ -21,10 +21,11 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 
+from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.plan import Attend, KVPlan, Pack, PackTables, RunSlots
 from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId
+from specdec.kvcache.layout import NULL_SLOT, GroupId
 
 
 def visible(
@@ -103,18 +104,11 @@ class VisibleKeys:
     def from_plan(cls, plan: KVPlan, group: GroupId, window: int | None) -> "VisibleKeys":
         """The keys that layers of one group and window (None: full attention) see under a plan without a pack."""
         assert not isinstance(plan.prefix, PackTables)
-        table = plan.prefix.table(group)
-        slots, start = table.slots(), table.begin
         if window is not None:
             window += plan.window_shift
-        if window is not None and group == PRIMARY:
-            slots, start = newest(slots, plan.committed_len, window)
-        key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]
-        committed = key_pos < plan.committed_len[:, None]
+        slots, key_pos, committed = prefix_keys(plan.prefix.table(group), window)
         seen = visible(plan.positions, key_pos, committed, window, plan.first_key)  # [B, N, L]
-        if plan.write is None:
-            slots = torch.where(committed, slots, slots[:, :1])
-        else:
+        if plan.write is not None:
             batch, num_queries = plan.positions.shape
             own = visible(plan.positions, plan.positions, block_visibility(plan), window, plan.first_key)
             seen = torch.cat([seen, own], dim=-1)
@@ -148,15 +142,18 @@ def block_visibility(plan: KVPlan) -> torch.Tensor:
     return in_order.expand(batch, -1, -1)
 
 
-def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots that a query right after the prefix sees through `window`, and the position [B] of the first slot.
-
-    slots [B, L] begin at position 0; the result is [B, W], O(window) wide.
-    """
-    first = (committed_len - (window - 1)).clamp(min=0)
-    width = min(slots.shape[1], max(window - 1, 1))
-    columns = first[:, None] + torch.arange(width, device=first.device)
-    return slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0))), first
+def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The committed keys that queries right after the prefixes see through `window`: their slots, their positions, and
+    the mask of columns that hold a key, each [B, L]. The other columns have the slot of a key of the same request."""
+    slots, start = table.slots(), table.begin
+    first = slots[:, :1]
+    if window is not None and table.start is None:  # no columns before the window
+        start = (table.committed_len - (window - 1)).clamp(min=0)
+        columns = start[:, None] + torch.arange(min(slots.shape[1], max(window - 1, 1)), device=slots.device)
+        slots = slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0)))
+    key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
+    committed = key_pos < table.committed_len[:, None]
+    return torch.where(committed, slots, first), key_pos, committed
 
 
 def runs_attention(

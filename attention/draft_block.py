@@ -11,18 +11,25 @@ A draft of a single forward (`NodeOrder.CAUSAL`, `NodeOrder.MUTUAL`) is one leve
 to S + K - 1. Each node sees the nodes up to itself (causal) or all nodes (mutual).
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
+import torch.nn.functional as F
 
-from specdec.attention.dense import bias_of, dense_attention, newest, visible
-from specdec.attention.kernels.page_table import PageTable, build_page_tables
+from specdec.attention.dense import bias_of, dense_attention, prefix_keys, visible
+from specdec.attention.kernels.page_table import (
+    PageTable,
+    PageTables,
+    build_page_tables,
+    reference_build_page_tables,
+)
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
-from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import Destination, ScoreOptions
-from specdec.kvcache.layout import PRIMARY, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -93,108 +100,17 @@ class DraftPlan(NamedTuple):
         return self.level_positions(level)
 
 
-class DraftBlock(Protocol):
-    """One draft in progress."""
+class DraftBlock(ABC):
+    """One draft in progress. Each layer has scratch pools [B * W, Hkv, D]; the last M of a request's W rows are for the
+    K/V of the draft's nodes."""
 
-    def enter_level(self, origin: torch.Tensor | None) -> None:
-        """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
-
-    def destination(self, layer: int) -> Destination:
-        """Destination of the K/V of the newest level's nodes [B * K]."""
-
-    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
-
-    def prefix_table(self, layer: int) -> PageTable:
-        """The committed keys that a layer may read. Used for checks."""
-
-
-class CopiedDraftBlock:
-    """A draft in plain torch. For each layer it holds a copy of the visible committed keys, then room for the draft's
-    keys."""
-
-    def __init__(self, store: KVStore, draft: DraftPlan) -> None:
-        self.draft, self.level = draft, -1
-        length, topk, num_nodes = draft.committed_len, draft.topk, draft.num_nodes
-        batch, device = len(length), length.device
-        self.key_pos = draft.key_positions()
-        self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
-        all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.max_committed_len, 1)]
-        # read a key of the same request instead: a NaN of another request cannot leak through a zero weight
-        unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
-        translate = draft.table.allocator.translate
-        self._tables: dict[int, PageTable] = {}
-        self.prefix: dict[KeyLimits, tuple[torch.Tensor, torch.Tensor]] = {}  # positions and committed mask: [B, L]
-        self.copies: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer with K/V
-        self._cells: dict[KeyLimits, torch.Tensor] = {}  # slots of the draft's nodes in `kept`, [B, M]
-        for layer, layer_kv in store.layers.items():
-            limits = window, _ = draft.key_limits(layer)
-            slots, start = all_slots, torch.zeros_like(length)
-            if window is not None:
-                slots, start = newest(all_slots, length, window)
-            key_pos = start[:, None] + torch.arange(slots.shape[1], device=device)
-            committed = key_pos < length[:, None]
-            self.prefix[limits] = (key_pos, committed)
-            own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
-            own = translate(layer_kv.group, PrimaryLoc(own))
-            self._tables[layer] = PageTable(own[:, :-num_nodes], start, length, 1)
-            cells = torch.arange(own.numel(), device=device).view(batch, -1)
-            self._cells[limits] = cells[:, own.shape[1] - num_nodes :]
-            own = own.flatten()
-            self.copies[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in layer_kv.fields), PRIMARY)
-        self._bias: dict[KeyLimits, torch.Tensor] = {}
-
-    def enter_level(self, origin: torch.Tensor | None) -> None:
-        self.level += 1
-        if origin is not None:
-            self.ancestors = self.ancestors.gather(1, origin[:, :, None].expand_as(self.ancestors))
-        columns = torch.arange(self.draft.num_nodes, device=self.key_pos.device)
-        own = columns[self._newest(), None]
-        if self.draft.order is NodeOrder.LEVELS:
-            self.ancestors = self.ancestors | (own == columns)
-        else:
-            self.ancestors = self.ancestors | (columns <= (own if self.draft.order is NodeOrder.CAUSAL else own.amax()))
-        self._bias = {limits: bias_of(self._seen(*limits)) for limits in self.prefix}
-
-    def destination(self, layer: int) -> Destination:
-        cells = self._cells[self.draft.key_limits(layer)][:, self._newest()]
-        return Destination(self.copies[layer].k, self.copies[layer].v, GroupLoc(cells.flatten()))
-
-    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        bias = self._bias[self.draft.key_limits(layer)]
-        layer_kv = self.copies[layer]
-        both = all_rows(layer_kv.k), all_rows(layer_kv.v)
-        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
-        return dense_attention(query, k, v, bias, **options)
-
-    def prefix_table(self, layer: int) -> PageTable:
-        return self._tables[layer]
-
-    def _newest(self) -> slice:
-        return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
-
-    def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
-        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the nodes drafted so
-        far."""
-        key_pos, committed = self.prefix[window, first_key]
-        filled = (self.level + 1) * self.draft.topk
-        known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
-        key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        return visible(self.draft.window_positions(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
-
-
-class PagedDraftBlock:
-    """A draft on the paged kernels. They read the prefix from the store without a copy, so a level costs only its
-    reads.
-
-    The scratch keys, [B * M, Hkv, D] per layer, are the "block" argument of `paged_attention`.
-    """
+    locate: Callable[[RequestTable, Rows, torch.Tensor, int], PageTables]
 
     def __init__(self, store: KVStore, draft: DraftPlan) -> None:
         self.draft, self.level, self.store = draft, -1, store
-        table, num_nodes = draft.table, draft.num_nodes
+        num_nodes = draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
-        self.tables = build_page_tables(table, draft.rows, draft.committed_len, 0)
+        self.tables = self.locate(draft.table, draft.rows, draft.committed_len, 0)
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -205,39 +121,104 @@ class PagedDraftBlock:
         else:
             self.bits_of = bits.cumsum(0) if draft.topk == 1 or draft.order is NodeOrder.CAUSAL else bits
         self.bits = bits[None, : draft.topk].expand(batch, -1, -1)  # [B, K, words] of the newest level
-        by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
-        self.slots = by_level.flatten(1)  # [levels, B * K]
-        self.scratch: dict[int, LayerKV] = {}
-        for layer, layer_kv in store.layers.items():
-            k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (layer_kv.k, layer_kv.v))
-            self.scratch[layer] = LayerKV((k, v), PRIMARY)
+        self.scratch = {layer: LayerKV(self.new_pools(layer), PRIMARY) for layer in store.layers}
+        by_level = nodes.view(-1, 1, draft.topk)
+        self.slots: dict[int, torch.Tensor] = {}  # [levels, B * K] of a pool with B * W rows
+        for num_rows in {kept.k.shape[0] for kept in self.scratch.values()}:
+            ends = torch.arange(1, batch + 1, device=device)[:, None] * (num_rows // batch)
+            self.slots[num_rows] = (by_level + ends - num_nodes).flatten(1)
+
+    @abstractmethod
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        """Scratch pools of a layer's K and V."""
+
+    @property
+    def num_keys(self) -> int:
+        """Number of nodes with keys, those of the newest level included."""
+        return (self.level + 1) * self.draft.topk
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
+        """Go to the next K nodes, children of nodes `origin` [B, K] of the previous level; None: level 0, or K is 1."""
         self.level += 1
-        own = self.bits_of[self.level * self.draft.topk : (self.level + 1) * self.draft.topk]
+        own = self.bits_of[self.level * self.draft.topk : self.num_keys]
         if origin is None:
             self.bits = own.expand_as(self.bits)
         else:
             self.bits = self.bits.gather(1, origin[:, :, None].expand_as(self.bits)) | own
 
     def destination(self, layer: int) -> Destination:
-        return Destination(self.scratch[layer].k, self.scratch[layer].v, GroupLoc(self.slots[self.level]))
+        """Destination of the K/V of the newest level's nodes [B * K]."""
+        k, v = self.scratch[layer].fields
+        return Destination(k, v, GroupLoc(self.slots[k.shape[0]][self.level]))
+
+    @abstractmethod
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
+
+    def prefix_table(self, layer: int) -> PageTable:
+        """The committed keys that a layer may read."""
+        return self.tables.table(self.store.layers[layer].group)
+
+    def written(self, pool: torch.Tensor) -> torch.Tensor:
+        """View a scratch pool without the nodes of later levels, [B, Hkv, rows, D]."""
+        rows: torch.Tensor = pool.unflatten(0, (len(self.key_pos), -1))
+        return rows[:, : rows.shape[1] - self.draft.num_nodes + self.num_keys].transpose(1, 2)
+
+
+class TorchDraftBlock(DraftBlock):
+    """A draft in plain torch. A request's scratch rows begin with a copy of its committed keys that the layer sees.
+    To gather these keys at each level would take a CPU ten times as long as to attend."""
+
+    locate = staticmethod(reference_build_page_tables)
+
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        slots, _, _ = prefix_keys(self.prefix_table(layer), self.draft.windows[layer])
+        rows = F.pad(slots, (0, self.draft.num_nodes), value=NULL_SLOT).flatten()
+        return tuple(pool.index_select(0, rows) for pool in self.store.layers[layer].fields)
+
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        super().enter_level(origin)
+        self._bias: dict[tuple[GroupId, KeyLimits], torch.Tensor] = {}
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        committed, scratch, draft = self.store.layers[layer], self.scratch[layer], self.draft
-        filled = (self.level + 1) * draft.topk
-        window, first_key = draft.key_limits(layer)
+        key = self.store.layers[layer].group, self.draft.key_limits(layer)
+        if key not in self._bias:
+            self._bias[key] = bias_of(self.seen(layer))
+        k, v = (self.written(all_rows(pool)) for pool in self.scratch[layer].fields)
+        return dense_attention(query, k, v, self._bias[key], **options)
+
+    def seen(self, layer: int) -> torch.Tensor:
+        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the draft so far."""
+        window, first_key = self.draft.key_limits(layer)
+        _, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
+        nodes = torch.arange(self.num_keys, device=key_pos.device)
+        ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()
+        known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)
+        key_pos = torch.cat([key_pos, self.key_pos[:, : self.num_keys]], dim=1)
+        return visible(self.draft.window_positions(self.level), key_pos, known, window, first_key)
+
+
+class PagedDraftBlock(DraftBlock):
+    """A draft on the paged kernels, which read the prefix from the store without a copy. Scratch pools are the "block"
+    argument of `paged_attention`."""
+
+    locate = staticmethod(build_page_tables)
+
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        num_rows = self.key_pos.numel()
+        return tuple(pool.new_empty((num_rows, *pool.shape[1:])) for pool in self.store.layers[layer].fields)
+
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        committed, scratch = self.store.layers[layer], self.scratch[layer]
+        window, first_key = self.draft.key_limits(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
-        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        ancestors = self.bits[:, :, : -(-filled // WORD)]
+        ancestors = self.bits[:, :, : -(-self.num_keys // WORD)]
+        key_pos = self.key_pos[:, : self.num_keys]
         return paged_attention(
             *(query, committed.k, committed.v, self.prefix_table(layer)),
-            BlockKeys(block_k, block_v, self.key_pos[:, :filled], ancestors, (scales_k, scales_v)),
-            draft.window_positions(self.level),
+            BlockKeys(self.written(own_k), self.written(own_v), key_pos, ancestors, (scales_k, scales_v)),
+            self.draft.window_positions(self.level),
             window=window,
             first_key=first_key,
             **options,
         )
-
-    def prefix_table(self, layer: int) -> PageTable:
-        return self.tables.table(self.store.layers[layer].group)

@@ -12,7 +12,7 @@ from block_heads import random_block, random_head
 from draft_scene import BACKENDS, DEVICE, LENGTHS, Scene, assert_same_round, fitted_target
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.draft_block import CopiedDraftBlock, DraftPlan, NodeOrder
+from specdec.attention.draft_block import DraftPlan, NodeOrder, TorchDraftBlock
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
@@ -186,16 +186,16 @@ def test_a_literal_tree(make_target: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("order", [NodeOrder.CAUSAL, NodeOrder.MUTUAL])
 def test_rows_see_each_other_both_ways_or_up_to_themselves(order: NodeOrder, make_target: Callable[..., Any]) -> None:
-    two = scene(make_target("llama"), "dflash", "torch", (3, 2), 4, (None, 5))
+    two = scene(make_target("llama"), "dflash", "torch", (3, 2), 1, (None, 5))
     batch = two.batch([0, 1], 3, 3, 1, 4)
     draft = DraftPlan(two.rig.table, batch.rows, batch.positions()[:1], 3, (None, 2), order)
     assert draft.key_positions().tolist() == [[3, 4, 5], [2, 3, 4]]
-    block = CopiedDraftBlock(two.worker.store, draft)
+    block = TorchDraftBlock(two.worker.store, draft)
     block.enter_level(None)
     T, F = True, False
     full = [[T, F, F], [T, T, F], [T, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T]] * 3
     windowed = [[T, F, F], [T, T, F], [F, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T], [T, T, T], [F, T, T]]
-    assert block._seen(None)[0].tolist() == [[T, T, T, *row] for row in full]
-    assert block._seen(None)[1].tolist() == [[T, T, F, *row] for row in full]
+    assert block.seen(0)[0].tolist() == [[T, T, T, *row] for row in full]
+    assert block.seen(0)[1].tolist() == [[T, T, F, *row] for row in full]
     # through a window of 2 the first row sees one committed key, and rows after it see none
-    assert block._seen(2)[0].tolist() == [[first, *row] for first, row in zip((T, F, F), windowed, strict=True)]
+    assert block.seen(1)[0].tolist() == [[F, F, first, *row] for first, row in zip((T, F, F), windowed, strict=True)]

@@ -5,10 +5,12 @@ register layout, and merges splits 16 at a time. `tree_attention` adds weights b
 by one, so that a row's bits depend neither on the layout nor on the number of splits.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.fp8_pool import FieldPool, from_e4m3
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, from_e4m3
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # after all keys, yet far enough from overflow for a loop's prefetch
@@ -131,25 +133,38 @@ def decode_values(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -
     return parts, b_weight_scale
 
 
-def check_arguments(
-    query: torch.Tensor,
-    pool_k: FieldPool,
-    pool_v: FieldPool,
-    pages: torch.Tensor,
-    positions: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *lengths: torch.Tensor | None,
+class HeadShapes(NamedTuple):
+    """Heads and channels of a launch: constants of every kernel that attends."""
+
+    KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCK_D: int
+    BLOCK_V: int
+
+    @classmethod
+    def from_inputs(
+        cls, query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, sinks: torch.Tensor | None
+    ) -> "HeadShapes":
+        """Check query [B, Hq, N, D], pools [slots, Hkv, D] and [slots, Hkv, DV], and sinks [Hq]."""
+        _, num_heads, _, head_dim = query.shape
+        _, kv_heads, value_dim = pool_v.shape
+        assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
+        assert pool_k.shape[:2] == pool_v.shape[:2] and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+        assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
+        assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+        block_d, block_v = (padded_channels(dim, fp8=isinstance(pool_k, Fp8Pool)) for dim in (head_dim, value_dim))
+        return cls(kv_heads, num_heads // kv_heads, head_dim, value_dim, block_d, block_v)
+
+
+def check_prefixes(
+    query: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor, *lengths: torch.Tensor | None
 ) -> None:
-    """Assert shapes: query [B, Hq, N, D], pools [slots, Hkv, D] and [slots, Hkv, DV], pages [B, P], positions [B, N],
-    sinks [Hq], and lengths [B] each."""
-    batch, num_heads, num_rows, head_dim = query.shape
-    kv_heads = pool_k.shape[1]
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    assert pool_k.shape[:2] == pool_v.shape[:2] and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
-    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
+    """Assert shapes for queries [B, Hq, N, D]: pages [B, P], positions [B, N], and lengths [B] each."""
+    batch, _, num_rows, _ = query.shape
     assert pages.shape[0] == batch, f"{pages.shape=}, queries {tuple(query.shape)}"
     assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     for length in lengths:
         assert length is None or (length.shape == (batch,) and length.is_contiguous()), f"{length.shape=}, {batch=}"
 

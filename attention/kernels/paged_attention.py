@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
+from specdec.attention.kernels.key_tiles import HeadShapes, check_prefixes, fits, padded_channels
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_shim import device_limits
@@ -81,10 +81,11 @@ def paged_attention(
     """
     pages, start, committed_len, page_size = table
     block_k, block_v, block_positions, ancestors, block_scales = block
-    batch, num_heads, num_rows, head_dim = query.shape
-    kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
-    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len)
-    value_dim = pool_v.shape[2]
+    batch, num_heads, num_rows, _ = query.shape
+    num_pages, num_keys = pages.shape[1], block_k.shape[2]
+    heads = HeadShapes.from_inputs(query, pool_k, pool_v, sinks)
+    kv_heads, group, _, value_dim, block_d, _ = heads
+    check_prefixes(query, pages, positions, start, committed_len)
     (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     assert block_k.shape == (batch, kv_heads, num_keys, numbers_k.shape[2]), f"{block_k.shape=}"
     assert block_v.shape == (batch, kv_heads, num_keys, numbers_v.shape[2]), f"{block_v.shape=}"
@@ -94,9 +95,6 @@ def paged_attention(
     assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
     assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
 
-    group = num_heads // kv_heads
-    fp8 = scales_k is not None
-    block_d = padded_channels(head_dim, fp8=fp8)
     if tiles is None:
         tiles = choose_paged_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
@@ -112,14 +110,9 @@ def paged_attention(
         *(*query.stride(), *block_k.stride(), *block_v.stride(), *numbers_k.stride(), *numbers_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
+        **heads._asdict(),
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
-        BLOCK_D=block_d,
-        BLOCK_V=padded_channels(value_dim, fp8=fp8),
         WORDS=ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.kernels.key_tiles import fits, padded_channels
+from specdec.attention.kernels.key_tiles import HeadShapes, fits
 from specdec.attention.kernels.paged_attention import (
     choose_paged_tiles,
     choose_splits,
@@ -27,7 +27,7 @@ from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_key_split
 from specdec.attention.plan import Pack, RunSlots
 from specdec.gpu.triton_shim import device_limits, triton
-from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward of at most this many tokens usually reads a part of one long prompt while other requests decode."""
@@ -76,17 +76,12 @@ def ragged_attention(
     shares: number of ranks that divide the heads. With `exact`, keys are cut as for the heads of all ranks together.
     tiles: `choose_ragged` chooses them; only tests and tuning give them by hand.
     """
-    one, num_heads, num_tokens, head_dim = query.shape
-    kv_heads, num_runs, device = pool_k.shape[1], len(pack.rows), query.device
+    one, num_heads, num_tokens, _ = query.shape
+    num_runs, device = len(pack.rows), query.device
     assert one == 1 and pack.run_of.shape == (num_tokens,), f"{query.shape=} {pack.run_of.shape=}"
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    value_dim = pool_v.shape[2]
-    assert pool_k.shape[:2] == pool_v.shape[:2] and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
-    assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
     assert lines.slots.stride(1) == 1 and lines.line.shape == pack.start.shape == (num_runs,), f"{lines.slots.shape=}"
-    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
-    group, fp8 = num_heads // kv_heads, isinstance(pool_k, Fp8Pool)
-    block_d, block_v = (padded_channels(dim, fp8=fp8) for dim in (head_dim, value_dim))
+    heads = HeadShapes.from_inputs(query, pool_k, pool_v, sinks)
+    kv_heads, group, _, value_dim, block_d, block_v = heads
     if tiles is None:
         tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group
@@ -110,15 +105,10 @@ def ragged_attention(
         *(part, lse, total),
         *(scaling, softcap, window, first_key or None, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
         *(*query.stride()[1:], *numbers_k.stride(), *numbers_v.stride()),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
+        **heads._asdict(),
         TOKENS=tokens,
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
-        BLOCK_D=block_d,
-        BLOCK_V=block_v,
         BLOCK_R=search_width(num_runs),
         SPLIT_LEN=tiles.split_len,
         GROWS=window is None and lines.begin is None,

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
+from specdec.attention.kernels.key_tiles import HeadShapes, check_prefixes, fits
 from specdec.attention.kernels.own_keys import ALIGN, PathKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.triton_shim import device_limits, pdl_options
@@ -82,14 +82,14 @@ def tree_attention(
     cut, tiles: `choose_key_split` and `choose_rows` choose them; only tests and tuning give them by hand.
     """
     (pages, start, committed_len, page_size), own, positions, block_len, window, first_key = path
-    batch, num_heads, num_rows, head_dim = query.shape
-    kv_heads, num_pages, value_dim = pool_k.shape[1], pages.shape[1], pool_v.shape[2]
-    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)
+    batch, num_heads, num_rows, _ = query.shape
+    num_pages, fp8 = pages.shape[1], isinstance(pool_k, Fp8Pool)
+    heads = HeadShapes.from_inputs(query, pool_k, pool_v, sinks)
+    kv_heads, group, head_dim, value_dim, block_d, block_v = heads
+    check_prefixes(query, pages, positions, start, committed_len, block_len)
     assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
-    group, fp8 = num_heads // kv_heads, isinstance(pool_k, Fp8Pool)
-    block_d, block_v = (padded_channels(dim, fp8=fp8) for dim in (head_dim, value_dim))
     cut = cut or choose_key_split(block_d, query.element_size(), kv_heads * shares)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
