@@ -1,4 +1,4 @@
-"""The hook into transformers, the plan of each forward, page tables, and attention over them."""
+"""The hook into transformers, the plan of each forward, the keys of a draft in progress, page tables, and attention."""
 
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.trees.tree import DraftTree

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from specdec.attention.dense import MaskedRuns, VisibleKeys, dense_run, runs_attention
-from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan, PagedDraftBlock, TorchDraftBlock
+from specdec.attention.draft_block import DraftBlock, DraftPlan, PagedDraftBlock, TorchDraftBlock
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.kernels.ragged_attention import ragged_attention

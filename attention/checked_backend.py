@@ -17,7 +17,7 @@ from typing import Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
+from specdec.attention.draft_block import DraftBlock, DraftPlan
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.plan import Attend, KVPlan, PackTables
 from specdec.gpu.captures import Capture

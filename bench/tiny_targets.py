@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     page_size: int
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         shape = {"MTP": " tree", "EAGLE-3": " tree"}.get(self.drafter, "") if self.spec is TREE else ""
         shape = shape or (" chain" if self.drafter in ("MTP", "EAGLE-3") else "")
         return f"{self.drafter}{shape}, pages of {self.page_size}"

@@ -230,7 +230,7 @@ class StatelessDrafter(Drafter, DraftWorker, Protocol):
         return self
 
 
-class _Completed:
+class _WithDefaults:
     """A drafter whose missing attributes have the defaults of `Drafter`. The drafter itself is not changed: it may be
     frozen."""
 
@@ -252,4 +252,4 @@ def with_defaults(drafter: Drafter) -> Drafter:
     """The drafter; if it does not inherit from `Drafter` and lacks attributes, with the defaults of those."""
     if all(hasattr(drafter, name) for name in Drafter.__annotations__):
         return drafter
-    return cast(Drafter, _Completed(drafter))
+    return cast(Drafter, _WithDefaults(drafter))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.kernels.draft_block import DraftPlan
+from specdec.attention.draft_block import DraftPlan
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo

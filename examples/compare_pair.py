@@ -74,9 +74,9 @@ def compare(engine: Engine, groups: Sequence[TokenPrompts], params: SamplingPara
     """Decode each group of prompts with and without drafts, and say how fast; False when an answer differs."""
     plain = Engine(engine.target, None, tokenizer=engine.tokenizer, config=engine.config)
     both = {"drafts": engine, "plain": plain}
-    ways = {name: partial(each.generate, params=params, progress=False) for name, each in both.items()}
-    run_interleaved(ways, dict.fromkeys(ways, groups[0]))  # warm up
-    runs = [run for group in groups for run in run_interleaved(ways, dict.fromkeys(ways, group))]
+    runners = {name: partial(each.generate, params=params, progress=False) for name, each in both.items()}
+    run_interleaved(runners, dict.fromkeys(runners, groups[0]))  # warm up
+    runs = [run for group in groups for run in run_interleaved(runners, dict.fromkeys(runners, group))]
     identical = all(run["drafts"]["token_ids"] == run["plain"]["token_ids"] for run in runs)
     timing = run_figures([{"index": at, "runs": run} for at, run in enumerate(runs)], comparable=True)["timing"]
     speed, speed_up = timing["drafts"]["tokens_per_second"], timing["speed_up"]

@@ -180,11 +180,11 @@ def _play(machine: Machine, load: Load, choice: DraftPolicy) -> Outcome:
             accepted = np.cumprod(drawn < p[:, None], axis=1).sum(axis=1) if shape.depth else np.zeros_like(going)
             spent = machine.seconds(shape, size) * machine.noise(now)
             quiet += machine.seconds(shape, size)
-            brought = float(np.minimum(accepted + 1, load.tokens - at[going]).mean())
-            plain += machine.seconds(NO_DRAFT, size) * brought
+            mean_tokens = float(np.minimum(accepted + 1, load.tokens - at[going]).mean())
+            plain += machine.seconds(NO_DRAFT, size) * mean_tokens
             depth = np.full(len(going), shape.depth)
             now, rounds[shape] = now + spent, rounds[shape] + 1
-            launched.append((shape, size, reading + spent, (going, accepted, depth), brought))
+            launched.append((shape, size, reading + spent, (going, accepted, depth), mean_tokens))
             at[going] += accepted + 1
             while len(launched) > machine.captured:
                 choice.learn(*launched.pop(0))

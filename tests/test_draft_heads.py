@@ -12,7 +12,7 @@ from block_heads import random_block, random_head
 from draft_scene import BACKENDS, DEVICE, LENGTHS, Scene, assert_same_round, fitted_target
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.kernels.draft_block import DraftPlan, NodeOrder, TorchDraftBlock
+from specdec.attention.draft_block import DraftPlan, NodeOrder, TorchDraftBlock
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel

@@ -23,7 +23,6 @@ from specdec.runtime.drafts.draft_reports import (
     acceptance_in_words,
     busy_in_words,
     depths_in_words,
-    llama_timings,
     vllm_figures,
     why_slower,
 )
@@ -33,6 +32,7 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import MetricsCollector, Snapshot
+from specdec.serving.openai.text_answer import llama_timings
 from specdec.serving.server_settings import ServeSettings
 
 from inside import RequestStats, record_round

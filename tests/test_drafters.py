@@ -299,8 +299,8 @@ def test_a_narrow_draft_has_masks_edits_and_scores_of_its_own_nodes(
     engine = make_engine(model, drafter, spec=TREE, tokenizer=byte_tokenizer)
     if drafter.has_lookup:  # all of its drafts
         engine.steps.draft_policy = None
-        largest_draft = engine.steps._largest_draft
-        engine.steps._largest_draft = lambda *asked: largest_draft(*asked)._replace(by_lookup=True)
+        full_or_covering_draft = engine.steps._full_or_covering_draft
+        engine.steps._full_or_covering_draft = lambda *asked: full_or_covering_draft(*asked)._replace(by_lookup=True)
     for _ in range(2 if captured else 1):  # what was captured in the first is replayed in the second
         outs = engine.generate(prompts, params)
         assert [out.token_ids for out in outs] == [out.token_ids for out in alone]

@@ -29,7 +29,7 @@ from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import all_conventions
 from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily, module_tensors
-from specdec.draft_models.native_mtp.mtp_module import beside
+from specdec.draft_models.native_mtp.mtp_module import decoder_on_device
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.layers.decoder import FusedDecoder
 from specdec.measurement.transformers_peer import assisted_peer
@@ -533,11 +533,11 @@ def test_auto_never_refuses_what_ran_before(published: Any, tmp_path: Path, capl
 def test_only_what_modules_run_of_a_text_model_is_moved_to_their_device(published: Any) -> None:
     """A target that devices share is loaded into host memory, and its modules run on the first device."""
     decoder = published("mimo").loaded().get_decoder()
-    made = beside(decoder, torch.device("meta"))
+    made = decoder_on_device(decoder, torch.device("meta"))
     there = {name.split(".")[0] for name, part in made.state_dict(keep_vars=True).items() if part.device.type == "meta"}
     assert there == {"norm"} and made.rotary_emb.inv_freq.device.type == "meta"
     assert made.layers[0].mlp.up_proj.weight is decoder.layers[0].mlp.up_proj.weight
-    assert decoder.norm.weight.device.type == "cpu" and beside(decoder, torch.device("cpu")) is decoder
+    assert decoder.norm.weight.device.type == "cpu" and decoder_on_device(decoder, torch.device("cpu")) is decoder
 
 
 @deep_cases("glm4_moe-shared-spec1")

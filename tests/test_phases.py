@@ -160,7 +160,7 @@ def test_a_fault_of_the_engine_fails_parity_and_has_no_figures(subject, monkeypa
     report = run_phases(subject, plan())
     assert [cell.shown for cell in report.cells] == [False, False]
     for cell, record in zip(report.cells, report.as_json()["cells"], strict=True):
-        assert cell.note == f"parity failed: {cell.parity.words}" and " (at most 0.01)" in cell.note
+        assert cell.note == f"parity failed: {cell.parity.summary}" and " (at most 0.01)" in cell.note
         assert not cell.tokens_per_second and cell.acceptance_length is None
         assert record["ms"] == {} and record["x_floor"] is None and record["floor_ms"] > 0
 

@@ -226,7 +226,7 @@ def test_a_stream_collected_during_a_check_of_weights_causes_no_deadlock(
     assert other.scheduler.idle and other.table.allocator.primary.held_pages == 0
 
 
-def test_a_request_is_handed_in_and_aborted_without_waiting_for_a_turn(make_target, make_engine, random_prompt):
+def test_a_request_is_submitted_and_aborted_without_waiting_for_a_turn(make_target, make_engine, random_prompt):
     """`submit` looked whether a step ran and then waited for its turn: a step that began in between held it up."""
     engine = make_engine(make_target("llama"))
     run, engine._turns.run = engine._turns.run, lambda *_: pytest.fail("it waits for the step")

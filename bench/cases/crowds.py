@@ -74,7 +74,7 @@ def crowd_rows(families: tuple[str, ...], head_dim: int, requests: int, longest:
             if not setting.fits(family):
                 continue
             for graphs, sanitize in ((True, True),) if ON_CPU else ((True, False), (True, True), (False, True)):
-                name = f"crowd of {requests}, {family}, {setting.words}"
+                name = f"crowd of {requests}, {family}, {setting.summary}"
                 name += f"{', captured' if graphs else ''}{', sanitized' if sanitize else ''}"
                 os.environ[SANITIZE] = str(int(sanitize))
                 yield attempt(name, _crowd_row, name, bound, setting, asked, alone, graphs, longest)

@@ -44,7 +44,7 @@ def check_rows(families: Sequence[str], head_dim: int, lengths: Sequence[int], n
                     yield Row(f"fused, {family}", reason, ok=False)
                 continue  # a family without
             for setting in filter(lambda each: each.fits(family), SETTINGS):
-                name = f"{'fused' if fused else attention}, {family}, {setting.words}"
+                name = f"{'fused' if fused else attention}, {family}, {setting.summary}"
                 yield attempt(name, _row, name, model, setting, attention, ops, prompts, wanted)
 
 

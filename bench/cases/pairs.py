@@ -7,8 +7,8 @@ Tokens per second count the whole run, prompts included; a round's acceptance le
                rounding depends on the width of a forward, so close logits may be decided otherwise
     right      GSM8K: the last number of the answer; HumanEval: its program passes (`humaneval.py`); with 95 % intervals
 
-Ways take turns on `turns` parts of each file, so that a slow moment of a shared machine hits all of them; `plain again`
-is plain decoding a second time, and says what the noise is.
+Engines take turns on `turns` parts of each file, so that a slow moment of a shared machine hits all of them; `plain
+again` is plain decoding a second time, and says what the noise is.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[str, SpecConfig]] = {
     "n-gram": ("ngram", SpecConfig(4)),
     "suffix": ("suffix", SpecConfig(8)),
 }
-"""Drafter and draft of each way; "own" is the pair's."""
+"""Drafter and draft of each run; "own" is the pair's."""
 GRADED = ("gsm8k", "humaneval")
 """Files whose answers are graded, and on which adaptive drafts must be faster than plain decoding on a GPU."""
 
@@ -83,7 +83,7 @@ def decode(engine: Engine, batch: int, params: SamplingParams, prompts: Sequence
 
 
 def engines_of(plain: Engine, drafter: str, runs: Sequence[str], **config: Any) -> dict[str, Engine]:
-    """An engine for each way, over the target of `plain`, in order where `deterministic` is among the fields."""
+    """An engine for each run, over the target of `plain`, in order where `deterministic` is among the fields."""
     target, made = plain.target.as_deterministic() if "deterministic" in config else plain.target, {}
     for run in runs:
         kind, spec = RUNS[run]
@@ -129,10 +129,10 @@ def speed_rows(
     for batch, task, temperature in ((b, task, t) for b in batches for task in tasks for t in temperatures):
         params = SamplingParams(tokens, temperature, seed=0)
         before = {name: engine.stats() for name, engine in engines.items()}
-        ways = {name: partial(decode, engine, batch, params) for name, engine in engines.items()}
+        runners = {name: partial(decode, engine, batch, params) for name, engine in engines.items()}
         each = -(-len(task.ids) // turns)
         parts = (task.ids[i : i + each] for i in range(0, len(task.ids), each))
-        runs = [run for part in parts for run in run_interleaved(ways, dict.fromkeys(ways, part))]
+        runs = [run for part in parts for run in run_interleaved(runners, dict.fromkeys(runners, part))]
         timing = run_figures([{"index": at, "runs": run} for at, run in enumerate(runs)], comparable=False)["timing"]
         for name, engine in engines.items():
             stats = engine.stats()

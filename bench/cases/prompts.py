@@ -186,18 +186,18 @@ def divided_row(engine: Engine, prompt: list[int]) -> Row:
 
     Its length is a multiple of theirs: a rest of 88 tokens is read in 128 places in parts and in 96 as a whole, and in
     any order bits depend on the number of places."""
-    gap, found, paused = engine.scheduler.prompt_gap, [], 0
+    gap, found, pauses = engine.scheduler.prompt_gap, [], 0
     gap.tokens = lambda *_: 8 if ON_CPU else 256  # type: ignore[method-assign]
     for budget in (0.0, None):
         gap.seconds_allowed = lambda *_, budget=budget: budget  # type: ignore[method-assign]
         handle = engine.submit(prompt, SamplingParams(max_new_tokens=1, logprobs=5))
         while not handle.finished:
             engine.step()
-            paused += engine.steps.prefill.reading is not None
+            pauses += engine.steps.prefill.reading is not None
         found.append([(handle.output().token_ids, handle.output().logprobs)])
     del gap.tokens, gap.seconds_allowed
-    name = f"first token of a prompt of {len(prompt)}, {paused} pauses in its forwards"
-    return answers_row(name, *found, ok=paused > 0)
+    name = f"first token of a prompt of {len(prompt)}, {pauses} pauses in its forwards"
+    return answers_row(name, *found, ok=pauses > 0)
 
 
 def gap_rows(streams: int, prompt: int, tokens: int, arriving: int, steps: int) -> Iterator[Row]:

@@ -245,7 +245,7 @@ def _engines_of(family: str, prompts: list[list[int]], new: int) -> Iterator[Row
     bound = TargetModel(model, choose_operations("auto", "triton", DEVICE, torch.float32))
     for setting in (Setting("none", CHAIN, 1), Setting("n-gram", CHAIN, 1), Setting("n-gram", CHAIN, 16)):
         for graphs in (False,) if ON_CPU else (False, True):
-            name = f"{family}, {setting.words}{', captured' if graphs else ''}"
+            name = f"{family}, {setting.summary}{', captured' if graphs else ''}"
             yield attempt(name, _engine_row, name, bound, setting, graphs, prompts, wanted)
 
 

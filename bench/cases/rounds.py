@@ -76,7 +76,7 @@ def about(subject: BenchSubject) -> str:
     stored = stored_weights(subject.target.model)
     peak = "" if ON_CPU else f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f}"
     fused = "fused" if subject.target.unfused is None else f"not fused: {subject.target.unfused}"
-    return f"{stored.bytes / 1e9:.2f} GB{peak}, {stored.words(subject.target.dtype)}, {fused}"
+    return f"{stored.bytes / 1e9:.2f} GB{peak}, {stored.summary(subject.target.dtype)}, {fused}"
 
 
 def block_rows(rounds: int, context: int, layers: int) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.draft_block import DraftPlan
+from specdec.attention.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block

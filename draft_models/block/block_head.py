@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import BlocksAttention
-from specdec.attention.kernels.draft_block import NodeOrder
+from specdec.attention.draft_block import NodeOrder
 from specdec.draft_models.block.block_layers import FULL, Gemma4BlockLayer, SuccessorHead, gemma4_config
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (

@@ -24,7 +24,7 @@ from specdec.errors import CheckpointError, first_line, naming_file, shown
 class ValueKind(NamedTuple):
     """The kind of value that a key must have."""
 
-    words: str
+    allowed: str
     holds: Callable[[Any], bool]
 
 
@@ -70,7 +70,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
             if kind is None or value is None or (isinstance(value, list) and kind is not NAMES):
                 continue
             if not kind.holds(value):
-                raise CheckpointError(f"{place}{key}={shown(value)}, expected {kind.words}")
+                raise CheckpointError(f"{place}{key}={shown(value)}, expected {kind.allowed}")
         heads, groups = part.get("num_attention_heads"), part.get("num_key_value_heads")
         if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
             raise CheckpointError(f"{place}num_attention_heads={heads} do not group over num_key_value_heads={groups}")

@@ -182,7 +182,7 @@ def read_settings(config: Config, form: Format) -> HeadSettings:
         if key.only and value not in key.only:
             raise UnsupportedModelError(f"{where}; specdec runs {form.name} with {key.only[0]} only")
         if not key.kind.holds(value):
-            raise CheckpointError(f"{where}, expected {key.kind.words}")
+            raise CheckpointError(f"{where}, expected {key.kind.allowed}")
         value = float(value) if key.kind in (NUMBER, POSITIVE) else value
         if key.merged and settings.setdefault(name, value) != value:
             raise CheckpointError(f"{name} is {settings[name]} in one place of its config and {value} in another")
@@ -246,7 +246,7 @@ def read_rope(settings: HeadSettings, by_layer_type: bool = False) -> dict[str, 
         if key not in ROPE_KEYS:
             raise UnsupportedModelError(f"{key}={reprlib.repr(value)} of its RoPE is not known")
         if not ROPE_KEYS[key].holds(value):
-            raise CheckpointError(f"{key}={reprlib.repr(value)} of its RoPE, expected {ROPE_KEYS[key].words}")
+            raise CheckpointError(f"{key}={reprlib.repr(value)} of its RoPE, expected {ROPE_KEYS[key].allowed}")
     if missing := [key for key in ("rope_theta", *ROPE_TYPES[kind]) if not rope.get(key)]:
         raise CheckpointError(f"rope_type={kind!r} without {', '.join(missing)}")
     rope["rope_theta"] = float(rope["rope_theta"])

@@ -175,7 +175,7 @@ class FusedHead(PlainHead):
         first: Any = head.layers[0]
         self.token_gain, self.state_gain = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
         self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
-        self.layers = FusedLayers(head, self.final_gain, weights, ops, beside=list(head.fc_norm or ()))
+        self.layers = FusedLayers(head, self.final_gain, weights, ops, extra_norms=list(head.fc_norm or ()))
 
     def first_state(self, states: torch.Tensor) -> Product:
         """g [T, H], before fc's split sum is finished."""

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.kernels.draft_block import DraftBlock
+from specdec.attention.draft_block import DraftBlock
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import TreeBuilder, num_candidates

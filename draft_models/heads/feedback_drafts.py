@@ -21,7 +21,7 @@ import torch
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import ChainAttention
-from specdec.attention.kernels.draft_block import DraftPlan
+from specdec.attention.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation
 from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker, continued

@@ -83,13 +83,13 @@ def _undisturbed(probed: Callable[[], torch.Tensor], module: nn.Module) -> torch
 class FusedLayers:
     """The fused layers of a head in order. Each ends with the first norm of the next layer, and the last with `final`.
 
-    beside: norms whose weights are merged too, into `gain`. Raises Unfusable.
+    extra_norms: further norms, whose weights are merged too, into `gain`. Raises Unfusable.
     """
 
     def __init__(
-        self, head: Any, final: Norm | None, weights: Weights, ops: Operations, beside: Sequence[nn.Module] = ()
+        self, head: Any, final: Norm | None, weights: Weights, ops: Operations, extra_norms: Sequence[nn.Module] = ()
     ) -> None:
-        self.head, self.final, self.weights, self.ops, self.beside = head, final, weights, ops, beside
+        self.head, self.final, self.weights, self.ops, self.extra_norms = head, final, weights, ops, extra_norms
         self._describe()
 
     def keep_in_step(self) -> None:
@@ -113,7 +113,7 @@ class FusedLayers:
         """Merge the weights and note their addresses, which may have changed."""
         with merging():
             parts = [LLAMA.layer(layer, self.head, WeightGroups(unmerged=False)) for layer in self.head.layers]
-            self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
+            self.gain = merge([norm.weight for norm in self.extra_norms]) if self.extra_norms else None  # type: ignore[misc]
         norms = [*(part.input_norm for part in parts[1:]), self.final]
         self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts, norms, strict=True))]
         self.generation = self.weights.generation()  # read after the merge, which moves weights

@@ -23,7 +23,7 @@ from specdec.draft_models.native_mtp.mtp_families import (
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, read_parts
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, decoder_on_device, read_parts
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
@@ -63,7 +63,7 @@ def native_mtp_drafter(
         if not modules:
             raise no_modules()
         family = family or conventions_of(folder, target)
-        decoder = beside(target.user_decoder, target.device)
+        decoder = decoder_on_device(target.user_decoder, target.device)
         for number, names in enumerate(modules):
             names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}

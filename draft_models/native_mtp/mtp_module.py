@@ -75,11 +75,11 @@ class MtpModule(nn.Module):
         x = self.proj(torch.cat(halves[::-1] if first else halves, -1)).flatten(0, 1)[None]
         places = positions.reshape(1, -1)
         if isinstance(self.block, FusedDecoder):
-            walk = self.block.begin_forward(None, places, context, None, x)
-            walk.advance(1)
-            normed = walk.finish()
+            paused = self.block.begin_forward(None, places, context, None, x)
+            paused.advance(1)
+            normed = paused.finish()
             assert normed is not None
-            return walk.hidden.view_as(hidden), normed.view_as(hidden)
+            return paused.hidden.view_as(hidden), normed.view_as(hidden)
         out = self.block(inputs_embeds=x, position_ids=places, use_cache=False, specdec_ctx=context)
         y: torch.Tensor = out.last_hidden_state.view_as(hidden)
         return y, self.norm(y)
@@ -144,7 +144,7 @@ def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
     return min(alike, key=lambda number: abs(number - like), default=like)
 
 
-def beside(decoder: Any, device: torch.device) -> Any:
+def decoder_on_device(decoder: Any, device: torch.device) -> Any:
     """A text model whose norm and rotary tables are on `device`, where modules run. Its layers and embedding are not
     moved; they may be in host memory if several devices share the target."""
     if decoder.norm.weight.device == device:

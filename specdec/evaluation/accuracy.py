@@ -205,9 +205,9 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
     for turn in range(max(len(ask.turns[index]) for index in batch)):
         asked = [index for index in batch if len(ask.turns[index]) > turn]
         seeded = [replace(params, seed=problem_seed(params.seed or 0, index)) for index in asked]
-        ways = {name: partial(engine.generate, params=seeded, progress=False) for name, engine in engines.items()}
+        runners = {name: partial(engine.generate, params=seeded, progress=False) for name, engine in engines.items()}
         prompts = {name: [ask.prompt(index, known[index]) for index in asked] for name, known in answers.items()}
-        for place, (index, runs) in enumerate(zip(asked, run_interleaved(ways, prompts), strict=True)):
+        for place, (index, runs) in enumerate(zip(asked, run_interleaved(runners, prompts), strict=True)):
             parting: Record | None = None
             if len(engines) == 2:
                 first, second = (own[place] for own in prompts.values())

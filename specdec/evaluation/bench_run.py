@@ -16,7 +16,7 @@ from specdec.evaluation.data_sets import batches_of
 from specdec.measurement.conditions import VERSIONS, hardware
 from specdec.measurement.timed_comparison import (
     Record,
-    Way,
+    Runner,
     acceptance_figures,
     first_difference,
     group_lines,
@@ -65,20 +65,20 @@ def run_bench(
 
     engine: without a prefix cache, so that every run computes every prompt. target, drafter, data: names of its models
     and of the prompts' source, for the report. params: with a seed at temperatures above 0, or no two outputs would
-    agree. Ctrl-C raises Interrupted with the report of the prompts that all ways finished.
+    agree. Ctrl-C raises Interrupted with the report of the prompts that all runners finished.
     """
     spec, config = engine.spec, engine.config
     bare = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
-    ways: dict[str, Way] = {PLAIN: partial(bare.generate, params=params, progress=False)}
+    runners: dict[str, Runner] = {PLAIN: partial(bare.generate, params=params, progress=False)}
     if drafter is not None:
-        ways[f"specdec, {drafter}"] = partial(engine.generate, params=params, progress=False)
-    engines = list(ways)
+        runners[f"specdec, {drafter}"] = partial(engine.generate, params=params, progress=False)
+    engines = list(runners)
     if peer:
-        ways["transformers, plain"] = partial(generate_whole, engine, params)
-        ways |= assisted_peer(engine, params, spec.num_steps)
+        runners["transformers, plain"] = partial(generate_whole, engine, params)
+        runners |= assisted_peer(engine, params, spec.num_steps)
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
-        for generate in ways.values():
+        for generate in runners.values():
             generate(ids[:1])
     records: list[Record] = []
 
@@ -126,7 +126,7 @@ def run_bench(
         with progress_bar("measuring", len(batches)) as update:
             for done, batch in enumerate(batches, start=1):
                 group = [ids[i] for i in batch]
-                runs = run_interleaved(ways, dict.fromkeys(ways, group))
+                runs = run_interleaved(runners, dict.fromkeys(runners, group))
                 records += [{"index": i, "turn": 0, "runs": run} for i, run in zip(batch, runs, strict=True)]
                 update(done)
     except KeyboardInterrupt as stop:

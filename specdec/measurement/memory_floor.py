@@ -117,11 +117,11 @@ def read_bandwidth(device: torch.device) -> float:
     if on_gpu:
         size = max(size, min(MAX_READ_BYTES, torch.cuda.mem_get_info(device)[0] // 4))
     x = torch.ones(size // 4, device=device)
-    ways: list[tuple[int, Callable[[], object]]] = [(1, x.sum), (1, x.amax)]
+    reads: list[tuple[int, Callable[[], object]]] = [(1, x.sum), (1, x.amax)]
     if on_gpu:
         y = torch.empty_like(x)
-        ways.append((2, lambda: torch.mul(x, 1.5, out=y)))  # reads and writes
-    return max(count * x.nbytes / _seconds(call, device) for _ in range(READS) for count, call in ways)
+        reads.append((2, lambda: torch.mul(x, 1.5, out=y)))  # reads and writes
+    return max(count * x.nbytes / _seconds(call, device) for _ in range(READS) for count, call in reads)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -56,7 +56,7 @@ class Shrink:
             raise ConfigError(f"shrink={self.divisor}: widths are divided by 1, 2, 4, 8 or {MAX_SHRINK}")
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The changes in words; empty for the published shape."""
         parts = [] if self.layers is None else [f"{self.layers} layers"]
         return ", ".join(parts if self.divisor == 1 else [*parts, f"widths / {self.divisor}"])
@@ -121,7 +121,7 @@ class ModelShape:
         config: PreTrainedConfig = AutoConfig.for_model(**fields)
         if whole is None:
             return config
-        small: dict[str, Any] = {"vision_config": SMALL_VISION} if shrink.words else {}
+        small: dict[str, Any] = {"vision_config": SMALL_VISION} if shrink.summary else {}
         return AutoConfig.for_model(whole, text_config=config.to_dict(), **small)
 
     def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | HeadSpec | MtpSpec:

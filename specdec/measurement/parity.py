@@ -33,7 +33,7 @@ class Parity:
     tolerance: float
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         return f"{self.exact} of {self.tokens}, {self.worst:.2g} (at most {self.tolerance:g})"
 
 

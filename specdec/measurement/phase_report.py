@@ -130,7 +130,8 @@ def cell_figures(cell: Cell, lengths: Sequence[str] = ()) -> dict[str, str]:
         "ms (p10 to p90)": f"{times.median:.2f} ({times.p10:.2f} to {times.p90:.2f})" if times else "",
         **{head: _rounded(figure, 2) for head, figure in {**figures, "even at": cell.break_even}.items()},
         **{head: _rounded(figure, 1) for head, figure in {**speeds, "ready s": cell.ready_s}.items()},
-        "parity: best of checked, worst gap": cell.note or ("not judged" if cell.parity is None else cell.parity.words),
+        "parity: best of checked, worst gap": cell.note
+        or ("not judged" if cell.parity is None else cell.parity.summary),
     }
 
 

@@ -95,7 +95,7 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
             shrunk=subject.shrunk,
             assumed=bool(subject.assumed),
             parameters={name: stored_weights(model).numbers for name, model in models.items()},
-            weights=stored.words(target.dtype),
+            weights=stored.summary(target.dtype),
             weight_bytes=stored.bytes,
             read_bandwidth=read,
             conditions=conditions(target.device, plan.command)
@@ -144,7 +144,7 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
     finally:
         torch.cuda.empty_cache()
     if not parity.passed:
-        return replace(cell, parity=parity, note=f"parity failed: {parity.words}")
+        return replace(cell, parity=parity, note=f"parity failed: {parity.summary}")
     return _timed(replace(cell, parity=parity, ready_s=subject.prepared + ready), driven, subject)
 
 

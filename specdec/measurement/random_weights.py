@@ -211,7 +211,7 @@ def require_room(name: str, weights: PairWeights, device: torch.device, dtype: t
     needed, free = target.bytes + drafter.bytes, free_bytes(device)
     if needed > free * KV_SHARE.get(device.type, 0.5):
         raise CapacityError(
-            f"{name} takes {needed / 1e9:.1f} GB of weights in {target.words(dtype)} and "
+            f"{name} takes {needed / 1e9:.1f} GB of weights in {target.summary(dtype)} and "
             f"{free / 1e9:.1f} GB are free on {device}, of which K/V need a part; make it smaller with --layers or "
             "--shrink, or use another device"
         )
@@ -360,7 +360,7 @@ def random_subject(
     return BenchSubject(
         name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}"
         + (f", on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""),
-        shrunk=shrink.words,
+        shrunk=shrink.summary,
         target=target,
         drafter=drafter,
         drafts=drafts,

@@ -1,7 +1,7 @@
-"""Times ways of generating against each other on the same prompts, with their figures: what `specdec bench` and
-`specdec eval` share.
+"""Times functions that generate (`Runner`) against each other on the same prompts, with their figures: what
+`specdec bench` and `specdec eval` share.
 
-The ways take turns batch by batch, so that a slow moment of a shared machine affects all of them; processor time shows
+Runners take turns batch by batch, so that a slow moment of a shared machine affects all of them; processor time shows
 how much of the machine others took. It does not know what is compared, or what is reported.
 
 TTFT is the time from a request's submission to its first token. TPOT is the time per token after the first; its mean is
@@ -22,11 +22,11 @@ from specdec.runtime.request_output import GenerationOutput, RequestStats
 TokenPrompts = list[list[int]]
 """Token ids of some prompts, or of the outputs to them."""
 
-Way = Callable[[TokenPrompts], Sequence[GenerationOutput]]
+Runner = Callable[[TokenPrompts], Sequence[GenerationOutput]]
 """One way of generating: prompts -> their outputs, in order."""
 
 Runs = dict[str, dict[str, Any]]
-"""Plain values of each way's output to one prompt: text, token_ids, finish_reason, stats (`RequestStats`), and its
+"""Plain values of each runner's output to one prompt: text, token_ids, finish_reason, stats (`RequestStats`), and its
 share of the batch's seconds and processor_seconds, those of all threads of this process."""
 
 Record = dict[str, Any]
@@ -45,10 +45,10 @@ WORDS = ("run", "category", "by position")
 """Headings of columns whose cells are not single figures."""
 
 
-def run_interleaved(ways: Mapping[str, Way], prompts: Mapping[str, TokenPrompts]) -> list[Runs]:
-    """Run every way once, on its own prompts of one batch. Returns the runs of each prompt."""
+def run_interleaved(runners: Mapping[str, Runner], prompts: Mapping[str, TokenPrompts]) -> list[Runs]:
+    """Run every runner once, on its own prompts of one batch. Returns the runs of each prompt."""
     runs: list[Runs] = [{} for _ in next(iter(prompts.values()))]
-    for name, generate in ways.items():
+    for name, generate in runners.items():
         start, processor = perf_counter(), process_time()
         outputs = generate(prompts[name])
         seconds, processor_seconds = perf_counter() - start, process_time() - processor

@@ -21,11 +21,11 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.measurement.timed_comparison import TokenPrompts, Way
+from specdec.measurement.timed_comparison import Runner, TokenPrompts
 from specdec.runtime.request_output import GenerationOutput, RequestStats
 
 
-def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> dict[str, Way]:
+def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> dict[str, Runner]:
     """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, or MTP modules of the target's
     own checkpoint, of which it reads all at each call to draft one token each. The target must not have been left in
     host memory for several devices."""

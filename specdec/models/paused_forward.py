@@ -1,6 +1,6 @@
 """A target's forward that can pause between two layers, so that other work can run in between.
 
-    walk = start(...)  ->  walk.advance(4)  ->  ...  ->  walk.advance(walk.num_layers)  ->  walk.finish()
+    paused = start(...)  ->  paused.advance(4)  ->  ...  ->  paused.advance(paused.num_layers)  ->  paused.finish()
 
 `start_forward_of` returns `start`. A fused decoder is our own loop, which can stop anywhere. A transformers decoder
 runs twice with stand-ins for its layers. In the first run each stand-in notes its layer's arguments. Then the real
@@ -58,8 +58,8 @@ class LayerStandIn(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        walk: PausedOutline = kwargs["specdec_ctx"]
-        return walk.enter(self.layer, args, kwargs)
+        paused: PausedOutline = kwargs["specdec_ctx"]
+        return paused.enter(self.layer, args, kwargs)
 
 
 def outline_of(decoder: nn.Module) -> nn.Module:
@@ -131,10 +131,10 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
         return PausedOutline(outline, ids, positions, context)
 
     def run(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        whole = start(tokens, positions, context, None)
-        for layer in range(whole.num_layers):
-            whole.advance(layer + 1)
-        return cast(torch.Tensor, whole.finish())
+        paused = start(tokens, positions, context, None)
+        for layer in range(paused.num_layers):
+            paused.advance(layer + 1)
+        return cast(torch.Tensor, paused.finish())
 
     try:
         with torch.inference_mode(), torch.autocast(proof.texts.device.type, enabled=False):

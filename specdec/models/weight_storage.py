@@ -37,7 +37,7 @@ class StoredWeights(NamedTuple):
     bytes: int
     form: str
 
-    def words(self, dtype: torch.dtype) -> str:
+    def summary(self, dtype: torch.dtype) -> str:
         """Describe the storage in words. dtype: of weights that are not packed."""
         return f"{self.form}, the rest {dtype_name(dtype)}" if self.form else dtype_name(dtype)
 
@@ -66,7 +66,7 @@ def weights_in_words(model: PreTrainedModel) -> str:
         return f"{getattr(method, 'value', method)} as transformers runs it, the rest {dtype_name(model.dtype)}"
     stored = stored_weights(model)
     size = f"{stored.bytes / 1e9:.1f} GB" if stored.bytes >= 1e9 else f"{stored.bytes / 1e6:.0f} MB"
-    return f"{stored.words(model.dtype).replace('-g', ' in groups of ')} ({size})"
+    return f"{stored.summary(model.dtype).replace('-g', ' in groups of ')} ({size})"
 
 
 def _form(weight: PackedWeight) -> str:

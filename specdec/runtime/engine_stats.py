@@ -124,12 +124,12 @@ class EngineStats(RequestStats):
 
     @property
     def mean_queue_seconds(self) -> float:
-        """Mean time from when a request was handed in until it had a row."""
+        """Mean time from when a request was submitted until it had a row."""
         return self.queue_seconds / self.finished if self.finished else 0.0
 
     @property
     def mean_first_token_seconds(self) -> float:
-        """Mean time from when a request was handed in until its first token."""
+        """Mean time from when a request was submitted until its first token."""
         return self.first_token_seconds / self.finished if self.finished else 0.0
 
     def count(self, request: Request) -> None:

@@ -95,7 +95,7 @@ class Launch:
     def is_round(self) -> bool:
         return self.drawing is None
 
-    def gaining(self) -> list[Request]:
+    def requests_that_advance(self) -> list[Request]:
         """Present requests that are certain to get a token."""
         batch = self.batch
         return [batch.requests[i] for i in batch.present() if self.drawing is None or i in self.drawing]
@@ -159,8 +159,8 @@ class Launches:
         busy: the device has other work, a round or the prompt chunks of this step or the next. If it has none and a
         launch brings a token, everything is settled now: waiting for the next step would leave the device idle.
         """
-        gaining = not busy and any(launched.gaining() for launched in self.unsettled)
-        return self.settle_all(left=int(self._captured and not gaining))
+        advances = not busy and any(launched.requests_that_advance() for launched in self.unsettled)
+        return self.settle_all(left=int(self._captured and not advances))
 
     def settle_all(self, left: int = 0) -> list[Request]:
         """Settle launches, oldest first, except the last `left`. Returns the requests that ended."""
@@ -244,8 +244,8 @@ class Launches:
         rows, drafting = table_rows(requests), result.draft_depth > 0
         drafted = rows[drafting], result.length[drafting] - 1, result.draft_depth[drafting]
         chosen = not any(request.has_fixed_draft for request in requests)
-        brought = gained / len(requests) if chosen else 0.0
-        self._draft_policy.learn(shape.draft, shape.batch, seconds, drafted, brought)
+        mean_tokens = gained / len(requests) if chosen else 0.0
+        self._draft_policy.learn(shape.draft, shape.batch, seconds, drafted, mean_tokens)
 
     def _count(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
         """Count a settled round, and its accepted drafts unless the lookup next to a model drafted them."""

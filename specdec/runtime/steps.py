@@ -204,14 +204,14 @@ class Steps:
         """
         rows, policy, captured = batch.rows, self.draft_policy, self.captured_rounds
         drafting = self.state.max_drafts.host[rows] > 0  # 0: no drafts, or after the drafter's last position
-        draft = self._largest_draft(batch, remaining, drafting)
+        draft = self._full_or_covering_draft(batch, remaining, drafting)
         shape = round_shape(self.state, rows, batch.params, draft, self._unsettled_nodes())
         if policy is None or not draft.num_steps:
             return shape
         bucket = shape if captured is None else captured_shape(self.state, shape)
         if captured is not None and is_rare(bucket):
             return shape
-        min_draft = self._largest_draft(batch, remaining, drafting & batch.fixed)
+        min_draft = self._full_or_covering_draft(batch, remaining, drafting & batch.fixed)
         max_drafts = np.minimum(self.state.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.is_round]
         chosen = policy.choose(rows, max_drafts, bucket.batch, min_draft, unsettled)
@@ -219,9 +219,9 @@ class Steps:
             chosen = draft._replace(by_lookup=chosen.by_lookup)
         return shape._replace(draft=chosen)
 
-    def _largest_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
-        """The largest draft of use to the requests that are `drafting` [B]: the smallest that covers what each of them
-        can use. If rounds are captured, it is the engine's whole draft, or none if no request drafts."""
+    def _full_or_covering_draft(self, batch: RequestBatch, remaining: Sequence[int], drafting: BoolArray) -> DraftShape:
+        """The draft for the requests that are `drafting` [B]: the smallest that covers what each of them can use.
+        If rounds are captured, it is the engine's full draft, or none if no request drafts."""
         if self.captured_rounds is not None:
             return DraftShape.from_spec(self.spec) if drafting.any() else NO_DRAFT
         each = zip(batch.requests, remaining, drafting, strict=True)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """Parameters for all prompts, or one for each."""
-READERS = 4
+INTAKE_THREADS = 4
 """Number of threads that read prompts, and of threads that compile grammars."""
 INTAKE_SECONDS = 30.0
 CLOSING_SECONDS = 0.02
@@ -82,7 +82,8 @@ class AsyncEngine:
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # separate pools, so that slow grammars delay no prompt
-        self._prompts, self._grammars = FairPool(READERS, "specdec-prompts"), FairPool(READERS, "specdec-grammars")
+        self._prompts = FairPool(INTAKE_THREADS, "specdec-prompts")
+        self._grammars = FairPool(INTAKE_THREADS, "specdec-grammars")
         self._finalizer = weakref.finalize(self, _stop, self._thread, (self._prompts, self._grammars), self._pid)
 
     @classmethod
@@ -137,7 +138,7 @@ class AsyncEngine:
         client, streams = CLIENT.get(), Streams(self._thread)
         self._admission.take_places(count, client)
 
-        def hand_in() -> None:
+        def submit_on_worker() -> None:
             # on another thread: tokenizing a long prompt here would block the event loop
             for prompt in many:
                 if isinstance(prompt, str):
@@ -151,12 +152,12 @@ class AsyncEngine:
                 self._admission.give_back(count, client)
 
         pool = self._grammars if any(one.grammar is not None for one in each) else self._prompts
-        handed_in = pool.submit(hand_in)
-        handed_in.add_done_callback(give_back)
+        submitted = pool.submit(submit_on_worker)
+        submitted.add_done_callback(give_back)
         try:
-            await wait_for(handed_in, self._intake_seconds)
+            await wait_for(submitted, self._intake_seconds)
         except BaseException:
-            handed_in.add_done_callback(lambda _: streams.abort())
+            submitted.add_done_callback(lambda _: streams.abort())
             raise
         return streams
 

@@ -56,7 +56,7 @@ from specdec.layers.packed.packed_gemm import dequantise, packed_gemm
 from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 
-ENOUGH_PROGRAMS = 256
+MIN_SUMMING_PROGRAMS = 256
 """From this many programs on, one program adds all ranges of K: separate parts would cost more bytes than they gain."""
 
 VENDOR_ROWS = 64
@@ -184,7 +184,7 @@ def linear(
             return product
     tiles = tiles or tiles_of(x, weight, split_k)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
-    few = count < ENOUGH_PROGRAMS and len(x) <= HELD_ROWS
+    few = count < MIN_SUMMING_PROGRAMS and len(x) <= HELD_ROWS
     if isinstance(weight, PackedWeight):  # its ranges exist to have more programs
         few |= len(x) <= MAX_SMALL_ROWS
     split = split_k.splits > 1 and (keep_parts or few)

@@ -200,6 +200,7 @@ def packed_gemm(
 
     other = (short.block_m, short.block_k) if short else (tiles.tail_m, tiles.block_k)
     row_tiles, num_tall, num_short = launch.count_programs(num_rows, n)
+    # in the kernel, `high` is num_tall, and FINE_M and FINE_K are the rows and columns of a short tile
     packed_gemm_kernel[(row_tiles * num_tall + num_short, launch.parts)](
         *(descriptor(x, tiles.block_m, tiles.block_k), descriptor(x, *other) if other[0] else None),
         *(words, scales, zeros, None if split else bias, out),

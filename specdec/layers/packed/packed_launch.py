@@ -25,8 +25,8 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
 
 
-class Pace(NamedTuple):
-    """Speed of programs with one tile on an H100, where a multiprocessor runs `programs` of them at once.
+class TileTiming(NamedTuple):
+    """Time of programs with one tile on an H100, where a multiprocessor runs `programs` of them at once.
 
     Microseconds for 128 columns: `alone` for a single program, `each` for each of several.
     """
@@ -41,32 +41,41 @@ class Pace(NamedTuple):
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 
-    def microseconds_with_others(self, programs: float, other: "Pace", others: float) -> float:
+    def microseconds_with_others(self, programs: float, other: "TileTiming", others: float) -> float:
         """Microseconds next to programs of another tile, which begin as soon as there is room; numbers on average."""
         after = max(other.alone, others * max(other.each, other.alone / self.programs))
         return max(self.microseconds(ceil(programs)), programs * self.each + after)
 
 
-PACES: dict[Tiles, dict[str, Pace]] = {
+TILE_TIMINGS: dict[Tiles, dict[str, TileTiming]] = {
     Tiles(64, 64, 128, 4, 3, 64): {
-        "4 bits": Pace(3, 0.63, 0.25),
-        "8 bits": Pace(3, 0.78, 0.28),
-        "8 bits in blocks": Pace(3, 1.00, 0.37),
+        "4 bits": TileTiming(3, 0.63, 0.25),
+        "8 bits": TileTiming(3, 0.78, 0.28),
+        "8 bits in blocks": TileTiming(3, 1.00, 0.37),
     },
-    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.60, 0.28), "8 bits": Pace(2, 0.60, 0.37)},
-    Tiles(64, 64, 64, 4, 4, 64, tail_m=32): {"8 bits": Pace(3, 1.00, 0.44)},
-    Tiles(64, 128, 128, 4, 3, 64): {"4 bits": Pace(2, 0.65, 0.44), "8 bits": Pace(2, 0.85, 0.46)},
-    Tiles(64, 128, 64, 4, 3, 64): {"8 bits": Pace(3, 1.14, 0.49)},
-    Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": Pace(3, 1.40, 0.59)},
-    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": Pace(2, 1.30, 0.84)},
-    Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": Pace(3, 1.10, 0.45), "8 bits": Pace(2, 0.98, 0.55)},
-    Tiles(128, 64, 128, 4, 4, 128): {"4 bits": Pace(2, 0.78, 0.50)},
-    Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {"4 bits": Pace(2, 1.19, 0.70), "8 bits": Pace(2, 1.29, 0.76)},
-    Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": Pace(2, 1.43, 1.02)},
-    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": Pace(2, 1.41, 0.83), "8 bits": Pace(2, 1.45, 0.95)},
-    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": Pace(2, 1.74, 1.16)},
-    Tiles(128, 128, 128, 4, 3, 128): {"4 bits": Pace(1, 0.92, 0.92)},
-    Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {"4 bits": Pace(1, 1.25, 1.19), "8 bits": Pace(1, 1.26, 1.26)},
+    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": TileTiming(2, 0.60, 0.28), "8 bits": TileTiming(2, 0.60, 0.37)},
+    Tiles(64, 64, 64, 4, 4, 64, tail_m=32): {"8 bits": TileTiming(3, 1.00, 0.44)},
+    Tiles(64, 128, 128, 4, 3, 64): {"4 bits": TileTiming(2, 0.65, 0.44), "8 bits": TileTiming(2, 0.85, 0.46)},
+    Tiles(64, 128, 64, 4, 3, 64): {"8 bits": TileTiming(3, 1.14, 0.49)},
+    Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": TileTiming(3, 1.40, 0.59)},
+    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": TileTiming(2, 1.30, 0.84)},
+    Tiles(128, 64, 128, 4, 3, 128, registers=168): {
+        "4 bits": TileTiming(3, 1.10, 0.45),
+        "8 bits": TileTiming(2, 0.98, 0.55),
+    },
+    Tiles(128, 64, 128, 4, 4, 128): {"4 bits": TileTiming(2, 0.78, 0.50)},
+    Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {
+        "4 bits": TileTiming(2, 1.19, 0.70),
+        "8 bits": TileTiming(2, 1.29, 0.76),
+    },
+    Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": TileTiming(2, 1.43, 1.02)},
+    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": TileTiming(2, 1.41, 0.83), "8 bits": TileTiming(2, 1.45, 0.95)},
+    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": TileTiming(2, 1.74, 1.16)},
+    Tiles(128, 128, 128, 4, 3, 128): {"4 bits": TileTiming(1, 0.92, 0.92)},
+    Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {
+        "4 bits": TileTiming(1, 1.25, 1.19),
+        "8 bits": TileTiming(1, 1.26, 1.26),
+    },
 }
 """Tiles, by the form of a weight, that were fastest for some of eight weights and 48 to 640 rows. In two runs the
 model's choice takes on average 0.3 %, and at most 4 %, longer than the fastest timed launch."""
@@ -128,12 +137,12 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, split_k: SplitK, dt
     stages = 4 if split_k.split_len > DEEP_RANGE else 3
     if num_rows > MAX_SMALL_ROWS:
         return Tiles(64, 64, fixed or 128, 4, stages, 64)
-    block_m, high = max(16, triton.next_power_of_2(num_rows)), len(weight) >= SPLIT_HEIGHT
+    block_m, is_high = max(16, triton.next_power_of_2(num_rows)), len(weight) >= SPLIT_HEIGHT
     if BITS[weight.code] == 8:
-        block_k = fixed or (256 if high and split_k.splits == 1 else 128)
+        block_k = fixed or (256 if is_high and split_k.splits == 1 else 128)
         return Tiles(64, block_m, block_k, 4, stages, 64, registers=REGISTERS)
     small_groups = weight.code == "int4" and weight.group <= 32
-    if high and small_groups and split_k.splits > 1 and split_k.split_len <= SHORT_RANGE:
+    if is_high and small_groups and split_k.splits > 1 and split_k.split_len <= SHORT_RANGE:
         return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
     return Tiles(64, block_m, fixed or 256, 4, stages, 64)
 
@@ -217,7 +226,7 @@ def _choose(
 ) -> PackedLaunch | None:
     took = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
-        for tiles in PACES
+        for tiles in TILE_TIMINGS
         if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # absent rows take longer than real ones
         for launch in _launches(num_rows, shape, tiles, gated, split_k, multiprocessors)
     }
@@ -262,7 +271,7 @@ def _equal_ranges(k: int, ranges: int) -> SplitK:
 
 def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
     stage = (2 * (tiles.block_m + tiles.tail_m) + tiles.block_n * shape.bits // 8) * tiles.block_k
-    if shape.kind not in PACES[tiles] or tiles.num_stages * stage + SCALES_AND_STORES_BYTES > shared:
+    if shape.kind not in TILE_TIMINGS[tiles] or tiles.num_stages * stage + SCALES_AND_STORES_BYTES > shared:
         return False
     if shape.bits == 4:  # scales are copied asynchronously if there are 4 bytes for each thread
         step = scale_step(tiles.block_n, tiles.block_k, shape.group)
@@ -273,16 +282,17 @@ def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
 def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, split_k, parts = launch.tiles, launch.split_k, launch.parts
     row_tiles, num_tall, num_short = launch.count_programs(num_rows, shape.n)
-    pace, programs = PACES[tiles][shape.kind], row_tiles * num_tall + num_short
+    timing, programs = TILE_TIMINGS[tiles][shape.kind], row_tiles * num_tall + num_short
     each = ceil(programs * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(split_k.split_len, shape.k)
     if launch.short_tiles is None:
-        for_128 = pace.microseconds(each)
+        for_128 = timing.microseconds(each)
     else:
         short = num_short / multiprocessors
         tall = programs / multiprocessors - short
-        for_128 = TWO_TILES_FACTOR * pace.microseconds_with_others(tall, PACES[launch.short_tiles][shape.kind], short)
-    begun = triton.cdiv(each, pace.programs) * WAVE_US + each * PROGRAM_US
+        short_timing = TILE_TIMINGS[launch.short_tiles][shape.kind]
+        for_128 = TWO_TILES_FACTOR * timing.microseconds_with_others(tall, short_timing, short)
+    begun = triton.cdiv(each, timing.programs) * WAVE_US + each * PROGRAM_US
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + parts * (PART_US + num_rows * shape.n * 8 / L2_BANDWIDTH)
 

@@ -141,8 +141,8 @@ class DraftAcceptance:
         errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))  # rows are not all lucky
         high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
         reach = np.cumprod([chance, high], axis=3) * (self._levels < max_drafts[:, None])
-        brought = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
-        mean: FloatArray = np.exp(np.log(brought).mean(axis=2))[:, self._class_of, self._depth_of]
+        tokens = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
+        mean: FloatArray = np.exp(np.log(tokens).mean(axis=2))[:, self._class_of, self._depth_of]
         return mean
 
 
@@ -222,7 +222,7 @@ class DraftAccount:
         return balance + longest / len(balance)
 
     def settle(self, times: RoundTimes, draft_index: int, tokens: float) -> None:
-        """Enter a round with draft `draft_index` that brought `tokens` per row on average."""
+        """Enter a round with draft `draft_index` that gained `tokens` per row on average."""
         self._counts[times][:, draft_index] += 1, tokens
         most = MAX_SAVED * float(times.seconds[0, 0]) or np.inf
         kept = np.minimum(1 - 1 / DECAY_ROUNDS, most / np.maximum(self.balance(times), 1e-9))
@@ -277,10 +277,12 @@ class DraftPolicy:
         self._stats = self._stats._replace(last=(len(rows), *expected), best=best)
         return self.shapes[chosen]
 
-    def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
+    def learn(
+        self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], mean_tokens: float
+    ) -> None:
         """Learn from a settled round. seconds: includes reading the lag before it. drafted: see
-        `DraftAcceptance.learn`. brought: mean tokens gained per request; 0: a request had fixed the draft, so nothing
-        is charged."""
+        `DraftAcceptance.learn`. mean_tokens: tokens gained per request; 0: a request had fixed the draft, so nothing is
+        charged."""
         index, times = self._index_of(shape), self.times_of(batch)
         if shape == self.shapes[index]:
             times.learn(index, seconds)
@@ -288,8 +290,8 @@ class DraftPolicy:
         if index:
             judged, begun = self._stats.judged + len(drafted[0]), self._stats.begun + int(np.count_nonzero(drafted[1]))
             self._stats = self._stats._replace(judged=judged, begun=begun)
-        charged = index if brought else 0
-        self.account.settle(times, charged, brought if charged else 1.0)
+        charged = index if mean_tokens else 0
+        self.account.settle(times, charged, mean_tokens if charged else 1.0)
 
     def times_of(self, batch: int) -> RoundTimes:
         """Times of rounds with this many seats."""

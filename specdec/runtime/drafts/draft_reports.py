@@ -1,7 +1,7 @@
 """Reports of how drafts did. In words: one sentence for the log, benchmarks, command line and examples. As counts: for
-statistics, metrics and the doctor, and under the names of vLLM and llama.cpp for their clients and benchmarks.
+statistics, metrics and the doctor, and under the names of vLLM for its clients and benchmarks.
 
-Those of clients skip rounds without drafts. A tree counts by its depth, not by its nodes.
+Those of vLLM skip rounds without drafts. A tree counts by its depth, not by its nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class DraftStats(NamedTuple):
         rows, tokens, milliseconds = self.last
         table = zip(self.shapes, tokens, milliseconds, strict=False)
         named = [
-            f"{each} {brought:.2f} tokens in {took:.2f} ms, {brought / took:.2f} a ms" for each, brought, took in table
+            f"{each} {gained:.2f} tokens in {took:.2f} ms, {gained / took:.2f} a ms" for each, gained, took in table
         ]
         return f"{rows} running: {'; '.join(named) or self.off}" if rows else "no round has had a choice yet"
 
@@ -93,8 +93,10 @@ def why_slower(speed_up: float, stats: RequestStats, *, off: str = "") -> str:
     """
     if speed_up >= 1 or not stats.rounds:
         return ""
-    brought = stats.round_tokens / stats.rounds
-    reason = f"a round brought {brought:.2f} tokens and took {brought / speed_up:.2f} times as long as a plain one"
+    mean_tokens = stats.round_tokens / stats.rounds
+    reason = (
+        f"a round brought {mean_tokens:.2f} tokens and took {mean_tokens / speed_up:.2f} times as long as a plain one"
+    )
     return reason + (f"; drafts are off: {off}" if off else "")
 
 
@@ -121,26 +123,4 @@ def vllm_figures(stats: RequestStats, max_drafts: int) -> dict[str, Any]:
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": stats.draft_tokens,
         "num_spec_tokens": len(at_least) - 2,
-    }
-
-
-def llama_timings(stats: RequestStats) -> dict[str, Any]:
-    """`timings` of llama.cpp's server. The prompt's time ends with the first token and excludes the queue."""
-    prompt, predicted = stats.first_token_seconds - stats.queue_seconds, stats.decode_seconds
-    read = stats.prompt_tokens - stats.cached_tokens
-    return {
-        "cache_n": stats.cached_tokens,
-        **_pace("prompt", read, prompt),
-        **_pace("predicted", stats.output_tokens, predicted),
-        "draft_n": stats.draft_tokens,
-        "draft_n_accepted": sum(stats.accepted_counts),
-    }
-
-
-def _pace(name: str, tokens: int, seconds: float) -> dict[str, Any]:
-    return {
-        f"{name}_n": tokens,
-        f"{name}_ms": 1e3 * seconds,
-        f"{name}_per_token_ms": 1e3 * seconds / tokens if tokens else 0.0,
-        f"{name}_per_second": tokens / seconds if seconds else 0.0,
     }

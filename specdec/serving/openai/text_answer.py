@@ -18,7 +18,7 @@ from fastapi.responses import Response
 
 from specdec import __version__
 from specdec.errors import ConfigError
-from specdec.runtime.drafts.draft_reports import llama_timings, vllm_figures
+from specdec.runtime.drafts.draft_reports import vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.engine_thread import Streams
@@ -178,3 +178,25 @@ class TextAnswer(ABC):
             "total_tokens": prompt_len + completion,
             "prompt_tokens_details": {"cached_tokens": cached} if self.settings.show_cached_tokens else None,
         }
+
+
+def llama_timings(stats: RequestStats) -> dict[str, Any]:
+    """`timings` of llama.cpp's server. The prompt's time ends with the first token and excludes the queue."""
+    prompt, predicted = stats.first_token_seconds - stats.queue_seconds, stats.decode_seconds
+    read = stats.prompt_tokens - stats.cached_tokens
+    return {
+        "cache_n": stats.cached_tokens,
+        **_phase_timings("prompt", read, prompt),
+        **_phase_timings("predicted", stats.output_tokens, predicted),
+        "draft_n": stats.draft_tokens,
+        "draft_n_accepted": sum(stats.accepted_counts),
+    }
+
+
+def _phase_timings(name: str, tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": 1e3 * seconds,
+        f"{name}_per_token_ms": 1e3 * seconds / tokens if tokens else 0.0,
+        f"{name}_per_second": tokens / seconds if seconds else 0.0,
+    }

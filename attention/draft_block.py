@@ -43,7 +43,7 @@ class NodeOrder(Enum):
     MUTUAL = "mutual"  # a node sees all nodes
 
 
-Sight = tuple[int | None, int]
+KeyLimits = tuple[int | None, int]
 """A layer's window and first key."""
 
 
@@ -64,7 +64,7 @@ class DraftPlan(NamedTuple):
     anchored: bool = False
     first_keys: Sequence[int] | None = None
 
-    def sight(self, layer: int) -> Sight:
+    def key_limits(self, layer: int) -> KeyLimits:
         return self.windows[layer], 0 if self.first_keys is None else self.first_keys[layer]
 
     @property
@@ -178,10 +178,10 @@ class TorchDraftBlock(DraftBlock):
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         super().enter_level(origin)
-        self._bias: dict[tuple[GroupId, Sight], torch.Tensor] = {}
+        self._bias: dict[tuple[GroupId, KeyLimits], torch.Tensor] = {}
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        key = self.store.layers[layer].group, self.draft.sight(layer)
+        key = self.store.layers[layer].group, self.draft.key_limits(layer)
         if key not in self._bias:
             self._bias[key] = bias_of(self.seen(layer))
         k, v = (self.written(all_rows(pool)) for pool in self.scratch[layer].fields)
@@ -189,7 +189,7 @@ class TorchDraftBlock(DraftBlock):
 
     def seen(self, layer: int) -> torch.Tensor:
         """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the draft so far."""
-        window, first_key = self.draft.sight(layer)
+        window, first_key = self.draft.key_limits(layer)
         _, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
         nodes = torch.arange(self.num_keys, device=key_pos.device)
         ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()
@@ -210,7 +210,7 @@ class PagedDraftBlock(DraftBlock):
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         committed, scratch = self.store.layers[layer], self.scratch[layer]
-        window, first_key = self.draft.sight(layer)
+        window, first_key = self.draft.key_limits(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
         ancestors = self.bits[:, :, : -(-self.num_keys // WORD)]
         key_pos = self.key_pos[:, : self.num_keys]
