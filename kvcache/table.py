@@ -13,12 +13,14 @@ costs nothing: its slots are written again. Each windowed group has its own evic
 evicts nothing.
 
 A tree over a window. Node n has the slot of cell S + n of its row, in every group, though its position is S + its
-depth. In a group with a window, a verify reads
+depth. In a group with a window, a verify by kernels reads
 
     committed keys   by page, through a table that begins at page_floor(S - retain) (`attention/kernels/page_table.py`)
     own keys         by slot, one list per path: the committed keys from the last multiple of 64 on, and the node's
                      ancestors, found by walking its parents (`attention/kernels/own_keys.py`)
     of both          those that the window reaches: key position > query position - window
+
+The default backend in plain torch gathers all keys of that page table and all nodes, and masks them by the same rules.
 
 `evict_unseen` frees only peers before S - max_lag - retain, with S as the host has committed it. A round in flight
 begins at that S or a later one, so its tables name no evicted page.

@@ -5,10 +5,10 @@
                  '-- preempted, or a step was interrupted: all slots freed, tokens kept'
 
 A request's rank is its priority number, then its arrival. Requests are admitted and prompts are read in order of rank,
-the lowest first. If a page is needed and none is free, the running request with the highest rank is preempted. So the
-request with the lowest rank always advances. A request that would not fit the empty pools is refused at `submit`, so
-preemption always ends. A waiting request gains one priority level each time OVERTAKEN_PER_LEVEL later requests were
-admitted before it.
+the lowest first. If a page is needed and none is free, windows give up their slack pages; if that frees none, the
+running request with the highest rank is preempted. So the request with the lowest rank always advances. A request that
+would not fit the empty pools is refused at `submit`, so preemption always ends. A waiting request gains one priority
+level each time OVERTAKEN_PER_LEVEL later requests were admitted before it.
 """
 
 from bisect import bisect, insort

@@ -7,10 +7,10 @@
 
 Nothing is queued per token: a delta has all tokens since the last read, and a slow reader delays no other.
 
-A failed step (out of memory included) is tried again; if it fails again, the engine ends one of its requests
-(`specdec.runtime.step_faults`) and continues with the others. A step costs this thread time only for requests that
-gained tokens. A signal in the middle of a call must leave no lock held (`specdec.runtime.calls.turns`), so
-`threading.Condition` is not used.
+A failed step (out of memory included) is tried again; if it fails again, the engine ends one of its requests, and one
+that the error names at once (`specdec.runtime.step_faults`). It continues with the others. A step costs this thread
+time only for requests that gained tokens. A signal in the middle of a call must leave no lock held
+(`specdec.runtime.calls.turns`), so `threading.Condition` is not used.
 """
 
 import asyncio

@@ -6,7 +6,8 @@ When a client leaves in the middle of a stream, in this order:
                        ClientGoneError, which `EventStream.__call__` catches
                     2. leaving `async with Streams` calls `EngineThread.abort`: `Inbox.abort_later` queues the number of
                        each unfinished sample, the engine's thread is woken, and nothing waits for a step
-    engine thread   3. `Engine.step` calls `Inbox.process` before its round; a step that runs already, after it:
+    engine thread   3. `Engine.step` calls `Inbox.process` before its round; a step that runs already, after it (or a
+                       thread that submits a prompt calls it, between two steps):
                          `Request.end("abort")`         the request ends with the tokens it has
                          `Scheduler.release_requests`   caches its whole committed pages, frees its row and slots, and
                                                         increments its `row_epoch` (`Request.lose_row`)
@@ -21,7 +22,7 @@ Before an answer has begun, or if it is no stream, the route's handler (`bodies.
 whole task, which then leaves `async with Streams`; the rest is the same. Prompts that are still being read are aborted
 when they are submitted (`AsyncEngine.submit`).
 
-The log has such a request with "(client gone)", and with status 499 if no status had been sent.
+The log has such a stream with "(client gone)", and any other such request with status 499.
 
 A failure after the first event is sent as an error event, since the status has been sent already.
 """
