@@ -4,21 +4,18 @@
     CAUSES    the pair with one setting changed; a change that raises acceptance clearly names the cause
 
 A drafter is built again with one setting changed; the original stays unchanged, and weights are shared if possible.
-Changed prompts have other answers, so a gain on them says less than a gain on the same text: it must be larger
-(MIN_GAIN_OF_PROMPTS). A new kind of drafter adds its rows to both tables and, for changes of its drafter, its dense
-form to `DENSE_FORMS`.
+A new kind of drafter adds its rows to both tables and, for changes of its drafter, its dense form to `DENSE_FORMS`.
 """
 
 import copy
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from specdec.doctor.diagnosis import MIN_GAIN
 from specdec.doctor.examined_pair import ExaminedPair
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
@@ -75,22 +72,16 @@ USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 MASK_WORDS = ("mask", "pad", "fim", "unused0")
 """Parts of names: a special token whose name has one may be MASK."""
 BY_ARGUMENTS = "make it by Gemma4MTPDrafter(assistant, target, {how}) and give that as drafter=..."
-MIN_GAIN_OF_PROMPTS = 0.15
 THINKING = "enable_thinking"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A pair with one setting changed.
-
-    what: the change in a few words, such as "taps 3, 16, 28 -> 2, 15, 27". do: a sentence of advice to the user. pair:
-    the changed pair. prompts: the prompts are changed, not the drafter.
-    """
+class Change(NamedTuple):
+    """A pair with its drafter or its prompts changed. what: the change in a few words, such as "taps 3, 16, 28 -> 2,
+    15, 27". do: a sentence of advice to the user."""
 
     what: str
     do: str
     pair: ExaminedPair
-    prompts: bool = False
 
 
 def taps_of_heads(drafter: Eagle3Drafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -159,7 +150,7 @@ def mtp_conventions(drafter: NativeMtpDrafter, pair: ExaminedPair) -> Iterator[C
     for other in all_conventions(drafter)[1:]:
         stated = json.dumps(asdict(other.family))
         do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
-        yield Change(what=difference(drafter, other), do=do, pair=replace(pair, drafter=other))
+        yield Change(difference(drafter, other), do, replace(pair, drafter=other))
 
 
 def mask_ids(drafter: BlockDrafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -216,7 +207,7 @@ def templates(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
     nothing about the pair."""
     if not pair.chat and pair.has_template and any(isinstance(prompt, str) for prompt in pair.prompts):
         do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
-        yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
+        yield Change("the chat template", do, replace(pair, chat=True))
 
 
 def thinking(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
@@ -227,18 +218,14 @@ def thinking(drafter: Drafter, pair: ExaminedPair) -> Iterator[Change]:
         return
     for value in (True, False):
         if pair.template.get(THINKING) is not value:
-            yield Change(
-                what=f"{THINKING}={value}",
-                do=f"pass {THINKING}={value} to the chat template: engine.chat_prompt(text, {THINKING}={value})",
-                pair=replace(pair, template={**pair.template, THINKING: value}),
-                prompts=True,
-            )
+            do = f"pass {THINKING}={value} to the chat template: engine.chat_prompt(text, {THINKING}={value})"
+            yield Change(f"{THINKING}={value}", do, replace(pair, template={**pair.template, THINKING: value}))
 
 
 def _changed(pair: ExaminedPair, what: str, do: str, **settings: Any) -> Change:
     """The pair with its drafter built again with these settings of its kind."""
     drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
-    return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
+    return Change(what, do, replace(pair, drafter=drafter))
 
 
 def _rewritten(pair: ExaminedPair, key: str, value: Any, place: str = "", **settings: Any) -> Change:
@@ -248,18 +235,14 @@ def _rewritten(pair: ExaminedPair, key: str, value: Any, place: str = "", **sett
     return _changed(pair, f"{key} -> {written}", do, **settings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """One reason for low acceptance, and the changes that show it.
-
-    name: its name in reports. kinds: drafters that it applies to; `changes` is called with these only. least: share of
-    the accepted length that a change must gain. by_token: changes are compared token by token (`conventions.py`).
-    """
+class Cause(NamedTuple):
+    """One reason for low acceptance, and the changes that show it. name: its name in reports. kinds: drafters that it
+    applies to; `changes` is called with these only. by_token: changes are compared token by token
+    (`conventions.py`)."""
 
     name: str
     kinds: tuple[type, ...]
     changes: Callable[[Any, ExaminedPair], Iterator[Change]]
-    least: float = MIN_GAIN
     by_token: bool = False
 
 
@@ -296,16 +279,16 @@ BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
 SIGNS = (*LOAD_SYMPTOMS, ("norm", (*HEADS, *ASSISTANTS), norm_of_ones), ("template", ANY, no_template))
 CAUSES = (
-    Cause(name="taps", kinds=HEADS, changes=taps_of_heads),
-    Cause(name="taps", kinds=BLOCKS, changes=taps_of_blocks),
-    Cause(name="MASK id", kinds=BLOCKS, changes=mask_ids),
-    Cause(name="norm", kinds=HEADS, changes=norms),
-    Cause(name="rope base", kinds=HEADS, changes=rope_bases),
-    Cause(name="embedding", kinds=HEADS, changes=embeddings),
-    Cause(name="window", kinds=HEADS, changes=windows_of_heads),
-    Cause(name="window", kinds=ASSISTANTS, changes=windows_of_assistants),
-    Cause(name="frozen position", kinds=ASSISTANTS, changes=positions),
-    Cause(name="MTP conventions", kinds=MODULES, changes=mtp_conventions, by_token=True),
-    Cause(name="template", kinds=ANY, changes=templates, least=MIN_GAIN_OF_PROMPTS),
-    Cause(name="thinking mode", kinds=ANY, changes=thinking, least=MIN_GAIN_OF_PROMPTS),
+    Cause("taps", HEADS, taps_of_heads),
+    Cause("taps", BLOCKS, taps_of_blocks),
+    Cause("MASK id", BLOCKS, mask_ids),
+    Cause("norm", HEADS, norms),
+    Cause("rope base", HEADS, rope_bases),
+    Cause("embedding", HEADS, embeddings),
+    Cause("window", HEADS, windows_of_heads),
+    Cause("window", ASSISTANTS, windows_of_assistants),
+    Cause("frozen position", ASSISTANTS, positions),
+    Cause("MTP conventions", MODULES, mtp_conventions, by_token=True),
+    Cause("template", ANY, templates),
+    Cause("thinking mode", ANY, thinking),
 )

@@ -15,6 +15,8 @@ import torch
 from specdec.config import SamplingParams
 from specdec.doctor.causes import CAUSES, SIGNS, Cause, Change
 from specdec.doctor.diagnosis import (
+    MIN_GAIN,
+    MIN_GAIN_OF_PROMPTS,
     Acceptance,
     Diagnosis,
     Finding,
@@ -25,6 +27,7 @@ from specdec.doctor.diagnosis import (
     measured_densely,
 )
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts, watched_drafter
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -118,16 +121,14 @@ class Examination:
     """One pair under examination: the texts of its answers, and the acceptance of `pair.drafter` on these texts."""
 
     def __init__(self, pair: ExaminedPair, max_new_tokens: int) -> None:
-        self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-        self.pair = pair
+        self.params, self.pair = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True), pair
         self.num_steps = pair.engine.spec.num_steps
         if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
             # deep enough to show a wrong carry
             self.num_steps = max(self.num_steps, min(MEASURED_STEPS, max_new_tokens - 1))
-        self.outputs = pair.generate(pair.prompt_ids(), self.params)
-        self.as_loaded = Acceptance.from_outputs(self.outputs)
-        self.texts = self._record(self.outputs) if type(pair.drafter) in DENSE_FORMS else []
-        self.measured = self._measure(pair)
+        outputs = pair.generate(pair.prompt_ids(), self.params)
+        self.as_loaded = Acceptance.from_outputs(outputs)
+        self.texts, self.measured = self._measure_answers(pair, outputs)
 
     def repair(self, cause: str, symptom: Symptom) -> Finding:
         """The finding for a symptom, with the gain of its repair; the repaired drafter is used from now on."""
@@ -135,7 +136,7 @@ class Examination:
         if symptom.repaired is not None and self.texts:
             before = self.measured.length
             self.pair = replace(self.pair, drafter=symptom.repaired())
-            self.measured = self._measure(self.pair)
+            self.measured = self._measure_texts(self.pair.drafter, self.texts)
             after = self.measured.length
         return Finding(cause=cause, what=symptom.what, do=symptom.do, certain=True, before=before, after=after)
 
@@ -163,51 +164,53 @@ class Examination:
             found = self._largest_gain(causes, trials, {finding.cause for finding in named}, update)
             if found is None:
                 break
-            cause, change, measured = found
+            cause, change, texts, measured = found
             before, after = self.measured.length, measured.length
             named.append(
                 Finding(cause=cause.name, what=change.what, do=change.do, certain=False, before=before, after=after)
             )
-            self.pair, self.measured = change.pair, measured
-            if change.prompts:
-                self.outputs = self.pair.generate(self.pair.prompt_ids(), self.params)
-                self.texts = self._record(self.outputs) if self.texts else []
+            self.pair, self.texts, self.measured = change.pair, texts, measured
         return trials, named
 
     def _largest_gain(
         self, causes: Sequence[Cause], trials: list[Trial], done: set[str], update: Callable[[int], None]
-    ) -> tuple[Cause, Change, Measured] | None:
-        best: tuple[Cause, Change, Measured] | None = None
+    ) -> tuple[Cause, Change, list[RecordedText], Measured] | None:
+        best: tuple[Cause, Change, list[RecordedText], Measured] | None = None
         for number, cause in enumerate(causes):
             update(2 + number)
             if cause.name in done or not isinstance(self.pair.drafter, cause.kinds):
                 continue
-            tried = [
-                (each, self._measure(each.pair, each.prompts)) for each in cause.changes(self.pair.drafter, self.pair)
-            ]
-            winner = (
-                clear_winner(self.measured.by_token, [now.by_token for _, now in tried]) if cause.by_token else None
-            )
-            for turn, (change, now) in enumerate(tried):
-                trial = Trial.compare(cause.name, change.what, now, self.measured, cause.least)
+            tried = [(change, *self._measure_change(change)) for change in cause.changes(self.pair.drafter, self.pair)]
+            others = [now.by_token for _, _, now in tried]
+            winner = clear_winner(self.measured.by_token, others) if cause.by_token else None
+            for turn, (change, texts, now) in enumerate(tried):
+                least = MIN_GAIN if texts is self.texts else MIN_GAIN_OF_PROMPTS
+                trial = Trial.compare(cause.name, change.what, now, self.measured, least)
                 if cause.by_token:
                     trial = replace(trial, named=turn == winner)
                 trials.append(trial)
-                if trial.named and (best is None or now.length > best[2].length):
-                    best = cause, change, now
+                if trial.named and (best is None or now.length > best[-1].length):
+                    best = cause, change, texts, now
         return best
 
-    def _measure(self, pair: ExaminedPair, new_prompts: bool = False) -> Measured:
-        texts = self.texts
-        if new_prompts or not texts:
-            outputs = self.outputs if pair is self.pair else pair.generate(pair.prompt_ids(), self.params)
-            if not texts:
-                return measured_by_engine(outputs)
-            texts = self._record(outputs)
-        return measured_densely([dense_drafts(pair.drafter, text, self.num_steps) for text in texts])
+    def _measure_change(self, change: Change) -> tuple[list[RecordedText], Measured]:
+        """A changed drafter is measured on the present texts; changed prompts are answered first."""
+        pair = change.pair
+        if pair.drafter is self.pair.drafter:
+            return self._measure_answers(pair, pair.generate(pair.prompt_ids(), self.params))
+        return self.texts, self._measure_texts(pair.drafter, self.texts)
 
-    def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
-        return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
+    def _measure_answers(
+        self, pair: ExaminedPair, outputs: Sequence[GenerationOutput]
+    ) -> tuple[list[RecordedText], Measured]:
+        """Texts of the outputs, and lengths on them; no texts, and the engine's lengths, without a dense form."""
+        if type(pair.drafter) not in DENSE_FORMS:
+            return [], measured_by_engine(outputs)
+        texts = [record(pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
+        return texts, self._measure_texts(pair.drafter, texts)
+
+    def _measure_texts(self, drafter: Drafter, texts: Sequence[RecordedText]) -> Measured:
+        return measured_densely([dense_drafts(drafter, text, self.num_steps) for text in texts])
 
 
 def default_prompts(engine: Engine) -> list[str | list[int]]:
