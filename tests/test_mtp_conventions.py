@@ -67,7 +67,7 @@ def trainer(
         for step in range(steps):
             chosen = torch.randperm(len(rows.ids), generator=drawn)[:width].tolist()
             hidden = torch.cat([read[i][0] for i in chosen])
-            states = hidden if family.normed_state else torch.cat([read[i][1][0] for i in chosen])
+            states = hidden if family.normed_state else torch.cat([read[i][1] for i in chosen])
             known = {"hidden": hidden, "states": states}
             draft_loss(trainable, PackedRows(*(x[chosen] for x in rows)), known, draft_steps).backward()
             optimizer.step(schedule(step / steps))

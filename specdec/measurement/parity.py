@@ -18,8 +18,8 @@ from specdec.modules.transformers_names import cache_argument
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 LOW_PRECISION_TOLERANCE = 1.0
-MAX_SCORES = 1 << 28
-"""Upper bound on the attention scores that one layer computes at once."""
+CHUNK = 256
+"""Tokens of one forward over a prompt: a layer's attention scores are in memory for one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,12 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     """The gap of each token of an output: [len(output)], on the CPU."""
     reference: Any = private_copy(model, "eager")
     ids = torch.tensor([*prompt, *output], device=model.device)
-    chunk = max(16, MAX_SCORES // (len(ids) * max_heads(reference.config.get_text_config())))
     first = len(prompt) - 1  # the row whose logits chose the first token
     cached = {"use_cache": True, **cache_argument(reference, DynamicCache(config=reference.config.get_text_config()))}
-    for start in range(0, first, chunk):
-        reference(ids[None, start : min(start + chunk, first)], logits_to_keep=1, **cached)
+    for start in range(0, first, CHUNK):
+        reference(ids[None, start : min(start + CHUNK, first)], logits_to_keep=1, **cached)
     logits = reference(ids[None, first:-1], **cached).logits[0].float()
     chosen = logits.gather(1, ids[first + 1 :, None])[:, 0]
     gaps: torch.Tensor = (logits.amax(dim=1) - chosen) / logits.std(dim=1)
     return gaps.cpu()
 
-
-def max_heads(config: Any) -> int:
-    """Query heads of the layer that has the most."""
-    by_layer = getattr(config, "per_layer_config", None)
-    layers = range(config.num_hidden_layers)
-    return max(by_layer[i].num_attention_heads for i in layers) if by_layer else int(config.num_attention_heads)

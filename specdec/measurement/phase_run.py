@@ -82,6 +82,7 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
     target = subject.target
     read = read_bandwidth(target.device)
     cells: list[Cell] = []
+    plain: Cell | None = None  # of the same batch and context, measured before the drafts
 
     def report() -> PhaseReport:
         models: dict[str, nn.Module] = {"target": target.model}
@@ -100,7 +101,7 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
             read_bandwidth=read,
             conditions=conditions(target.device, plan.command)
             | {"dtype": str(target.dtype).removeprefix("torch."), "layers": layers},
-            cells=_with_break_even(cells),
+            cells=cells,
         )
 
     runs = [*product(plan.contexts, plan.batches, (*subject.drafts, *(["peers"] if plan.peer else [])))]
@@ -110,8 +111,13 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
                 update(done, f"{name}, batch {batch}, context {context}")
                 if name == "peers":
                     cells += _peer_cells(subject, plan, read, batch, context)
-                else:
-                    cells.append(_cell(subject, plan, read, name, batch, context))
+                    continue
+                cell = _cell(subject, plan, read, name, batch, context)
+                if name == PLAIN:
+                    plain = cell
+                elif plain is not None and plain.shown and cell.shown:  # gives more than this many tokens, or costs
+                    cell = replace(cell, break_even=cell.ms["round"].median / plain.ms["round"].median)
+                cells.append(cell)
     except KeyboardInterrupt as stop:
         raise Interrupted(f"{len(cells)} cells were measured", report() if cells else None) from stop
     return report()
@@ -214,13 +220,3 @@ def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, cont
         yield replace(cell, rounds=len(seconds), ms=ms, note=note)
         torch.cuda.empty_cache()
 
-
-def _with_break_even(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells with `break_even`: a round that takes x times a plain step pays if it gives more than x tokens."""
-    plain = {(cell.batch, cell.context): cell.ms["round"].median for cell in cells if cell.run == PLAIN and cell.shown}
-    return [
-        replace(cell, break_even=cell.ms["round"].median / plain[cell.batch, cell.context])
-        if cell.shown and cell.spec is not None and (cell.batch, cell.context) in plain
-        else cell
-        for cell in cells
-    ]

@@ -37,7 +37,7 @@ from specdec.gpu.operations import choose_operations
 from specdec.layers.description.families import FAMILIES
 from specdec.layers.description.moe_families import experts_of
 from specdec.layers.packed.packed_modules import PackedExperts, PackedLinear, packed_of
-from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
+from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.loading.model_loading import pick_device, pick_dtype
 from specdec.measurement.model_shapes import ModelShape, MtpSpec, Shrink
 from specdec.measurement.phase_run import BenchSubject
@@ -51,9 +51,10 @@ from specdec.runtime.sizing import KV_SHARE
 COLUMN_MULTIPLE = 32
 """K of every packed weight is a multiple of this: the order of a word and the smallest group need it."""
 
-KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x44004400)}
-"""(bits that are set, bits that are kept) in random words, by code. int4: odd numbers, since 0 to 15 minus 8 would have
-a mean of -0.5. e4m3: without the highest bit of the exponent, so that no number is infinite or NaN."""
+RANDOM_WORDS = {"int4": (0x11111111, -1, 4.5826), "e2m1": (0, -1, 2.9262), "e4m3": (0, ~0x44004400, 0.5984)}
+"""(bits that are set, bits that are kept, root mean square of the numbers) of random words, by code. int4: odd numbers,
+since 0 to 15 minus 8 would have a mean of -0.5. e4m3: without the highest bit of the exponent, so that no number is
+infinite or NaN."""
 
 SPREAD = 0.5
 """Scales lie between 1 - SPREAD and 1 + SPREAD times their mean."""
@@ -107,9 +108,9 @@ def empty_packed(form: WeightForm, device: torch.device, shape: torch.Size) -> P
 def fill_packed(weight: PackedWeight, generator: torch.Generator | None = None) -> PackedWeight:
     """Fill a weight in place with random numbers, on its device: nothing else is allocated there. Returns it.
     generator: None: torch's own."""
-    set_bits, kept_bits = KEPT_BITS[weight.code]
+    set_bits, kept_bits, root_mean_square = RANDOM_WORDS[weight.code]
     weight.words.random_(-(2**31), 2**31, generator=generator).bitwise_or_(set_bits).bitwise_and_(kept_bits)
-    middle = weight.shape[-1] ** -0.5 / root_mean_square(weight.code)
+    middle = weight.shape[-1] ** -0.5 / root_mean_square
     if weight.code != "e2m1":
         middle /= (1 + SPREAD**2 / 3) ** 0.5
         weight.scales.uniform_((1 - SPREAD) * middle, (1 + SPREAD) * middle, generator=generator)
@@ -118,15 +119,6 @@ def fill_packed(weight: PackedWeight, generator: torch.Generator | None = None) 
     below = 2.0 ** floor(log2(middle))
     weight.scales.bernoulli_((4 - (middle / below) ** 2) / 3, generator=generator).sub_(2).mul_(-below)
     return weight
-
-
-def root_mean_square(code: str) -> float:
-    """Root mean square of the numbers in random words, without scales."""
-    bits, (set_bits, kept_bits) = BITS[code], KEPT_BITS[code]
-    every = (torch.arange(256) % (1 << bits)).to(torch.uint8)[None]
-    words = pack_words(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)
-    numbers = numbers_of(PackedWeight(code, words, torch.ones((1, 1)), None, every.shape[1]))
-    return float(numbers.square().mean().sqrt())
 
 
 def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> None:

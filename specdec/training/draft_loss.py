@@ -5,20 +5,20 @@ distribution of that token comes from its row i + ahead + t - 1.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
+from specdec.attention.dense import dense_attention
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
+from specdec.models.paused_forward import collected
+from specdec.models.probe_context import ProbeContext
 from specdec.models.target import TargetModel
-from specdec.modules.transformers_names import cache_argument
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
@@ -58,7 +58,7 @@ class TrainableDrafter(ABC):
     def target_states(self, batch: PackedRows) -> TargetStates:
         """Run the target over a batch and keep the states that the drafter reads."""
         hidden, states, _ = run_target(self.target, batch, aux_layers=self.aux_layers)
-        return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
+        return {"hidden": hidden, "states": hidden if states is None else states}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor | None:
         """[B, T] the rows from which this batch's drafts begin; called once before `drafts`; None: all rows."""
@@ -77,50 +77,47 @@ class TrainableDrafter(ABC):
         """Write a checkpoint that `Engine.from_pretrained(target, drafter=folder)` reads."""
 
 
+@dataclass
+class PackedContext(ProbeContext):
+    """The forward of packed rows [B, T], in which a token sees earlier ones of its document. masks: additive [B, 1, T,
+    T] by window. kept: layers whose K and V are read later."""
+
+    masks: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
+    kept: Collection[int] = ()
+
+    def attend_tokens(
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        spec = self.layout.layers[layer]
+        if k is None or v is None:
+            _, k, v = self.rows[spec.owner]
+        if layer in self.kept:
+            self.rows[layer] = q, k, v
+        mask = self.masks[spec.window]
+        batch = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D] each
+        return dense_attention(*batch, mask, **options).flatten(0, 1)
+
+
 @torch.no_grad()
 def run_target(
     target: TargetModel, batch: PackedRows, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
-) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`). Raises
-    UnsupportedModelError for a target with recurrent layers, whose states would carry over between documents."""
+) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(hidden [B, T, H], states that enter `aux_layers` side by side [B, T, A * H], K and V [B, Hkv, T, D] of layers
+    `owners`). Raises UnsupportedModelError for a target with recurrent layers, whose states would carry over between
+    documents."""
     if target.recurrent:
         raise UnsupportedModelError(
             f"{target.name} has recurrent layers, and training reads texts without their states; it needs a target of "
             "attention layers alone"
         )
-    seen: dict[int, torch.Tensor] = {}
-    windows = [spec.window for spec in target.layout.layers]
-    masks = {window: causal_mask(batch.pos, window, target.dtype) for window in set(windows)}
-
-    def enter(layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Keep the state that enters the layer, and give it its own mask; the layer after the last is the norm."""
-        if layer in aux_layers:
-            seen[layer] = args[0] if args else kwargs["hidden_states"]
-        return args, kwargs if layer == len(windows) else kwargs | {"attention_mask": masks[windows[layer]]}
-
-    decoder: Any = target.user_decoder
-    attention = decoder.config._attn_implementation
-    hooks = [
-        module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
-        for layer, module in enumerate((*decoder.layers, decoder.norm))
-    ]
-    mask: Any = masks[windows[0]]  # replaced by each layer's own mask
-    if getattr(target.config, "layer_types", None) is not None:
-        mask = dict.fromkeys((FULL_ATTENTION, SLIDING_ATTENTION), mask)
-    cache: Any = DynamicCache() if owners else None  # without a config it keeps all keys of sliding layers
-    given = {"input_ids": target.placeholders.replaced_in(batch.ids), "position_ids": batch.pos, "attention_mask": mask}
-    if cache is not None:
-        given |= cache_argument(decoder, cache)
-    try:
-        if getattr(target.config, "attn_logit_softcapping", None):
-            decoder.config._attn_implementation = "eager"  # other attention of transformers ignores it
-        hidden = decoder(**given, use_cache=cache is not None).last_hidden_state
-    finally:
-        decoder.config._attn_implementation = attention
-        for hook in hooks:
-            hook.remove()
-    kv = [(cache.layers[i].keys, cache.layers[i].values) for i in owners] if cache is not None else []
-    return hidden, [seen[i] for i in aux_layers], kv
+    layers, positions = target.layout.layers, batch.pos.flatten()
+    context = PackedContext(target.layout, torch.zeros_like(positions), positions, states=dict.fromkeys(aux_layers))
+    context.masks = {window: causal_mask(batch.pos, window, target.dtype) for window in {x.window for x in layers}}
+    context.kept = {*owners, *(spec.owner for spec in layers if spec.owner != spec.layer)}
+    hidden = target.run(batch.ids, batch.pos, context)
+    kept = [context.rows[owner][kind] for owner in owners for kind in (1, 2)]  # K and V
+    k_and_v = [x.unflatten(0, batch.pos.shape).transpose(1, 2) for x in kept]
+    return hidden, collected(context, aux_layers, batch.pos.shape), [*zip(k_and_v[::2], k_and_v[1::2], strict=True)]
 
 
 def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates, steps: int) -> torch.Tensor:
