@@ -26,7 +26,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.accuracy_report import Report, grade, make_report
+from specdec.evaluation.accuracy_report import Report, make_report
 from specdec.evaluation.data_sets import (
     DATA_SETS,
     EXEMPLARS,
@@ -153,7 +153,7 @@ def evaluate(
                     if (record["index"], record["turn"]) not in records:
                         append_record(file, record | {"batch": fingerprint(problems, batch)})
                         records[record["index"], record["turn"]] = record
-                update(len(records), None if answers is None else running_scores([*records.values()], answers))
+                update(len(records))
         except KeyboardInterrupt as stop:
             done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
             where = f", kept in {folder}: the same command goes on" if folder else ""
@@ -243,12 +243,6 @@ def problem_seed(seed: int, index: int) -> int:
 def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
     """A hash of the chosen questions and their reference answers."""
     return hashlib.sha256(json.dumps([(index, asdict(problems[index])) for index in chosen]).encode()).hexdigest()
-
-
-def running_scores(records: Sequence[Record], answers: Sequence[str]) -> str:
-    """The first run's scores so far, in per cent, for the progress bar."""
-    scores = grade(records, next(iter(records[0]["runs"])), answers)
-    return ", ".join(f"{score} {100 * sum(right) / len(right):.1f} %" for score, right in scores.items())
 
 
 def _shots(task: str, shots: int | None, chat: bool) -> int:

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,19 +258,14 @@ def drawn(report: Report) -> bytes:
 def accuracy_title(report: Report) -> str:
     """Task, pair and main results, on two lines."""
     settings, first, comparison = report["settings"], _first_run(report), report["comparison"]
-    drafter = f"drafter {_short(settings['drafter'])}" if settings.get("drafter") else "no drafter"
-    pair = f"{_short(settings['target'])}, {drafter}"
+    drafter = f"drafter {Path(settings['drafter']).name}" if settings.get("drafter") else "no drafter"
+    pair = f"{Path(settings['target']).name}, {drafter}"
     found = [f"speed-up {report['timing']['speed_up']:.2f}x"] if "speed_up" in report["timing"] else []
     found += [f"acceptance length {first['acceptance_length']:.2f}"] if first["accepted_per_position"] else []
     if comparison is not None:
         found.append(f"{comparison['equal']} of {comparison['equal'] + len(comparison['unequal'])} outputs equal")
     found = found or [report["timing"]["hardware"]]
     return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
-
-
-def _short(name: str, max_chars: int = 48) -> str:
-    """Keeps the end of a long path, which tells most."""
-    return name if len(name) <= max_chars else f"...{name[-max_chars:]}"
 
 
 def _first_run(report: Report) -> dict[str, Any]:

@@ -58,4 +58,3 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     chosen = logits.gather(1, ids[first + 1 :, None])[:, 0]
     gaps: torch.Tensor = (logits.amax(dim=1) - chosen) / logits.std(dim=1)
     return gaps.cpu()
-

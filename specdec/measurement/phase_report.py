@@ -36,7 +36,7 @@ class Spread:
         return cls(*(1e3 * np.percentile(seconds, (50, 10, 90))).tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Cell:
     """Figures of one way of decoding at one batch size and context.
 

@@ -79,31 +79,9 @@ class Plan:
 def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
     """Measure all cells. Ctrl-C raises Interrupted with the report of the finished ones."""
     plan.require(subject)
-    target = subject.target
-    read = read_bandwidth(target.device)
-    cells: list[Cell] = []
+    report = _empty_report(subject, plan)
+    cells, read = report.cells, report.read_bandwidth
     plain: Cell | None = None  # of the same batch and context, measured before the drafts
-
-    def report() -> PhaseReport:
-        models: dict[str, nn.Module] = {"target": target.model}
-        module = getattr(subject.drafter, "assistant", None) or getattr(subject.drafter, "head", None)
-        if isinstance(module, nn.Module):  # a lookup has none
-            models["drafter"] = module
-        stored = stored_weights(*models.values())
-        layers = "fused" if target.unfused is None else f"not fused, since {target.unfused}"
-        return PhaseReport(
-            subject=subject.name,
-            shrunk=subject.shrunk,
-            assumed=bool(subject.assumed),
-            parameters={name: stored_weights(model).numbers for name, model in models.items()},
-            weights=stored.summary(target.dtype),
-            weight_bytes=stored.bytes,
-            read_bandwidth=read,
-            conditions=conditions(target.device, plan.command)
-            | {"dtype": str(target.dtype).removeprefix("torch."), "layers": layers},
-            cells=cells,
-        )
-
     runs = [*product(plan.contexts, plan.batches, (*subject.drafts, *(["peers"] if plan.peer else [])))]
     try:
         with progress_bar("measuring", len(runs)) as update:
@@ -112,15 +90,36 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
                 if name == "peers":
                     cells += _peer_cells(subject, plan, read, batch, context)
                     continue
-                cell = _cell(subject, plan, read, name, batch, context)
+                cells.append(cell := _cell(subject, plan, read, name, batch, context))
                 if name == PLAIN:
                     plain = cell
-                elif plain is not None and plain.shown and cell.shown:  # gives more than this many tokens, or costs
-                    cell = replace(cell, break_even=cell.ms["round"].median / plain.ms["round"].median)
-                cells.append(cell)
+                elif plain is not None and plain.shown and cell.shown:
+                    cell.break_even = cell.ms["round"].median / plain.ms["round"].median
     except KeyboardInterrupt as stop:
-        raise Interrupted(f"{len(cells)} cells were measured", report() if cells else None) from stop
-    return report()
+        raise Interrupted(f"{len(cells)} cells were measured", report if cells else None) from stop
+    return report
+
+
+def _empty_report(subject: BenchSubject, plan: Plan) -> PhaseReport:
+    target = subject.target
+    models: dict[str, nn.Module] = {"target": target.model}
+    module = getattr(subject.drafter, "assistant", None) or getattr(subject.drafter, "head", None)
+    if isinstance(module, nn.Module):  # a lookup has none
+        models["drafter"] = module
+    stored = stored_weights(*models.values())
+    layers = "fused" if target.unfused is None else f"not fused, since {target.unfused}"
+    return PhaseReport(
+        subject=subject.name,
+        shrunk=subject.shrunk,
+        assumed=bool(subject.assumed),
+        parameters={name: stored_weights(model).numbers for name, model in models.items()},
+        weights=stored.summary(target.dtype),
+        weight_bytes=stored.bytes,
+        read_bandwidth=read_bandwidth(target.device),
+        conditions=conditions(target.device, plan.command)
+        | {"dtype": str(target.dtype).removeprefix("torch."), "layers": layers},
+        cells=[],
+    )
 
 
 def _empty_cell(
@@ -136,22 +135,26 @@ def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int,
     """The rounds of one engine. If memory does not suffice, the cell has a note instead of figures."""
     spec = subject.drafts[name]
     nodes, depth = (1, 0) if spec is None else (spec.num_nodes, spec.num_steps)
-    cell = replace(_empty_cell(subject, read, name, nodes, batch, context, depth), spec=spec)
-    prompts = subject.prompts(batch, context)
+    cell = _empty_cell(subject, read, name, nodes, batch, context, depth)
+    cell.spec, prompts, failed = spec, subject.prompts(batch, context), ""
     chosen = sorted({0, batch - 1})  # the first and the last request are checked
-    failed = ""
     try:
         driven, ready = _driven(subject, plan, spec, prompts, context + tokens_of_rounds(plan.rounds, depth))
         torch.cuda.empty_cache()
         failed = "no memory for the parity check: "
         parity = check_parity(subject.target.model, [prompts[i] for i in chosen], [driven.outputs[i] for i in chosen])
     except (CapacityError, torch.OutOfMemoryError) as error:
-        return replace(cell, note=f"no figure: {failed}{first_line(error)}")
+        cell.note = f"no figure: {failed}{first_line(error)}"
+        return cell
     finally:
         torch.cuda.empty_cache()
-    if not parity.passed:
-        return replace(cell, parity=parity, note=f"parity failed: {parity.summary}")
-    return _timed(replace(cell, parity=parity, ready_s=subject.prepared + ready), driven, subject)
+    cell.parity = parity
+    if parity.passed:
+        cell.ready_s = subject.prepared + ready
+        _add_times(cell, driven, subject.assumed)
+    else:
+        cell.note = f"parity failed: {parity.summary}"
+    return cell
 
 
 def _driven(
@@ -185,25 +188,19 @@ def _require_room(engine: Engine, batch: int, max_len: int) -> None:
         )
 
 
-def _timed(cell: Cell, driven: TimedRun, subject: BenchSubject) -> Cell:
+def _add_times(cell: Cell, driven: TimedRun, assumed: Sequence[float]) -> None:
     rounds, spec = driven.rounds, cell.spec
-    ms = {"round": Spread.of([one.wall for one in rounds])}
+    cell.rounds, cell.uncaptured, cell.acceptance_length = len(rounds), driven.uncaptured, driven.acceptance_length
+    cell.ms = {"round": Spread.of([one.wall for one in rounds])}
     for stage in STAGES if spec else STAGES[1:]:  # plain decoding drafts nothing
-        ms[stage] = Spread.of([getattr(one, stage) for one in rounds])
+        cell.ms[stage] = Spread.of([getattr(one, stage) for one in rounds])
+    cell.idle_ms = None if driven.idle is None else 1e3 * driven.idle
     lengths = {"measured": driven.acceptance_length}
-    if subject.assumed:
-        supposed = [length for length in subject.assumed if length <= spec.num_steps + 1] if spec else [1.0]
+    if assumed:
+        supposed = [length for length in assumed if length <= spec.num_steps + 1] if spec else [1.0]
         lengths = {f"if AL {length:g}": length for length in supposed}
-    per_second = cell.batch / (ms["round"].median / 1e3)
-    return replace(
-        cell,
-        rounds=len(rounds),
-        uncaptured=driven.uncaptured,
-        ms=ms,
-        idle_ms=None if driven.idle is None else 1e3 * driven.idle,
-        acceptance_length=driven.acceptance_length,
-        tokens_per_second={words: per_second * length for words, length in lengths.items()},
-    )
+    per_second = cell.batch / (cell.ms["round"].median / 1e3)
+    cell.tokens_per_second = {words: per_second * length for words, length in lengths.items()}
 
 
 def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, context: int) -> Iterator[Cell]:
@@ -213,10 +210,9 @@ def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, cont
         cell = _empty_cell(subject, read, peer.name, peer.rows, batch, context)
         try:
             seconds = peer.run(prompts, plan.rounds)
-            note = "" if seconds else "no figure: it ended before its first step was over"
+            cell.rounds, cell.ms = len(seconds), {"round": Spread.of(seconds)} if seconds else {}
+            cell.note = "" if seconds else "no figure: it ended before its first step was over"
         except Exception as error:  # a peer may fail in many ways, and the benchmark goes on
-            seconds, note = [], f"no figure: {type(error).__name__}: {first_line(error)}"
-        ms = {"round": Spread.of(seconds)} if seconds else {}
-        yield replace(cell, rounds=len(seconds), ms=ms, note=note)
+            cell.note = f"no figure: {type(error).__name__}: {first_line(error)}"
+        yield cell
         torch.cuda.empty_cache()
-
