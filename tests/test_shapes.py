@@ -74,11 +74,11 @@ PUBLISHED = {  # numbers of a target and of its drafter
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_published_number_of_parameters(name):
     (target, drafter), found = PUBLISHED[name], weights.count_weights(find_shape(name), Shrink())
-    assert (found.target.numbers, found.drafter.numbers) == (target, drafter)
+    assert tuple(each.numbers for each in found) == (target, drafter)
     config = find_shape(name).target(Shrink())
     kept = auto_class(config)._model_mapping[type(config)]._keep_in_fp32_modules_strict or ()
     float32 = ROUTERS[name] if any("gate.weight" in part for part in kept) else 0
-    assert (found.target.bytes, found.drafter.bytes) == (2 * (target + float32), 2 * drafter)
+    assert tuple(each.bytes for each in found) == (2 * (target + float32), 2 * drafter)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
     with torch.no_grad():
         logits = model(torch.arange(40)[None]).logits
     assert 0.9 < float(logits.std()) < 1.1
-    foretold = weights.count_weights(SHAPES[shape], PACKED, torch.float32, FORMS[form]).target
+    foretold, _ = weights.count_weights(SHAPES[shape], PACKED, torch.float32, FORMS[form])
     assert stored_weights(model) == foretold
     assert foretold.numbers == stored_weights(plain).numbers
     assert foretold.bytes < stored_weights(plain).bytes
@@ -194,9 +194,9 @@ def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
     shape, forms = SHAPES["gemma4-31b"], (None, FORMS["int4-g32"])
     plain, packed = (weights.count_weights(shape, Shrink(), form=form) for form in forms)
     with pytest.raises(CapacityError, match=r"gemma4-31b takes 62\.3 GB of weights in bfloat16 and 10\.7 GB are free"):
-        weights.require_room("gemma4-31b", plain, CPU, torch.bfloat16)
+        weights.require_room("gemma4-31b", *plain, CPU, torch.bfloat16)
     with pytest.raises(CapacityError, match=r"20\.2 GB of weights in int4-g32, the rest bfloat16 and 10\.7 GB are"):
-        weights.require_room("gemma4-31b", packed, CPU, torch.bfloat16)
+        weights.require_room("gemma4-31b", *packed, CPU, torch.bfloat16)
 
 
 # the floor, by hand

@@ -75,7 +75,10 @@ def diagnose(
     started = time.perf_counter()
     if engine.drafter is None:
         raise ConfigError("this engine has no drafter, so there is nothing to diagnose; make one with drafter=...")
-    prompts = list(prompts) if prompts is not None else default_prompts(engine)
+    if prompts is None:
+        if engine.tokenizer is None:
+            raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
+        prompts = [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
     if len(prompts) < 4:
         raise ConfigError(f"{len(prompts)} prompts; 4 or more are needed to tell a gain from chance")
     drafter = model_of(engine.drafter)
@@ -211,13 +214,6 @@ class Examination:
 
     def _measure_texts(self, drafter: Drafter, texts: Sequence[RecordedText]) -> Measured:
         return measured_densely([dense_drafts(drafter, text, self.num_steps) for text in texts])
-
-
-def default_prompts(engine: Engine) -> list[str | list[int]]:
-    """The bundled word problems. Raises ConfigError without a tokenizer."""
-    if engine.tokenizer is None:
-        raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
-    return [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
 
 
 def _untrained(length: float) -> Finding:

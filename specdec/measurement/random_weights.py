@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import floor, gcd, log2
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -173,19 +173,13 @@ MIXTURE_GAIN = 0.5
 """Factor of the norm after the experts in layers that also have a dense MLP."""
 
 
-class PairWeights(NamedTuple):
-    """Weights of the two models of a shape."""
-
-    target: StoredWeights
-    drafter: StoredWeights
-
-
 def count_weights(
     shape: ModelShape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
-) -> PairWeights:
+) -> tuple[StoredWeights, StoredWeights]:
+    """Weights of the target and of its drafter."""
     target = target_on_meta(shape, shrink, dtype, form)
     described = shape.drafter(target.config.get_text_config(), shrink)
-    return PairWeights(stored_weights(target), count_drafter(described, ModelOnMeta(shape.name, target)))
+    return stored_weights(target), count_drafter(described, ModelOnMeta(shape.name, target))
 
 
 def count_drafter(described: PreTrainedConfig | HeadSpec | MtpSpec, target: ModelOnMeta) -> StoredWeights:
@@ -197,9 +191,10 @@ def count_drafter(described: PreTrainedConfig | HeadSpec | MtpSpec, target: Mode
     return stored_weights(build_model(described, META, target.dtype))
 
 
-def require_room(name: str, weights: PairWeights, device: torch.device, dtype: torch.dtype) -> None:
+def require_room(
+    name: str, target: StoredWeights, drafter: StoredWeights, device: torch.device, dtype: torch.dtype
+) -> None:
     """Raise CapacityError with the numbers if the weights leave no room on the device."""
-    target, drafter = weights
     needed, free = target.bytes + drafter.bytes, free_bytes(device)
     if needed > free * KV_SHARE.get(device.type, 0.5):
         raise CapacityError(
@@ -336,7 +331,7 @@ def random_subject(
         if config.dtype not in (None, torch.bfloat16):
             raise ConfigError(f"weights={UNPACKED!r} and dtype={config.dtype} contradict each other; give one of them")
         dtype = torch.bfloat16
-    require_room(shape.name, count_weights(shape, shrink, dtype, form), where, dtype)
+    require_room(shape.name, *count_weights(shape, shrink, dtype, form), where, dtype)
     with working(f"making {shape.name}"):
         operations = choose_operations(config.fused, config.attention, where, dtype)  # as Engine.from_pretrained does
         model = make_target(shape, shrink, where, dtype, seed, form)

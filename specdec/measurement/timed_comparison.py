@@ -10,7 +10,7 @@ over requests, like `vllm bench serve` (TPOT) and AIPerf (ITL).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from time import perf_counter, process_time
 from typing import Any
 
@@ -65,11 +65,8 @@ def run_interleaved(runners: Mapping[str, Runner], prompts: Mapping[str, TokenPr
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Position of the first token that differs; None if the outputs are equal."""
-    if ours == reference:
-        return None
-    shorter = min(len(ours), len(reference))
-    return next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
+    """Position of the first token that differs, or that only one output has; None if the outputs are equal."""
+    return next((at for at, (our, their) in enumerate(zip_longest(ours, reference)) if our != their), None)
 
 
 def stats_of(records: Sequence[Record], name: str) -> list[RequestStats]:

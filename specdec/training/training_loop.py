@@ -133,9 +133,8 @@ def schedule(fraction: float) -> float:
 def average_gradients(weights: list[nn.Parameter]) -> None:
     """Average over the processes of `accelerate launch`."""
     if PartialState().num_processes > 1:
-        mean = reduce(torch.cat([_grad(weight).flatten().float() for weight in weights]), "mean")
-        for weight, part in zip(weights, mean.split([weight.numel() for weight in weights]), strict=True):
-            _grad(weight).copy_(part.view_as(weight))
+        for weight in weights:
+            _grad(weight).copy_(reduce(_grad(weight).float(), "mean"))
 
 
 def train_steps(
