@@ -9,6 +9,7 @@ import json
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.progress import Stage
+from specdec.runtime.calls.handle import Handle
 from specdec.text.prompt_files import QUESTION_KEYS, json_lines, parse_problem
 from specdec.text.prompts import as_messages
 from specdec.text.record_files import append_record, open_records, whole_lines
@@ -32,8 +34,7 @@ PROMPT_KEYS = (*QUESTION_KEYS, "messages")
 MIN_ANSWER = 16  # tokens of an answer that must fit after a prompt
 MAX_SKIPPED = 1000  # prompts in a row without room for an answer, after which the search ends
 SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
-GROUP_SHARE = 0.05  # of the time for answers, which a group handed to the engine at once may take
-BATCHES_PER_GROUP = 8  # batches of a group
+BATCHES_QUEUED = 4  # in the engine at once, since answers are written in order, and rows stay busy behind a long one
 
 
 Chat = Sequence[Mapping[str, Any]]
@@ -132,31 +133,25 @@ def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSett
     mine = itertools.islice(prompts, state.process_index, None, state.num_processes)
     waiting = itertools.islice(fitting_prompts(engine, mine, settings.length), done, None)
     began = time.perf_counter() - spent
-    # answers are written by group; a free row gets the group's next prompt, so large groups keep rows busy while long
-    # answers finish
-    group = settings.batch
+    handles: deque[Handle] = deque()
     stage.update(max(done / count, spent / seconds), f"{done} answers")
     with open_records(path) as file:
         while done < count and time.perf_counter() - began < seconds:
-            ids = list(itertools.islice(waiting, min(group, count - done)))
-            if not ids:
-                break
-            params = [
-                SamplingParams(
+            queue = range(done + len(handles), min(done + BATCHES_QUEUED * settings.batch, count))
+            for number, prompt in zip(queue, waiting, strict=False):
+                params = SamplingParams(
                     max_new_tokens=min(settings.max_new_tokens, settings.length - len(prompt)),
                     temperature=settings.temperature if number % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0,
                     seed=settings.seed + state.process_index * 10**6 + number,
                 )
-                for number, prompt in enumerate(ids, start=done)
-            ]
-            before = time.perf_counter()
-            for out in engine.generate(ids, params, progress=False):
-                took = round(time.perf_counter() - began, 1)
-                append_record(file, {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": took})
-            done += len(ids)
-            fitting = GROUP_SHARE * seconds / (time.perf_counter() - before) * len(ids) / settings.batch
-            group = settings.batch * max(1, min(BATCHES_PER_GROUP, int(fitting)))
-            stage.update(max(done / count, (time.perf_counter() - began) / seconds), f"{done} answers")
+                handles.append(engine.submit(prompt, params))
+            out = handles.popleft().output()  # the others advance meanwhile
+            took = time.perf_counter() - began
+            append_record(file, {"prompt": out.prompt_token_ids, "answer": out.token_ids, "seconds": round(took, 1)})
+            done += 1
+            stage.update(max(done / count, took / seconds), f"{done} answers")
+    for handle in handles:
+        handle.abort()
 
 
 def fitting_prompts(engine: Engine, prompts: Iterable[Chat], length: int) -> Iterator[list[int]]:
