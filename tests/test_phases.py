@@ -97,9 +97,8 @@ def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
 
 def test_the_host_part_is_what_is_not_spent_waiting():
     shares = [0.1, 0.15, 0.05]  # of each of two requests
-    before = timed_rounds.SettledRound(SimpleNamespace(settled_at=10.0), 4.0)
-    settled = timed_rounds.SettledRound(SimpleNamespace(settled_at=11.0, shares=shares), 4.75)
-    on_gpu, on_cpu = (timed_rounds.round_time(before, settled, 2, on_cpu) for on_cpu in (False, True))
+    before, settled = SimpleNamespace(settled_at=10.0), SimpleNamespace(settled_at=11.0, shares=shares)
+    on_gpu, on_cpu = (timed_rounds.round_time(before, settled, 2, waited) for waited in (0.75, None))
     assert on_gpu == (1.0, 0.2, 0.3, 0.1, 0.25)
     assert on_cpu.host == pytest.approx(0.4)
 

@@ -5,7 +5,6 @@ waited for results; here they are read after each step. It does not know what is
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -53,13 +52,6 @@ class TimedRun(NamedTuple):
     idle: float | None
 
 
-class SettledRound(NamedTuple):
-    """What an engine knew after it had settled a round. waited: seconds for all rounds so far."""
-
-    totals: RowTotals
-    waited: float
-
-
 def tokens_of_rounds(rounds: int, depth: int) -> int:
     """Output tokens of a request in `drive` if every draft of `depth` levels is accepted."""
     return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
@@ -75,10 +67,9 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
             while not all(handle.num_output for handle in handles):
                 engine.step()
         step_rounds(engine, WARM_UP)
-        [before] = step_rounds(engine, 1)
         tokens = -sum(handle.num_output for handle in handles)
         uncaptured = -engine.stats().captures.uncaptured_rounds
-        settled = step_rounds(engine, rounds)
+        times = step_rounds(engine, rounds)
         uncaptured += engine.stats().captures.uncaptured_rounds
         tokens += sum(handle.num_output for handle in handles)
         if profiled and device.type == "cuda":
@@ -88,29 +79,31 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     finally:
         for handle in handles:
             handle.abort()
-    times = [round_time(*pair, len(handles), device.type == "cpu") for pair in pairwise([before, *settled])]
     if idle is not None:
         idle += median(time.wall - time.draft - time.verify - time.other for time in times)
     return TimedRun(times, outputs, tokens / (rounds * len(handles)), uncaptured, idle)
 
 
-def step_rounds(engine: Engine, count: int) -> list[SettledRound]:
-    """Step the engine until `count` more rounds are settled."""
-    settled: list[SettledRound] = []
-    launches = engine.steps.launches
-    while len(settled) < count:
-        known = launches.row_totals
+def step_rounds(engine: Engine, count: int) -> list[RoundTime]:
+    """Step the engine until `count` more rounds of all its requests are settled. Their times."""
+    times: list[RoundTime] = []
+    launches, batch, on_cpu = engine.steps.launches, len(engine.running_ids()), engine.target.device.type == "cpu"
+    totals, waited = launches.row_totals, launches.waited_seconds
+    while len(times) < count:
         engine.step()
-        if launches.row_totals is not known:
-            settled.append(SettledRound(launches.row_totals, launches.waited_seconds))
-    return settled
+        if launches.row_totals is not totals:
+            took = None if on_cpu else launches.waited_seconds - waited
+            times.append(round_time(totals, launches.row_totals, batch, took))
+            totals, waited = launches.row_totals, launches.waited_seconds
+    return times
 
 
-def round_time(before: SettledRound, settled: SettledRound, batch: int, on_cpu: bool) -> RoundTime:
-    """Times of a round of `batch` requests. before: the previous round."""
-    wall = settled.totals.settled_at - before.totals.settled_at
-    draft, verify, other = (batch * share for share in settled.totals.shares)
-    busy = draft + verify + other if on_cpu else settled.waited - before.waited
+def round_time(before: RowTotals, settled: RowTotals, batch: int, waited: float | None) -> RoundTime:
+    """Times of a round of `batch` requests. before: the previous round. waited: seconds for the device; None: on a
+    CPU."""
+    wall = settled.settled_at - before.settled_at
+    draft, verify, other = (batch * share for share in settled.shares)
+    busy = draft + verify + other if waited is None else waited
     return RoundTime(wall, draft, verify, other, max(0.0, wall - busy))
 
 
