@@ -157,8 +157,8 @@ def evaluate(
         except KeyboardInterrupt as stop:
             done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
             where = f", kept in {folder}: the same command goes on" if folder else ""
-            partial = [record for record in records.values() if record["index"] in done]
-            made = report(partial) if partial and state.num_processes == 1 else None
+            finished = [record for record in records.values() if record["index"] in done]
+            made = report(finished) if finished and state.num_processes == 1 else None
             raise Interrupted(f"{len(done)} of {len(chosen)} problems are finished{where}", made) from stop
         records = {(record["index"], record["turn"]): record for record in gather_object(list(records.values()))}
     return report(records.values())

@@ -21,6 +21,7 @@ from specdec.measurement.timed_comparison import (
     first_difference,
     group_lines,
     grouped_figures,
+    rounded,
     run_figures,
     run_interleaved,
     stats_of,
@@ -181,14 +182,12 @@ def markdown_table(report: BenchReport) -> str:
 
 def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
     """Cells of the table; empty if a run has no figures of its requests."""
-    cells = dict.fromkeys(("tokens/s a user", "TPOT ms (p50, p99)", "TTFT ms (p50, p99)"), "")
-    if times is None:
-        return cells
-    if times["tpot_ms"] is not None:
-        cells["tokens/s a user"] = f"{times['tokens_per_second_per_user']:.1f}"
-    for head, spread in (("TPOT ms (p50, p99)", times["tpot_ms"]), ("TTFT ms (p50, p99)", times["ttft_ms"])):
-        if spread is not None:
-            cells[head] = f"{spread['mean']:.2f} ({spread['p50']:.2f}, {spread['p99']:.2f})"
+    times = times or {}
+    cells = {"tokens/s a user": rounded(times.get("tokens_per_second_per_user"), 1)}
+    for name in ("TPOT", "TTFT"):
+        spread = times.get(f"{name.lower()}_ms")
+        found = "" if spread is None else f"{spread['mean']:.2f} ({spread['p50']:.2f}, {spread['p99']:.2f})"
+        cells[f"{name} ms (p50, p99)"] = found
     return cells
 
 

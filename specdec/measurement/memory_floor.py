@@ -104,11 +104,9 @@ def draft_bytes(drafter: Drafter | None, target: TargetModel, batch: int, steps:
 
 def expected_experts(target: TargetModel | ModelOnMeta, experts: int, rows: int) -> float:
     """Expected number of distinct experts that `rows` rows choose, if each row chooses evenly."""
-    for name in ("num_experts_per_tok", "top_k_experts"):
-        chosen = getattr(target.config, name, None)
-        if chosen:
-            return float(experts * (1 - (1 - chosen / experts) ** rows))
-    return float(experts)
+    names = ("num_experts_per_tok", "top_k_experts")
+    chosen = next(filter(None, (getattr(target.config, name, None) for name in names)), experts)
+    return float(experts * (1 - (1 - chosen / experts) ** rows))
 
 
 def read_bandwidth(device: torch.device) -> float:

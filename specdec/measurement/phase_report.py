@@ -17,7 +17,7 @@ from specdec.config import SpecConfig
 from specdec.errors import ConfigError
 from specdec.measurement.memory_floor import StepBytes
 from specdec.measurement.parity import Parity
-from specdec.measurement.timed_comparison import table_lines
+from specdec.measurement.timed_comparison import rounded, table_lines
 
 STAGES = ("draft", "verify", "other", "host")
 NO_KERNEL = "no kernel"
@@ -128,15 +128,11 @@ def cell_figures(cell: Cell, lengths: Sequence[str] = ()) -> dict[str, str]:
         "batch": str(cell.batch),
         "context": str(cell.context),
         "ms (p10 to p90)": f"{times.median:.2f} ({times.p10:.2f} to {times.p90:.2f})" if times else "",
-        **{head: _rounded(figure, 2) for head, figure in {**figures, "even at": cell.break_even}.items()},
-        **{head: _rounded(figure, 1) for head, figure in {**speeds, "ready s": cell.ready_s}.items()},
+        **{head: rounded(figure, 2) for head, figure in {**figures, "even at": cell.break_even}.items()},
+        **{head: rounded(figure, 1) for head, figure in {**speeds, "ready s": cell.ready_s}.items()},
         "parity: best of checked, worst gap": cell.note
         or ("not judged" if cell.parity is None else cell.parity.summary),
     }
-
-
-def _rounded(figure: float | None, digits: int) -> str:
-    return "" if figure is None else f"{figure:.{digits}f}"
 
 
 def drawn_phases(report: PhaseReport) -> bytes:

@@ -139,6 +139,11 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": 1e3 * float(np.mean(seconds)), "p50": 1e3 * float(p50), "p99": 1e3 * float(p99)}
 
 
+def rounded(figure: float | None, digits: int) -> str:
+    """A cell of a table; empty if there is no such figure."""
+    return "" if figure is None else f"{figure:.{digits}f}"
+
+
 def table_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Rows, by heading, as lines of a Markdown table; figures are right-aligned."""
     rule = ["---" if head in WORDS else "---:" for head in rows[0]]
