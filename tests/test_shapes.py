@@ -15,6 +15,7 @@ from specdec.layers.packed.packed_weight import dequantised
 from specdec.measurement import random_weights as weights
 from specdec.measurement.memory_floor import draft_bytes, expected_experts, step_bytes
 from specdec.measurement.model_shapes import SHAPES, Shrink, find_shape
+from specdec.measurement.phase_run import drafting_modules
 from specdec.measurement.random_weights import COLUMN_MULTIPLE, FORMS
 from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
@@ -322,6 +323,8 @@ def test_every_shape_has_a_drafter_that_fits_it(name):
     target = TargetModel(weights.make_target(shape, SMALL, CPU, torch.float32, 0))
     drafter = weights.drafter_of(shape.drafter(target.config, SMALL), target, 1)
     assert drafter.fit is not None
+    both = stored_weights(target.model, *drafting_modules(drafter)).numbers  # a report left MTP modules out
+    assert both == sum(each.numbers for each in weights.count_weights(shape, SMALL))
     assert set(shape.drafts) in ({"chain", "tree"}, {"mtp1", "mtp", "tree"}, {"block", "tree"})
     if name in ("gemma4-e2b", "gemma4-e4b"):
         ordering = drafter.assistant.masked_embedding.token_ordering

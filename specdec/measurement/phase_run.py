@@ -101,18 +101,16 @@ def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
 
 
 def _empty_report(subject: BenchSubject, plan: Plan) -> PhaseReport:
-    target = subject.target
-    models: dict[str, nn.Module] = {"target": target.model}
-    module = getattr(subject.drafter, "assistant", None) or getattr(subject.drafter, "head", None)
-    if isinstance(module, nn.Module):  # a lookup has none
-        models["drafter"] = module
-    stored = stored_weights(*models.values())
+    target, drafter = subject.target, drafting_modules(subject.drafter)
+    stored, parameters = stored_weights(target.model, *drafter), {"target": stored_weights(target.model).numbers}
+    if drafter:
+        parameters["drafter"] = stored.numbers - parameters["target"]  # MTP modules share tables with the target
     layers = "fused" if target.unfused is None else f"not fused, since {target.unfused}"
     return PhaseReport(
         subject=subject.name,
         shrunk=subject.shrunk,
         assumed=bool(subject.assumed),
-        parameters={name: stored_weights(model).numbers for name, model in models.items()},
+        parameters=parameters,
         weights=stored.summary(target.dtype),
         weight_bytes=stored.bytes,
         read_bandwidth=read_bandwidth(target.device),
@@ -120,6 +118,13 @@ def _empty_report(subject: BenchSubject, plan: Plan) -> PhaseReport:
         | {"dtype": str(target.dtype).removeprefix("torch."), "layers": layers},
         cells=[],
     )
+
+
+def drafting_modules(drafter: Drafter | None) -> list[nn.Module]:
+    """The modules with a drafter's weights; none for a lookup."""
+    found = [getattr(drafter, name, None) for name in ("assistant", "head")]
+    found += [nn.ModuleDict(module.parts()) for module in getattr(drafter, "modules", ())]
+    return [module for module in found if isinstance(module, nn.Module)]
 
 
 def _empty_cell(
