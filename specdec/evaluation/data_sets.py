@@ -78,13 +78,14 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
     require_one_of("data", name, DATA_SETS)
     if data == "auto":
         raise ConfigError(f"{name} needs its prompts: give data, a JSONL file or a folder with it, or 'hub'")
-    if data == "bundled" and name == "gsm8k":
-        source, rows = "bundled generated problems, held out", _file_rows(HELD_OUT_PROBLEMS)
-    elif data == "hub":
+    if data == "hub":
         source, rows = _from_hub(name)
     else:
         path = _file_in(name, Path(data)) if Path(data).is_dir() else Path(data)
-        source, rows = f"file {path.name}", _file_rows(path)
+        source = f"file {path.name}"
+        if data == "bundled" and name == "gsm8k":
+            source, path = "bundled generated problems, held out", HELD_OUT_PROBLEMS
+        rows = [(f"{path}:{line}", row) for line, row in json_lines(path)]
     problems = [_problem(name, row, where) for where, row in rows]
     if not problems:
         raise ConfigError(f"data={data!r} holds no prompt of {name}; a line of JSON for each is expected")
@@ -104,14 +105,10 @@ def _file_in(name: str, folder: Path) -> Path:
     return found
 
 
-def _file_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(f"{path}:{line}", row) for line, row in json_lines(path)]
-
-
-def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
-    place = DATA_SETS[name].hub
+def _from_hub(name: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    place, instead = DATA_SETS[name].hub, "give its JSONL file, or a folder with it"
     if place is None:
-        raise ConfigError(f"{name} is not on the hub; give its JSONL file, or a folder with it")
+        raise ConfigError(f"{name} is not on the hub; {instead}")
     arguments, split = place
     try:
         import datasets
@@ -119,12 +116,10 @@ def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
         rows = list(datasets.load_dataset(*arguments, split=split))
     except ImportError as error:
         needed = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
-        raise ConfigError(f"{name} from the hub {needed}; or give its JSONL file, or a folder with it") from error
+        raise ConfigError(f"{name} from the hub {needed}; or {instead}") from error
     except Exception as error:  # no network, a broken cache, ...: no common base class
-        raise ConfigError(
-            f"{name} from the hub: {arguments[0]} did not load ({first_line(error)}); give its JSONL file, or a folder "
-            "with it"
-        ) from error
+        why = f"{arguments[0]} did not load ({first_line(error)})"
+        raise ConfigError(f"{name} from the hub: {why}; {instead}") from error
     return f"{arguments[0]}, {split} split, from the hub", [(f"row {at}", row) for at, row in enumerate(rows)]
 
 
