@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.draft_models.native_mtp.conventions import by_token
 from specdec.models.published import PublishedAcceptance
 from specdec.runtime.drafts.dense_drafts import Drafts
 from specdec.runtime.request_output import GenerationOutput, RequestStats
@@ -67,19 +66,6 @@ class Measured(NamedTuple):
     def length(self) -> float:
         """The expected length, over all prompts."""
         return mean(self.expected)
-
-
-def measured_densely(drafts: Sequence[Drafts]) -> Measured:
-    """Lengths from one `Drafts` per prompt, which covers every place of the answer."""
-    expected = tuple(1 + float(each.expected.mean()) for each in drafts)
-    greedy = tuple(1 + float(each.accepted.float().mean()) for each in drafts)
-    return Measured(expected, greedy, torch.cat([by_token(each.log_p.exp()) for each in drafts]))
-
-
-def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
-    """Lengths from the engine's own rounds, for drafts without probabilities: the greedy length stands for both."""
-    lengths = Acceptance.from_outputs(outputs).lengths
-    return Measured(lengths, lengths)
 
 
 class ReferenceCheck(NamedTuple):

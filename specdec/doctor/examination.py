@@ -23,13 +23,11 @@ from specdec.doctor.diagnosis import (
     Measured,
     ReferenceCheck,
     Trial,
-    measured_by_engine,
-    measured_densely,
 )
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts, watched_drafter
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
-from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, clear_winner
+from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, by_token, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -206,14 +204,19 @@ class Examination:
     def _measure_answers(
         self, pair: ExaminedPair, outputs: Sequence[GenerationOutput]
     ) -> tuple[list[RecordedText], Measured]:
-        """Texts of the outputs, and lengths on them; no texts, and the engine's lengths, without a dense form."""
+        """Texts of the outputs, and lengths on them. Without a dense form no texts, and the engine's greedy lengths."""
         if type(pair.drafter) not in DENSE_FORMS:
-            return [], measured_by_engine(outputs)
+            lengths = Acceptance.from_outputs(outputs).lengths
+            return [], Measured(lengths, lengths)
         texts = [record(pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
         return texts, self._measure_texts(pair.drafter, texts)
 
     def _measure_texts(self, drafter: Drafter, texts: Sequence[RecordedText]) -> Measured:
-        return measured_densely([dense_drafts(drafter, text, self.num_steps) for text in texts])
+        """Lengths after every place of the answers."""
+        drafts = [dense_drafts(drafter, text, self.num_steps) for text in texts]
+        expected = tuple(1 + float(each.expected.mean()) for each in drafts)
+        greedy = tuple(1 + float(each.accepted.float().mean()) for each in drafts)
+        return Measured(expected, greedy, torch.cat([by_token(each.log_p.exp()) for each in drafts]))
 
 
 def _untrained(length: float) -> Finding:
