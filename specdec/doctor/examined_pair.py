@@ -52,7 +52,8 @@ class ExaminedPair:
 
     def prompt_ids(self) -> list[list[int]]:
         """Token ids of each prompt."""
-        return [self._ids(prompt) for prompt in self.prompts]
+        read = partial(self.engine.chat_prompt, **self.template) if self.chat else self.engine.encode
+        return [read(prompt) if isinstance(prompt, str) else list(prompt) for prompt in self.prompts]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[GenerationOutput]:
         """Outputs of a separate engine of this pair: no prefix cache and no statistics are shared.
@@ -72,13 +73,6 @@ class ExaminedPair:
         spec = replace(self.engine.spec, adaptive=False)  # every depth is measured, whether it pays or not
         with Engine(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config) as made:
             return made.generate(list(prompts), params, progress=False)
-
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.chat and self.has_template:
-            return self.engine.chat_prompt(prompt, **self.template)
-        return self.engine.encode(prompt)
 
 
 def watched_drafter(drafter: Drafter, root: int, seen: list[torch.Tensor]) -> Drafter:
