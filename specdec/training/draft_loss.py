@@ -94,8 +94,8 @@ class PackedContext(ProbeContext):
         if layer in self.kept:
             self.rows[layer] = q, k, v
         mask = self.masks[spec.window]
-        batch = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D] each
-        return dense_attention(*batch, mask, **options).flatten(0, 1)
+        query, keys, values = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
+        return dense_attention(query, keys, values, mask, **options).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -110,14 +110,16 @@ def run_target(
             f"{target.name} has recurrent layers, and training reads texts without their states; it needs a target of "
             "attention layers alone"
         )
-    layers, positions = target.layout.layers, batch.pos.flatten()
+    layers, positions, shape = target.layout.layers, batch.pos.flatten(), batch.pos.shape
     context = PackedContext(target.layout, torch.zeros_like(positions), positions, states=dict.fromkeys(aux_layers))
     context.masks = {window: causal_mask(batch.pos, window, target.dtype) for window in {x.window for x in layers}}
     context.kept = {*owners, *(spec.owner for spec in layers if spec.owner != spec.layer)}
     hidden = target.run(batch.ids, batch.pos, context)
-    kept = [context.rows[owner][kind] for owner in owners for kind in (1, 2)]  # K and V
-    k_and_v = [x.unflatten(0, batch.pos.shape).transpose(1, 2) for x in kept]
-    return hidden, collected(context, aux_layers, batch.pos.shape), [*zip(k_and_v[::2], k_and_v[1::2], strict=True)]
+    kv = [
+        (k.unflatten(0, shape).transpose(1, 2), v.unflatten(0, shape).transpose(1, 2))
+        for _, k, v in (context.rows[owner] for owner in owners)
+    ]
+    return hidden, collected(context, aux_layers, shape), kv
 
 
 def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates, steps: int) -> torch.Tensor:
