@@ -24,7 +24,7 @@ from specdec.runtime.request_output import GenerationOutput, RequestStats
 MIN_GAIN = 0.01
 """Least mean gain of a clear change, as a share of the expected length before it."""
 MIN_GAIN_OF_PROMPTS = 0.15
-"""The same for changed prompts, whose answers are other texts: a gain on them says less."""
+"""Least mean gain of changed prompts. Their answers are other texts, so that a gain says less."""
 T_LIMIT = 4.0
 """Least mean gain of a clear change, in standard errors."""
 POSITIVE = 0.87

@@ -18,7 +18,7 @@ from specdec.modules.transformers_names import cache_argument
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 LOW_PRECISION_TOLERANCE = 1.0
-CHUNK = 256
+MAX_CHUNK = 256
 """Tokens of one forward over a prompt: a layer's attention scores are in memory for one chunk."""
 
 
@@ -52,8 +52,8 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     ids = torch.tensor([*prompt, *output], device=model.device)
     first = len(prompt) - 1  # the row whose logits chose the first token
     cached = {"use_cache": True, **cache_argument(reference, DynamicCache(config=reference.config.get_text_config()))}
-    for start in range(0, first, CHUNK):
-        reference(ids[None, start : min(start + CHUNK, first)], logits_to_keep=1, **cached)
+    for start in range(0, first, MAX_CHUNK):
+        reference(ids[None, start : min(start + MAX_CHUNK, first)], logits_to_keep=1, **cached)
     logits = reference(ids[None, first:-1], **cached).logits[0].float()
     chosen = logits.gather(1, ids[first + 1 :, None])[:, 0]
     gaps: torch.Tensor = (logits.amax(dim=1) - chosen) / logits.std(dim=1)
