@@ -51,10 +51,7 @@ def trainer(
 ) -> Callable[[MtpFamily, Path], Path]:
     """Trains modules with norm gains drawn from 0.5 to 2, so that states before and after a norm differ."""
     rows = PackedRows(*(x.long() for x in pack_rows(documents, max(64, *(len(tokens) for tokens, _ in documents)))))
-    read = [
-        run_target(target, PackedRows(*(x[i : i + 1] for x in rows)), (len(target.layout.layers),))[:2]
-        for i in range(len(rows.ids))
-    ]
+    normed, before_norm, _ = run_target(target, rows, (len(target.layout.layers),))
 
     def train(family: MtpFamily, at: Path) -> Path:
         state, drawn = new_state(target, family), torch.Generator().manual_seed(1)
@@ -66,9 +63,8 @@ def trainer(
         optimizer = MixedOptimizer(nn.ModuleDict(trainable.trained), 3e-3, 3e-2)
         for step in range(steps):
             chosen = torch.randperm(len(rows.ids), generator=drawn)[:width].tolist()
-            hidden = torch.cat([read[i][0] for i in chosen])
-            states = hidden if family.normed_state else torch.cat([read[i][1] for i in chosen])
-            known = {"hidden": hidden, "states": states}
+            states = (normed if family.normed_state else before_norm)[chosen]
+            known = {"hidden": normed[chosen], "states": states}
             draft_loss(trainable, PackedRows(*(x[chosen] for x in rows)), known, draft_steps).backward()
             optimizer.step(schedule(step / steps))
         trainable.save(at)
