@@ -136,16 +136,21 @@ def test_memory_does_not_grow_with_what_was_answered():
         store.set_salt(0, b"salt %d" % i)
         store.add([rng.randrange(50) for _ in range(30)], 10, b"salt %d" % i)
         store.flush()
-        assert store.num_tokens <= 200 and len(store._order) <= 200 and len(store._texts) <= 8
+        assert store.num_tokens <= 200 and int(store._device[-1]) <= 200 and len(store._texts) <= 8
         assert len(store._numbers) <= 12, "salts of texts and rows, and those seen since the last look"
     assert store._device.shape == (401,)
 
 
-def assert_in_step(store):
-    """The device holds what the host does."""
+def assert_in_step(store, oracle=None):
+    """The device has the host's cells, and in order the places of all outputs: by context, then by age."""
     cells, order, count = store._device.split([store._ring, store._ring, 1])
     assert cells.tolist() == store._cells.tolist()
-    assert int(count) == len(store._order) and order[: len(store._order)].tolist() == store._order.tolist()
+    places = order[: int(count)]
+    ages = ((places - store._first) % store._ring).tolist()
+    keys = list(zip(finished_texts.contexts(cells, places).tolist(), ages, strict=True))
+    assert keys == sorted(keys) and len(set(ages)) == len(ages)
+    if oracle is not None:
+        assert len(ages) == sum(len(text) - begin for text, begin, _ in oracle.texts)
 
 
 @deep_cases("3", "4", "5")
@@ -154,15 +159,19 @@ def test_what_is_sent_piece_by_piece_is_the_whole(seed):
     """Texts that join and leave between two uploads, more than once round the ring, and none at all."""
     rng = random.Random(seed)
     store = FinishedTexts(rng.choice((3, 17, 60, 300)), 3, CPU)
-    assert_in_step(store)
+    oracle = EveryText(store.size)
+    assert_in_step(store, oracle)
     for _ in range(60):
         for _ in range(rng.choice((0, 1, 2, 9))):
             tokens = [rng.randrange(4) for _ in range(rng.choice((0, 1, 5, 40)))]
-            store.add(tokens, rng.randint(0, len(tokens)), rng.choice(SALTS))
+            text = tokens, rng.randint(0, len(tokens)), rng.choice(SALTS)
+            store.add(*text)
+            oracle.add(*text)
         if rng.random() < 0.05:
             store.clear()
+            oracle.texts = []
         store.flush()
-        assert_in_step(store)
+        assert_in_step(store, oracle)
 
 
 def test_an_answer_costs_the_upload_of_an_answer(monkeypatch):
