@@ -80,7 +80,7 @@ class DraftBatch:
     yet. num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
     read_history: copies `history`; called only if `propose` reads it. history_len: [B], S + 1. prefix: the backend's
     tables of the committed prefixes, if already made. level_pos: the result of `positions`, if already made. by_lookup:
-    the lookup drafts, not the model next to it (`model_and_lookup.py`). params: the sampling parameters of `sample` and
+    the lookup drafts, not the model next to it (`lookup.py`). params: the sampling parameters of `sample` and
     `best`, for operations that draw without full logits; None: draw through `sample` and `best`.
     """
 
@@ -198,7 +198,7 @@ class Drafter(Protocol):
       None: 4
     - `max_positions`: it drafts and reads only at positions below this; None: at any
     - `reads_finished`: it can propose from outputs of finished requests
-    - `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`)
+    - `has_lookup`: a lookup may draft in its place (`lookup.py`)
     """
 
     name: str

@@ -25,7 +25,7 @@ from specdec.doctor.diagnosis import (
     measured_densely,
 )
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts, watched_drafter
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine

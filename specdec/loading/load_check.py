@@ -17,7 +17,7 @@ from specdec.config import SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.models.published import last_part, published_steps
 from specdec.models.target import TargetModel

@@ -21,7 +21,7 @@ from specdec.cli.actions.settings import (
 from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.cli.output_files import require_distinct, write_report
 from specdec.config import SamplingParams, SpecConfig
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.accuracy_report import drawn, markdown

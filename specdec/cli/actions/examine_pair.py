@@ -9,7 +9,7 @@ from specdec.cli.actions.settings import drafter_name, engine_config, load_engin
 from specdec.cli.commands import DoctorOptions
 from specdec.cli.output_files import write_report
 from specdec.doctor import Diagnosis, diagnose
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
