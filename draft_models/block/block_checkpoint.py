@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.block.block_layers import KINDS
+from specdec.draft_models.block.block_head import KINDS, BlockHead, BlockSpec
 from specdec.draft_models.checkpoints.checkpoint_files import (
     fill_head,
     take_target_ids,

@@ -51,6 +51,7 @@ class HeadSpec:
     owns_embed: bool = False
     draft_vocab_size: int | None = None
     softcap: float | None = None
+    keys_are_values: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -164,8 +165,6 @@ class HeadAttention(nn.Module):
         layer: int,
         width: int,
         norm: Callable[[int, float], nn.Module] | None,
-        *,
-        keys_are_values: bool = False,
     ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.scaling = layer, spec.head_dim, spec.scaling
@@ -176,7 +175,7 @@ class HeadAttention(nn.Module):
 
         self.q_proj = linear("q_proj", width, q_size)
         self.k_proj = linear("k_proj", width, kv_size)
-        self.v_proj = None if keys_are_values else linear("v_proj", width, kv_size)
+        self.v_proj = None if spec.keys_are_values else linear("v_proj", width, kv_size)
         self.o_proj = linear("o_proj", q_size, spec.hidden_size)
         self.q_norm, self.k_norm = (None if norm is None else norm(spec.head_dim, spec.rms_norm_eps) for _ in range(2))
         self.v_norm: nn.Module | None = None
@@ -200,15 +199,16 @@ class HeadAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """One decoder layer. Its attention reads inputs of size `width`."""
+    """One decoder layer. Its attention reads inputs of size `width`. norm: makes its norms."""
+
+    norm: Callable[[int, float], nn.Module] = LlamaRMSNorm
 
     def __init__(self, spec: HeadSpec, layer: int, config: LlamaConfig, width: int | None = None) -> None:
         super().__init__()
-        hidden, eps = spec.hidden_size, spec.rms_norm_eps
-        self.self_attn = HeadAttention(spec, layer, width or hidden, LlamaRMSNorm if spec.qk_norm else None)
+        norm, hidden, eps = type(self).norm, spec.hidden_size, spec.rms_norm_eps
+        self.self_attn = HeadAttention(spec, layer, width or hidden, norm if spec.qk_norm else None)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(hidden, eps)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.input_layernorm, self.post_attention_layernorm = norm(hidden, eps), norm(hidden, eps)
 
     def forward(self, hidden: torch.Tensor, rotary: CosSin, context: LayerContext) -> torch.Tensor:
         return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, context)
