@@ -190,8 +190,6 @@ class Gemma4MTPWorker:
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Draft the tree. All nodes attend to the same frozen prefix: only tokens, states and scores branch."""
-        if self.drafter.ops is not None:
-            self.drafter.weights.generation()
         hidden = self._seed_hidden[batch.rows.index][:, None]  # [B, M, Ht], M = 1, then topk
         allocator, store = self.binding.cache.allocator, self.binding.target_store
         from_states = replace(batch, sample=partial(self.drafter.draw, batch), best=partial(self.drafter.best, batch))

@@ -58,7 +58,6 @@ from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.norm import norm
 from specdec.layers.rope_store import rope_store
-from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,16 +298,15 @@ class FusedBlock(PlainBlock):
     a block                `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
     """
 
-    def __init__(self, plain: PlainBlock, weights: Weights, ops: Operations) -> None:
+    def __init__(self, plain: PlainBlock, ops: Operations) -> None:
         super().__init__(plain.head, plain.table, plain.lm_head)
         if self.head.spec.is_gemma4:
             raise Unfusable("its layers are of Gemma 4's kind")
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
-        self.layers = FusedLayers(self.head, LLAMA.gain_of(self.head.norm), weights, ops)
+        self.layers = FusedLayers(self.head, ops)
 
     def read_taps(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        self.layers.keep_in_step()
         product = self.ops(linear)(states.flatten(0, 1), self.head.fc.weight)
         _, taps = self.ops(norm)(product, pre=LLAMA.gain_of(self.head.hidden_norm))
         return taps, self.layers.angles(positions, taps.dtype)
@@ -324,7 +322,6 @@ class FusedBlock(PlainBlock):
         return k, v
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        self.layers.keep_in_step()
         embeds = self.table(tokens).flatten(0, 1)
         angles = self.layers.angles(positions, embeds.dtype)
         first: Any = self.head.layers[0]

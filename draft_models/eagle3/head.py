@@ -40,7 +40,6 @@ from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.norm import Norm, norm
-from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,19 +166,14 @@ class FusedHead(PlainHead):
     a, norm(a)                       one launch of the last layer
     """
 
-    def __init__(self, plain: PlainHead, weights: Weights, ops: Operations) -> None:
-        head = plain.head
-        super().__init__(head, plain.table, plain.lm_head)
+    def __init__(self, plain: PlainHead, ops: Operations) -> None:
+        super().__init__(plain.head, plain.table, plain.lm_head)
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
-        first: Any = head.layers[0]
-        self.token_gain, self.state_gain = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
-        self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
-        self.layers = FusedLayers(head, self.final_gain, weights, ops, extra_norms=list(head.fc_norm or ()))
+        self.layers = FusedLayers(self.head, ops, extra_norms=list(self.head.fc_norm or ()))
 
     def first_state(self, states: torch.Tensor) -> Product:
         """g [T, H], before fc's split sum is finished."""
-        self.layers.keep_in_step()
         head, ops, states = self.head, self.ops, states.flatten(0, 1)
         if self.layers.gain is not None:
             rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed separately
@@ -192,13 +186,12 @@ class FusedHead(PlainHead):
     def run(
         self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
-        if not isinstance(hidden, Product):  # else `first_state` looked for weights that have moved
-            self.layers.keep_in_step()
+        if not isinstance(hidden, Product):
             hidden = Product.from_value(hidden.flatten(0, 1))
-        spec = self.head.spec
+        spec, first = self.head.spec, self.head.layers[0]
         angles = self.layers.angles(positions, hidden.dtype)
-        inputs = tokens.reshape(-1), self.table.weight, hidden, self.token_gain, self.state_gain
-        state, x = self.ops(embed_and_norm)(*inputs)  # [T, H], [T, 2H]
+        gains = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
+        state, x = self.ops(embed_and_norm)(tokens.reshape(-1), self.table.weight, hidden, *gains)  # [T, H], [T, 2H]
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
         state, x = self.layers.run(state, x, angles, context)

@@ -50,15 +50,15 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.kv_layout: KVLayout | None = head.spec.kv_layout
         self.fit = Fit.of(target)
         self.dtype = target.dtype
-        self.weights = Weights(self.name, head)
         self.form = self.plain = plain(head, target.embed, target.head)
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
 
             def parts() -> Parts:
-                return [(self, "form", fused(self.plain, self.weights, self.ops))]
+                return [(self, "form", fused(self.plain, self.ops))]
 
             self.unfused = fuse_in_place(self.name, head, head.spec.num_layers, lambda: self.form.probed(), parts)
+        self.weights = Weights(self.name, getattr(self.form, "layers", head))  # fused layers are over the head
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Spread logits [B, M, draft V] to [B, M, V]; -inf for tokens outside the draft vocabulary."""
