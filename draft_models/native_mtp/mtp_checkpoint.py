@@ -65,7 +65,6 @@ def native_mtp_drafter(
         family = family or conventions_of(folder, target)
         decoder = decoder_on_device(target.user_decoder, target.device)
         for number, names in enumerate(modules):
-            names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
             for place, stored in state.items():
                 if load_packed is None and not is_unquantised(stored):
@@ -160,10 +159,4 @@ def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel
     named = {f"mtp.{NAMES[part]}": weights for part, weights in module.parts().items()}
     state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}
     write_folder(folder, {**model.config.to_dict(), "architectures": [type(model).__name__]}, state)
-    write_conventions(folder, replace(drafter.family, renamed={}))
-
-
-def _renamed(place: str, family: MtpFamily) -> str:
-    block, _, rest = place.partition(".")
-    first, dot, more = rest.partition(".")
-    return f"{block}.{family.renamed.get(first, first)}{dot}{more}" if block == "block" else place
+    write_conventions(folder, drafter.family)

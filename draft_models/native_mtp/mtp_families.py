@@ -15,7 +15,7 @@ its own head, norms and embedding.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,6 @@ class MtpFamily:
     form: form of several modules. normed_state: the target's state is read after its final norm. normed_carry: the
     carry is z. hidden_first: the projection reads the hidden half first. like: the target layer whose attention a
     module's block copies, if the target's config has no `mtp_layer_types`; tensors show whether its MLP has experts.
-    renamed: names of the block's tensors that differ from those of the target's layers.
     """
 
     form: str = "C"
@@ -33,7 +32,6 @@ class MtpFamily:
     normed_carry: bool = True
     hidden_first: bool = False
     like: int = -1
-    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 DEEPSEEK = MtpFamily()
@@ -61,7 +59,7 @@ FAMILIES: dict[str, MtpFamily] = {
     # (transformers 5.17 differs, and shares one head). The block slides like layer 1
     **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False, like=1)),
     # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
-    "mimo_v2_flash": MtpFamily(form="T", like=1, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
+    "mimo_v2_flash": MtpFamily(form="T", like=1),
 }
 """Keys are the `model_type` of the text config or of the whole config."""
 
@@ -118,4 +116,6 @@ def _is_module(names: Mapping[str, str]) -> bool:
 
 def _place(name: str) -> str:
     part, _, kind = name.rpartition(".")
-    return f"{PART_OF[part]}.{kind}" if part in PART_OF else f"block.{name}"
+    if part in PART_OF:
+        return f"{PART_OF[part]}.{kind}"
+    return f"block.{name.replace('pre_mlp_layernorm', 'post_attention_layernorm')}"  # MiMo-V2 has the former
