@@ -67,9 +67,8 @@ class FinishedTexts:
     def __init__(self, size: int, num_rows: int, device: torch.device) -> None:
         self.size = size
         self.salt_of_row = MirroredArray((num_rows,), device)  # number of each row's salt
-        self._salts = [b""] * num_rows
         self._count = itertools.count()
-        self._texts: deque[tuple[int, bytes]] = deque()  # (cells, salt) of each, oldest first
+        self._texts: deque[tuple[int, int]] = deque()  # (cells, number of the salt) of each, oldest first
         self._ring = max(size, MATCH)  # cells; a context never wraps around fully
         self._cells: IntArray = np.full(self._ring, NOTHING, dtype=np.int64)
         self._changed = np.zeros(self._ring, dtype=bool)  # cells to send: their old places leave the order
@@ -79,22 +78,15 @@ class FinishedTexts:
 
     def clear(self) -> None:
         self._texts.clear()
-        self._numbers = {b"": next(self._count)}  # of each salt
-        self._salts = [b""] * len(self._salts)
-        self.salt_of_row[:] = self._numbers[b""]
-        self._first = self._used = 0  # first cell of the oldest text, cells in use
+        self._numbers: dict[bytes, int] = {}  # of each salt
+        self.salt_of_row[:] = self._number(b"")
+        self._first = self.num_tokens = 0  # first cell of the oldest text, cells in use: at most `size`
         self._cells[:] = NOTHING
         self._changed[:] = self._new[:] = False
         self._device[: self._ring].fill_(NOTHING)
         self._device[self._ring :].zero_()
 
-    @property
-    def num_tokens(self) -> int:
-        """Cells in use, at most `size`."""
-        return self._used
-
     def set_salt(self, row: int, salt: bytes) -> None:
-        self._salts[row] = salt
         self.salt_of_row[row] = self._number(salt)
 
     def add(self, tokens: Sequence[int], begin: int, salt: bytes) -> None:
@@ -103,14 +95,15 @@ class FinishedTexts:
             return
         first = max(0, begin - MATCH, len(tokens) - self.size + 1)
         text = np.array([*tokens[first:], NOTHING], dtype=np.int64)
-        text[:-1] += self._number(salt) << SALT_SHIFT
+        number = self._number(salt)
+        text[:-1] += number << SALT_SHIFT
         num_output = min(len(tokens) - begin, len(text) - 1)
         self._make_room(len(text))
-        cells = (self._first + self._used + np.arange(len(text))) % self._ring
+        cells = (self._first + self.num_tokens + np.arange(len(text))) % self._ring
         self._cells[cells], self._changed[cells] = text, True
         self._new[cells[len(text) - 1 - num_output : -1]] = True
-        self._texts.append((len(text), salt))
-        self._used += len(text)
+        self._texts.append((len(text), number))
+        self.num_tokens += len(text)
 
     def flush(self) -> None:
         """Send the changes made by `add`, without waiting for the device, which closes the order up where places have
@@ -152,19 +145,19 @@ class FinishedTexts:
     def _number(self, salt: bytes) -> int:
         """Number of a salt. It is never reused, even after a salt is forgotten."""
         if salt not in self._numbers:
-            held = {b"", *self._salts, *(other for _, other in self._texts)}
-            self._numbers = {other: number for other, number in self._numbers.items() if other in held}
+            held = {*self.salt_of_row.host.tolist(), *(number for _, number in self._texts)}
+            self._numbers = {other: number for other, number in self._numbers.items() if number in held}
             self._numbers[salt] = next(self._count)
         return self._numbers[salt]
 
     def _make_room(self, length: int) -> None:
         """Drop the oldest texts until `length` cells are free."""
         dropped = 0
-        while self._used - dropped + length > self.size:
+        while self.num_tokens - dropped + length > self.size:
             dropped += self._texts.popleft()[0]
         cells = (self._first + np.arange(dropped)) % self._ring
         self._cells[cells], self._changed[cells], self._new[cells] = NOTHING, True, False
-        self._first, self._used = (self._first + dropped) % self._ring, self._used - dropped
+        self._first, self.num_tokens = (self._first + dropped) % self._ring, self.num_tokens - dropped
 
     def _sorted_places(self, places: IntArray) -> IntArray:
         """Places [N] by their contexts, equal ones by age."""
