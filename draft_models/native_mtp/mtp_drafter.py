@@ -1,11 +1,8 @@
 """The drafter of a checkpoint's MTP modules: one module or several draft chains and trees.
 
 Publications give row p of module k the token t_{p+1+k}, so the last k rows of module k depend on drafts. Here a row is
-numbered by its token instead, in the same way for every module (`feedback_drafts.py`):
-
-    row (k, q)   token t_{q+1}, at position q and slot q        exists for q >= k
-    state        k = 0: the target's, h_q
-                 form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, the state that row (k - 1, q - 1) read
+numbered by its token instead, in the same way for every module: `feedback_drafts.py`. In form C a row carries its own y
+or z, in form T the target's state that it read, so row (k, q) reads h_{q-k}.
 
 Form R is a single module, which is applied again for each draft.
 """
