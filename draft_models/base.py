@@ -40,10 +40,13 @@ may draw instead if its logits differ a little."""
 
 
 class TargetInfo(Protocol):
-    """The part of a target that drafters use. ops: operations of fused layers; None: no layer is fused."""
+    """The part of a target that drafters use. user_decoder: its text model as the user gave it. model_types: of the
+    text config and of the whole config. ops: operations of fused layers; None: no layer is fused."""
 
     name: str
+    model_types: tuple[str, str]
     layout: KVLayout
+    user_decoder: nn.Module
     embed: nn.Module
     head: nn.Module
     vocab_size: int

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import (
     equals_weight,
     is_unquantised,
@@ -16,7 +17,7 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
     tensor_files,
     write_folder,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
     SPECULATORS,
@@ -91,7 +92,7 @@ def no_modules() -> CheckpointError:
     )
 
 
-def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
+def conventions_of(folder: Path, target: TargetInfo) -> MtpFamily:
     """The conventions in the file next to the modules, else those of their publisher. Raises like
     `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
@@ -101,7 +102,7 @@ def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
     return by_config(SPECULATORS if is_speculator else family_of(target), target)
 
 
-def family_of(target: DescribedTarget) -> MtpFamily:
+def family_of(target: TargetInfo) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError if the type has none."""
     for kind in target.model_types:
         if kind in FAMILIES:
@@ -112,7 +113,7 @@ def family_of(target: DescribedTarget) -> MtpFamily:
     )
 
 
-def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
+def by_config(family: MtpFamily, target: TargetInfo) -> MtpFamily:
     """The row, with `like` set to a layer whose attention the modules share: a layer of the type in the config's
     `mtp_layer_types`; without that key, the row's own layer; if the target lacks that layer or it is recurrent, the
     last attention layer."""

@@ -25,17 +25,7 @@ from specdec.kvcache.layout import KVLayout
 from specdec.modules.weight_watch import Weights
 
 
-class DescribedTarget(Protocol):
-    """A target with the text model after which its modules' blocks are built. model_types: of its text config and of
-    the whole config."""
-
-    name: str
-    user_decoder: nn.Module
-    model_types: tuple[str, str]
-    layout: KVLayout
-
-
-class MtpTarget(DescribedTarget, TargetInfo, Protocol):
+class MtpTarget(TargetInfo, Protocol):
     """A target that modules are fitted to. user_head: its head as in the checkpoint (`head` may be split). logit_rule:
     turns the head's product into logits."""
 
