@@ -52,7 +52,7 @@ def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None
         "model_type": "qwen3",
         **spec.stored_fields(),
         "num_target_layers": len(target.layout.layers),
-        "attention_bias": spec.attention_bias,
+        "attention_bias": bool(spec.biases),
         **spec.stored_windows(),
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         "block_size": spec.block_size,

@@ -100,6 +100,7 @@ def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     head = read_block(folder, target).place(target.device, target.dtype).eval()
     for name, theirs in (("embed_tokens", target.embed), ("lm_head", target.head)):
         own = getattr(head, name)  # DSpark's files hold copies of the target's, but never of scaled or packed ones
-        if type(own) is type(theirs) and getattr(theirs, "bias", None) is None and equals_weight(own.weight, theirs):
+        has_biases = any(getattr(each, "bias", None) is not None for each in (own, theirs))
+        if type(own) is type(theirs) and not has_biases and equals_weight(own.weight, theirs):
             setattr(head, name, None)
     return BlockDrafter(head, target)

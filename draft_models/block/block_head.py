@@ -79,14 +79,10 @@ class BlockSpec(HeadSpec):
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1000000.0})
     max_position_embeddings: int = 40960
     qk_norm: bool = True
-    attention_bias: bool = False
     skips_embed_norm: bool = False
     successor: str | None = None
     successor_rank: int = 0
     is_gemma4: bool = False
-
-    def has_bias(self, name: str) -> bool:
-        return self.attention_bias and ".self_attn." in name
 
     @property
     def scaling(self) -> float:

@@ -46,21 +46,16 @@ from specdec.layers.norm import Norm, norm
 class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head as data: every choice in its computation.
 
-    aux_layers: if empty, it reads the final state after the norm. has_fc: if False, features pass unchanged. biases:
-    names of the linear layers with a bias.
+    aux_layers: if empty, it reads the final state after the norm. has_fc: if False, features pass unchanged.
     """
 
     target_hidden_size: int
-    biases: frozenset[str] = frozenset()
     has_fc: bool = True
     final_norm: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-    def has_bias(self, name: str) -> bool:
-        return name in self.biases
 
     @property
     def feature_size(self) -> int:
@@ -97,7 +92,7 @@ class Eagle3Head(HeadModule):
         self.input_norm = LlamaRMSNorm(spec.feature_size, eps) if spec.norm_before_fc else None
         norms = [LlamaRMSNorm(spec.target_hidden_size, eps) for _ in range(states)]
         self.fc_norm = nn.ModuleList(norms) if spec.fc_norm else None
-        self.fc = nn.Linear(spec.feature_size, hidden, bias=spec.has_bias("fc")) if spec.has_fc else None
+        self.fc = nn.Linear(spec.feature_size, hidden, bias="fc" in spec.biases) if spec.has_fc else None
         self.layers = nn.ModuleList(
             [FirstLayer(spec, config), *(HeadLayer(spec, i, config) for i in range(1, spec.num_layers))]
         )

@@ -31,8 +31,8 @@ class HeadSpec:
     """A head of any kind as data: every choice in its computation.
 
     aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
-    layer; None: full attention. owns_embed: it has its own embedding table. draft_vocab_size: rows of its own lm_head;
-    None: it uses the target's. softcap: of logits.
+    layer; None: full attention. biases: names of the linear layers with a bias. owns_embed: it has its own embedding
+    table. draft_vocab_size: rows of its own lm_head; None: it uses the target's. softcap: of logits.
     """
 
     hidden_size: int
@@ -48,6 +48,7 @@ class HeadSpec:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     qk_norm: bool = False
+    biases: frozenset[str] = frozenset()
     owns_embed: bool = False
     draft_vocab_size: int | None = None
     softcap: float | None = None
@@ -65,10 +66,6 @@ class HeadSpec:
     def scaling(self) -> float:
         """Factor of attention scores before the softmax."""
         return float(self.head_dim**-0.5)
-
-    def has_bias(self, name: str) -> bool:
-        """Does the linear layer of this name have a bias?"""
-        return False
 
     def stored_fields(self) -> dict[str, Any]:
         """These fields as a head's config.json stores them, under the names of both published formats."""
@@ -101,7 +98,7 @@ class HeadModule(nn.Module):
         self.spec, rows = spec, spec.draft_vocab_size
         self.register_buffer("target_ids", None, persistent=False)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if spec.owns_embed else None
-        self.lm_head = None if rows is None else nn.Linear(spec.hidden_size, rows, bias=spec.has_bias("lm_head"))
+        self.lm_head = None if rows is None else nn.Linear(spec.hidden_size, rows, bias="lm_head" in spec.biases)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move the head. RoPE frequencies stay float32: `.to(dtype)` would round them."""
@@ -150,7 +147,7 @@ def llama_config(spec: HeadSpec) -> LlamaConfig:
         num_attention_heads=1,  # unused here, but it must divide hidden_size
         head_dim=spec.head_dim,
         hidden_act=spec.hidden_act,
-        mlp_bias=spec.has_bias("layers.0.mlp.gate_proj"),
+        mlp_bias="layers.0.mlp.gate_proj" in spec.biases,
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters=dict(spec.rope),
     )
@@ -171,7 +168,7 @@ class HeadAttention(nn.Module):
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=spec.has_bias(f"layers.{layer}.self_attn.{name}"))
+            return nn.Linear(inputs, outputs, bias=f"layers.{layer}.self_attn.{name}" in spec.biases)
 
         self.q_proj = linear("q_proj", width, q_size)
         self.k_proj = linear("k_proj", width, kv_size)
