@@ -20,7 +20,7 @@ from specdec.draft_models.base import (
     PromptObservation,
     TargetInfo,
 )
-from specdec.draft_models.heads.fused_layers import Parts, fuse_in_place
+from specdec.draft_models.heads.fused_layers import fuse_in_place
 from specdec.draft_models.heads.head_modules import HeadForm, HeadModule
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, own_view
@@ -53,11 +53,10 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.form = self.plain = plain(head, target.embed, target.head)
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
-
-            def parts() -> Parts:
-                return [(self, "form", fused(self.plain, self.ops))]
-
-            self.unfused = fuse_in_place(self.name, head, head.spec.num_layers, lambda: self.form.probed(), parts)
+            self.unfused = fuse_in_place(
+                *(self.name, head, head.spec.num_layers, lambda: self.form.probed()),
+                fused=lambda: [(self, "form", fused(self.plain, self.ops))],
+            )
         self.weights = Weights(self.name, getattr(self.form, "layers", head))  # fused layers are over the head
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
