@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
@@ -47,7 +48,6 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
@@ -248,7 +248,7 @@ class PlainBlock(HeadForm):
     def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(head, table, lm_head)
         if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
-            self.table = lambda tokens: embed_raw(table.weight, tokens)
+            self.table = lambda tokens: F.embedding(tokens, table.weight)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
@@ -319,8 +319,7 @@ class FusedBlock(PlainBlock):
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         embeds = self.table(tokens).flatten(0, 1)
-        angles = self.layers.angles(positions, embeds.dtype)
         first: Any = self.head.layers[0]
         state, x = self.ops(norm)(Product.from_value(embeds), pre=LLAMA.gain_of(first.input_layernorm))
-        _, x = self.layers.run(state, x, angles, context)
+        _, x = self.layers.run(state, x, positions, context)
         return x.view(*tokens.shape, -1)

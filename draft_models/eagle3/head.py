@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -30,7 +31,6 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
@@ -137,7 +137,8 @@ class PlainHead(HeadForm):
         self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         """Run rows of g, or a level of a draft: hidden [B, N, H] is the head's feedback."""
-        state = self.head(embed_raw(self.table.weight, tokens).to(hidden.dtype), hidden, positions, context)
+        embeds = F.embedding(tokens, self.table.weight)  # heads are trained without the module's scaling or norm
+        state = self.head(embeds.to(hidden.dtype), hidden, positions, context)
         return self.rows(state, self.head.norm(state))
 
     def rows(self, state: torch.Tensor, normed: torch.Tensor) -> ModuleRows:
@@ -184,10 +185,9 @@ class FusedHead(PlainHead):
         if not isinstance(hidden, Product):
             hidden = Product.from_value(hidden.flatten(0, 1))
         spec, first = self.head.spec, self.head.layers[0]
-        angles = self.layers.angles(positions, hidden.dtype)
         gains = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
         state, x = self.ops(embed_and_norm)(tokens.reshape(-1), self.table.weight, hidden, *gains)  # [T, H], [T, 2H]
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
-        state, x = self.layers.run(state, x, angles, context)
+        state, x = self.layers.run(state, x, positions, context)
         return self.rows(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))

@@ -103,10 +103,11 @@ class FusedLayers(RepointableModule):
         return self.ops(rotary)(positions.reshape(-1), *self.rope, dtype)
 
     def run(
-        self, state: torch.Tensor, x: torch.Tensor, angles: Rotary, context: LayerContext
+        self, state: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers from the residual stream [T, H] and the first layer's input. Returns the last residual stream,
         and the head's norm of it."""
+        shared = SharedInputs({"": self.angles(positions, x.dtype)}, None)
         for layer in self.layers:
-            state, x = layer(state, x, SharedInputs({"": angles}, None), specdec_ctx=context)
+            state, x = layer(state, x, shared, specdec_ctx=context)
         return state, x

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
@@ -131,12 +130,6 @@ class HeadForm(ABC):
     @abstractmethod
     def probed(self) -> torch.Tensor:
         """Results [R, W] float32 for random rows, by which two forms are compared."""
-
-
-def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Stored rows of an embedding table, without the scaling or norm of its module, since most heads are trained
-    without these."""
-    return F.embedding(tokens, table)
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:

@@ -88,12 +88,8 @@ class NativeMtpDrafter(Drafter):
         changed._apply_family(family)
         return changed
 
-    @property
-    def chain(self) -> "NativeMtpDrafter":
-        return self
-
     def bind(self, binding: Binding) -> FeedbackWorker:
-        return FeedbackWorker(self, binding)
+        return FeedbackWorker(self, self, binding)
 
     def first_state(self, states: torch.Tensor) -> torch.Tensor:
         return states
