@@ -27,8 +27,8 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.actions.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import all_conventions
-from specdec.draft_models.native_mtp.mtp_checkpoint import by_config
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily, module_tensors
+from specdec.draft_models.native_mtp.mtp_checkpoint import by_config, module_tensors
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import decoder_on_device
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.layers.decoder import FusedDecoder

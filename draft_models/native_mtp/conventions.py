@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily, NativeMtpDrafter
 from specdec.errors import CheckpointError
 
 MEASURED_STEPS = 5

@@ -175,7 +175,7 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, number: int) ->
 def read_parts(
     state: State, decoder: Any, like: int, keys: Mapping[str, str] | None = None, load_packed: LoadPacked | None = None
 ) -> dict[str, nn.Module]:
-    """Make a module's parts from its tensors `state`, by place (`mtp_families.py`), in the dtypes of the target's
+    """Make a module's parts from its tensors `state`, by place (`PARTS`), in the dtypes of the target's
     layers. The layer is of the target's class: its attention is like layer `like`, its MLP like the nearest layer with
     experts if the tensors have experts, else like the nearest without. keys: of the tensors in the checkpoint;
     load_packed: loads packed tensors. Raises CheckpointError if tensors do not fit."""

@@ -11,8 +11,7 @@ from specdec.cli.output_files import write_report
 from specdec.doctor import Diagnosis, diagnose
 from specdec.draft_models.lookup import model_of
 from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily, NativeMtpDrafter
 from specdec.errors import ConfigError
 from specdec.models.published import HELD_OUT_PROBLEMS, text_table
 from specdec.text.prompt_files import read_prompts
