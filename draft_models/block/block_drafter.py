@@ -67,14 +67,13 @@ class BlockWorker(StoreWorker):
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """Run a block that starts at positions start [1, B] (S) -> states [B, levels, H] of the rows that draft."""
-        drafter, spec, backend = self.drafter, self.drafter.spec, self.binding.backend
+        drafter, spec = self.drafter, self.drafter.spec
         rows = spec.rows_for(levels)
         draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
-        block = backend.draft_block(self.store, draft)
-        block.enter_level(None)
+        context = DraftContext(self, draft)
+        context.block.enter_level(None)
         masks = batch.root.new_full((len(batch.root), rows - 1), spec.mask_token)
         tokens = torch.cat([batch.root[:, None], masks], dim=1)
-        context = DraftContext(block, backend, rows, range(spec.num_layers))
         states = drafter.form.run(tokens, draft.key_positions(), context)
         return states[:, spec.first_row : spec.first_row + levels]
 

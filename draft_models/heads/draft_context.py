@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.draft_block import DraftBlock
+from specdec.attention.draft_block import DraftPlan
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import TreeBuilder, num_candidates
@@ -94,13 +94,15 @@ class StoreWorker:
 
 
 class DraftContext(LayerContext):
-    """The forward of one draft level with K nodes per request. Its K/V go to the scratch block.
+    """The forwards of a draft, one per level, with K nodes per request. Their K/V go to a scratch block.
 
-    owners: for each layer, the layer whose K/V it reads.
+    owners: for each layer, the layer whose K/V it reads; None: its own.
     """
 
-    def __init__(self, block: DraftBlock, backend: Backend, topk: int, owners: Sequence[int]) -> None:
-        self.block, self.backend, self.topk, self.owners = block, backend, topk, owners
+    def __init__(self, worker: StoreWorker, draft: DraftPlan, owners: Sequence[int] | None = None) -> None:
+        self.backend, self.topk = worker.binding.backend, draft.topk
+        self.block = self.backend.draft_block(worker.store, draft)
+        self.owners = range(len(draft.windows)) if owners is None else owners
 
     def destination(self, layer: int) -> Destination | None:
         return self.block.destination(layer) if self.owners[layer] == layer else None
