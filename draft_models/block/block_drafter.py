@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.draft_block import DraftPlan
+from specdec.attention.draft_block import DraftPlan, NodeOrder
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
@@ -68,8 +68,9 @@ class BlockWorker(StoreWorker):
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """Run a block that starts at positions start [1, B] (S) -> states [B, levels, H] of the rows that draft."""
         drafter, spec = self.drafter, self.drafter.spec
-        rows = spec.rows_for(levels)
-        draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
+        rows = spec.first_row + levels if spec.causal else spec.block_size  # a causal block can do without later rows
+        order = NodeOrder.CAUSAL if spec.causal else NodeOrder.MUTUAL
+        draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, order, spec.anchored)
         context = DraftContext(self, draft)
         context.block.enter_level(None)
         masks = batch.root.new_full((len(batch.root), rows - 1), spec.mask_token)

@@ -40,7 +40,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import BlocksAttention
-from specdec.attention.draft_block import NodeOrder
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
@@ -85,14 +84,6 @@ class BlockSpec(HeadSpec):
     is_gemma4: bool = False
 
     @property
-    def scaling(self) -> float:
-        return 1.0 if self.is_gemma4 else float(self.head_dim**-0.5)
-
-    @property
-    def order(self) -> NodeOrder:
-        return NodeOrder.CAUSAL if self.causal else NodeOrder.MUTUAL
-
-    @property
     def first_row(self) -> int:
         """The row that drafts the first token."""
         return 0 if self.shifted else 1
@@ -100,10 +91,6 @@ class BlockSpec(HeadSpec):
     @property
     def num_drafts(self) -> int:
         return self.block_size - self.first_row
-
-    def rows_for(self, levels: int) -> int:
-        """Rows that must run for the first `levels` drafts: the whole block, unless it is causal."""
-        return self.first_row + levels if self.causal else self.block_size
 
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
@@ -122,6 +109,7 @@ class Gemma4BlockLayer(HeadLayer):
     def __init__(self, spec: BlockSpec, layer: int, config: LlamaConfig) -> None:
         super().__init__(spec, layer, config)
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        self.self_attn.scaling = 1.0
         self.self_attn.v_norm = Gemma4RMSNorm(spec.head_dim, eps, with_scale=False)
         self.pre_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
         self.post_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)

@@ -61,11 +61,6 @@ class HeadSpec:
     def kv_layout(self) -> KVLayout:
         return KVLayout.from_windows(self.windows, self.num_kv_heads, self.head_dim)
 
-    @property
-    def scaling(self) -> float:
-        """Factor of attention scores before the softmax."""
-        return float(self.head_dim**-0.5)
-
     def stored_fields(self) -> dict[str, Any]:
         """These fields as a head's config.json stores them, under the names of both published formats."""
         return {
@@ -157,7 +152,7 @@ class HeadAttention(nn.Module):
         norm: Callable[[int, float], nn.Module] | None,
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.scaling = layer, spec.head_dim, spec.scaling
+        self.layer, self.head_dim, self.scaling = layer, spec.head_dim, float(spec.head_dim**-0.5)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
