@@ -16,7 +16,7 @@ number.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -184,7 +184,10 @@ def insertion_points(
     """
     point = wanted.new_zeros(len(wanted))
     parts = torch.arange(1, fan, device=wanted.device)
-    for span in _spans(len(order), fan):
+    span = 1  # powers of `fan` that suffice to count to the order's size, largest first
+    while span * fan <= len(order):
+        span *= fan
+    while span:
         last = point[:, None] + span * parts - 1  # [Q, fan - 1] of each part but the last
         found = contexts(cells, order[last.clamp(max=len(order) - 1)])
         asked = wanted[:, None].expand_as(found)
@@ -192,14 +195,5 @@ def insertion_points(
         first = equal.clamp(max=MATCH - 1)  # first difference; the last index if none
         smaller = (found.gather(-1, first) <= asked.gather(-1, first))[..., 0]
         point = point + span * (smaller & (last < count)).sum(-1)
-    return point
-
-
-def _spans(size: int, fan: int) -> Iterator[int]:
-    """Powers of `fan` that suffice to count to `size`, largest first."""
-    span = 1
-    while span * fan <= size:
-        span *= fan
-    while span:
-        yield span
         span //= fan
+    return point
