@@ -167,7 +167,7 @@ class DraftWorker(Protocol):
     """A drafter bound to one engine. `view`: K/V of another model that it may read now, or None. A worker may also have
     `finished`, a `FinishedTexts` to which the engine adds outputs of finished requests."""
 
-    view: KVView | None
+    view: KVView | None = None
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
@@ -226,8 +226,6 @@ class Drafter(Protocol):
 
 class StatelessDrafter(Drafter, DraftWorker, Protocol):
     """A drafter that is its own worker in every engine: engines share its state, if it has any."""
-
-    view: KVView | None = None
 
     def bind(self, binding: Binding) -> DraftWorker:
         return self

@@ -39,7 +39,6 @@ from specdec.draft_models.base import (
     with_defaults,
 )
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
-from specdec.kvcache.frozen import KVView
 
 MATCHES = 64
 """Most matches used from a request's own text: the longest ones; among equally long ones the latest."""
@@ -82,8 +81,6 @@ class SuffixDrafter(Drafter):
 
 class SuffixWorker(DraftWorker):
     """Suffix decoding in one engine. It has the backend, which selects trees, and the store of finished texts."""
-
-    view: KVView | None = None
 
     def __init__(self, backend: Backend, finished: FinishedTexts | None = None) -> None:
         self.backend = backend
@@ -214,19 +211,12 @@ class ModelAndLookup(Drafter):
 
 
 class ModelOrLookupWorker(DraftWorker):
-    """Proposes with the worker that the batch selects. Only the model's worker has a view and observes."""
+    """Proposes with the worker that the batch selects. Only the model's worker observes, and has a view while it
+    proposes."""
 
     def __init__(self, model: DraftWorker, lookup: DraftWorker) -> None:
         self.model, self.lookup = model, lookup
         self.finished: FinishedTexts | None = getattr(lookup, "finished", None)
-
-    @property
-    def view(self) -> KVView | None:
-        return self.model.view
-
-    @view.setter
-    def view(self, view: KVView | None) -> None:
-        self.model.view = view
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         return (self.lookup if batch.by_lookup else self.model).propose(batch)

@@ -67,7 +67,7 @@ class BlockSpec(HeadSpec):
     token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
     from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
     successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
-    are Gemma 4's; keys_are_values then applies.
+    are Gemma 4's.
     """
 
     block_size: int
