@@ -10,7 +10,7 @@ import pytest
 import torch
 from kv_rig import SWA, KVRig, ints, layer_spec
 
-from specdec.attention.dense import VisibleKeys, block_visibility
+from specdec.attention.dense import VisibleKeys, attend_together, block_visibility
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.layout import PRIMARY, GroupId, KVLayout, LayerSpec, PrimaryLoc
@@ -110,7 +110,7 @@ class Scene:
         kept = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
         options = {"scaling": SCALING, "softcap": softcap, "sinks": sinks}
-        out = keys.attend(query.transpose(1, 2), kept.k, kept.v, **options)
+        out = attend_together(keys)(query.transpose(1, 2), kept.k, kept.v, **options)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         window = math.inf if window is None else window + plan.window_shift
         expected = torch.zeros(query.shape, dtype=torch.float64)
@@ -184,9 +184,9 @@ def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
     scene = Scene([5, 8], page_size=1, window=4)
     plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=2)
     assert plan.tree is None and plan.write is None
-    bias = visible_keys(plan, None).bias
-    assert bias.shape == (2, 1, 1, 8)
-    assert (bias[:, 0, 0] == 0).sum(-1).tolist() == [5, 8]
+    seen = visible_keys(plan, None).seen
+    assert seen.shape == (2, 1, 8)
+    assert seen[:, 0].sum(-1).tolist() == [5, 8]
 
 
 @PAGE_SIZES
@@ -196,7 +196,7 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
     plan = scene.table.verify(scene.rows, tree_of([[-1, 0, 0, 1, 3]]))
     assert plan.positions.tolist() == [[3, 4, 4, 5, 6]]
     past = torch.arange(3, -(-3 // page_size) * page_size)  # the rest of the last page
-    seen = {window: visible_keys(plan, window).bias[0, 0] == 0 for window in (None, 3)}
+    seen = {window: visible_keys(plan, window).seen[0] for window in (None, 3)}
     assert not any(rows[:, past].any() for rows in seen.values())
     seen = {window: torch.cat([rows[:, :3], rows[:, -5:]], 1) for window, rows in seen.items()}
     draw = {window: ["".join("T" if x else "F" for x in row) for row in rows] for window, rows in seen.items()}
