@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.dense import MaskedRuns, VisibleKeys, attend_alone, attend_together, runs_attention
+from specdec.attention.dense import VisibleKeys, attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.draft_block import DraftBlock, DraftPlan, PagedDraftBlock, TorchDraftBlock
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
@@ -64,7 +64,7 @@ class TorchBackend:
         if isinstance(plan.prefix, PackTables):
             runs = plan.prefix.pack, plan.prefix.lines[group], window, plan.first_key
             if self.captured and not self.deterministic:
-                return MaskedRuns(*runs)
+                return masked_runs(*runs)
             return runs_attention(attend_alone if self.deterministic else attend_together, *runs)
         keys = VisibleKeys.from_plan(plan, group, window)
         return attend_alone(keys, plan.block_len) if self.deterministic else attend_together(keys)

@@ -10,7 +10,7 @@ in a chunk or a run of a pack, if j <= i. Windows count positions: in a tree the
 with attention sinks adds one learnt logit per head to the softmax's denominator.
 
 `dense_attention` computes it. `VisibleKeys` says which keys a forward sees: of trees and chunks request by request, of
-packs run by run (`runs_attention`; `MaskedRuns` within a capture). Two functions attend to them:
+packs run by run (`runs_attention`; `masked_runs` within a capture). Two functions attend to them:
 
     attend_together   all rows of a request in one operation
     attend_alone      row by row, so that a row's bits depend on its own path only: on its query and the keys it sees.
@@ -21,7 +21,6 @@ Keys are read from the pools, after the forward has stored its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -115,7 +114,9 @@ class VisibleKeys(NamedTuple):
         seen = visible(plan.positions, key_pos, committed, window, plan.first_key)  # [B, N, L]
         if plan.write is not None:
             batch, num_queries = plan.positions.shape
-            own = visible(plan.positions, plan.positions, block_visibility(plan), window, plan.first_key)
+            in_order = plan.positions[:, :, None] >= plan.positions[:, None]
+            known = in_order if plan.tree is None else plan.tree.ancestors
+            own = visible(plan.positions, plan.positions, known, window, plan.first_key)
             seen = torch.cat([seen, own], dim=-1)
             own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
@@ -178,15 +179,6 @@ def gathered(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
     return read_rows(pool, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2)
 
 
-def block_visibility(plan: KVPlan) -> torch.Tensor:
-    """Which of the forward's own tokens each query may see, by the tree or in order: [B, N, N] bool."""
-    if plan.tree is not None:
-        return plan.tree.ancestors
-    batch, num_queries = plan.positions.shape
-    in_order = torch.ones((num_queries, num_queries), dtype=torch.bool, device=plan.positions.device).tril()
-    return in_order.expand(batch, -1, -1)
-
-
 def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The committed keys that queries right after the prefixes see through `window`: their slots, their positions, and
     the mask of columns that hold a key, each [B, L]. The other columns have the slot of a key of the same request."""
@@ -228,31 +220,26 @@ def runs_attention(
     return attend
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedRuns:
+def masked_runs(pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0) -> Attend:
     """`runs_attention` without a length read on the host, so it can be captured. All T places attend to every run, and
     a place keeps the result of its own run only; so it takes R times as long."""
+    runs = list[tuple[torch.Tensor, VisibleKeys]]()
+    columns = torch.arange(lines.slots.shape[1], device=pack.start.device)
+    for number in range(len(pack.rows)):
+        keys = columns if lines.begin is None else columns + lines.begin[number]
+        first, end = pack.start[number], pack.start[number] + pack.length[number]
+        oldest = torch.zeros_like(first) if window is None else (first - window + 1).clamp(min=0)
+        inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
+        mine = pack.exists & (pack.run_of == number)
+        positions = torch.where(mine, pack.positions, end - 1)[None]
+        known = (positions[:, :, None] >= keys) & (keys == inside)  # [1, T, L]
+        slots = lines.slots_at(torch.full_like(columns, number), inside)[None]
+        runs.append((mine[:, None, None], VisibleKeys(slots, visible(positions, keys[None], known, window, first_key))))
 
-    pack: Pack
-    lines: RunSlots
-    window: int | None
-    first_key: int = 0
-
-    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
-        pack, lines = self.pack, self.lines
+    def attend(query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
-        columns = torch.arange(lines.slots.shape[1], device=query.device)
-        for number in range(len(pack.rows)):
-            run = torch.full_like(columns, number)
-            keys = columns if lines.begin is None else columns + lines.begin[number]
-            first, end = pack.start[number], pack.start[number] + pack.length[number]
-            oldest = torch.zeros_like(first) if self.window is None else (first - self.window + 1).clamp(min=0)
-            inside = keys.maximum(oldest).minimum((end - 1).clamp(min=0))  # a key that no query sees may be NaN
-            mine = pack.exists & (pack.run_of == number)
-            positions = torch.where(mine, pack.positions, end - 1)[None]
-            known = (positions[:, :, None] >= keys) & (keys == inside)  # [1, T, L]
-            seen = visible(positions, keys[None], known, self.window, self.first_key)
-            attend = attend_together(VisibleKeys(lines.slots_at(run, inside)[None], seen))
-            answer = attend(query, pool_k, pool_v, **options)
-            out = torch.where(mine[:, None, None], answer, out)
+        for mine, keys in runs:
+            out = torch.where(mine, attend_together(keys)(query, pool_k, pool_v, **options), out)
         return out
+
+    return attend

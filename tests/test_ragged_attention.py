@@ -12,7 +12,7 @@ import torch
 from attention_scene import rounded
 
 from specdec import SamplingParams
-from specdec.attention.dense import MaskedRuns, attend_alone, attend_together, runs_attention
+from specdec.attention.dense import attend_alone, attend_together, masked_runs, runs_attention
 from specdec.attention.kernels.own_keys import PathKeys, own_keys
 from specdec.attention.kernels.page_table import PageTable
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
@@ -142,7 +142,7 @@ def test_the_kernel_against_the_definition(name: str, exact: bool, v_dim: int) -
     del options["window"], options["first_key"]
     forms = [
         *(runs_attention(make, case.pack, case.lines, window, first_key) for make in (attend_together, attend_alone)),
-        MaskedRuns(case.pack, case.lines, window, first_key),
+        masked_runs(case.pack, case.lines, window, first_key),
     ]
     for form in forms:
         plain = form(case.q, case.k, case.v, **options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kv_rig import SWA, KVRig, ints, layer_spec
 
-from specdec.attention.dense import VisibleKeys, attend_together, block_visibility
+from specdec.attention.dense import VisibleKeys, attend_together
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.layout import PRIMARY, GroupId, KVLayout, LayerSpec, PrimaryLoc
@@ -121,7 +121,7 @@ class Scene:
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
                 if plan.write is not None:
-                    own = block_visibility(plan)
+                    own = torch.ones(batch, rows, rows).tril() if plan.tree is None else plan.tree.ancestors
                     seen += [
                         (block_k[b, j], block_v[b, j])
                         for j in range(rows)
