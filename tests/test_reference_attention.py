@@ -256,22 +256,3 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
         assert length <= prefix_slots(plan, PRIMARY)[0].shape[1] < length + page_size
     assert widths[0] == -(-2 // page_size) * page_size
     assert max(widths) < scene.table.retain[SWA] + 2 * page_size
-
-
-def test_tables_stay_inside_rows_that_are_full():
-    """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
-    layout = KVLayout((layer_of(SLIDING_LAYER, 6), layer_of(FULL_LAYER, None)))
-    table = KVRig(layout, pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
-    for row, length in ((0, 12), (1, 15)):
-        table.ensure_slots(table.open_row(), 16)
-        table.commit(ints(row), ints(length))
-    rows = ints(0, 1)
-    plan = table.chunk(rows, ints(4, 1))
-    slots = table.slots.host
-    assert plan.write[PRIMARY].tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
-    table.commit(rows, ints(2, 0))
-    plan = table.frozen(rows, position_offset=0, window_shift=2)
-    swa, start = prefix_slots(plan, SWA)
-    assert start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
-    assert swa.shape == (2, 12)
-    assert swa[1, :7].tolist() == table.allocator.maps.host[SWA][slots[1, 8:15]].tolist()

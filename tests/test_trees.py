@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from specdec.attention.backend import TorchBackend, TritonBackend
 from specdec.attention.trees.tree import DraftTree, reference_accept, tree_fields
-from specdec.attention.trees.tree import reference_accept as accept
 from specdec.attention.trees.tree_builder import (
     Candidates,
     TreeBackend,
@@ -116,7 +115,7 @@ def test_check_finds(fault: str):
     ],
 )
 def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: list[int]):
-    accepted = accept(worked(), ids([drawn]))
+    accepted = reference_accept(worked(), ids([drawn]))
     length = len(path)
     assert accepted.length.tolist() == [length]
     assert accepted.path.tolist() == [path + [0] * (5 - length)]
