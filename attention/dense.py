@@ -131,7 +131,7 @@ def attend_together(keys: VisibleKeys) -> Attend:
     def attend(
         query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        k, v = (gathered(pool, keys.slots) for pool in (pool_k, pool_v))
+        k, v = (read_rows(pool, keys.slots).transpose(1, 2) for pool in (pool_k, pool_v))
         return dense_attention(query, k, v, bias, **options)
 
     return attend
@@ -172,11 +172,6 @@ def _columns(seen: torch.Tensor) -> slice | torch.Tensor | None:
     if len(columns) == 0:
         return None
     return slice(len(columns)) if int(columns[-1]) < len(columns) else columns
-
-
-def gathered(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a pool [slots, Hkv, D] at slots [B, L] -> [B, Hkv, L, D]."""
-    return read_rows(pool, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2)
 
 
 def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Unpack
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.dense import VisibleKeys, bias_of, dense_attention, gathered, prefix_keys, visible
+from specdec.attention.dense import VisibleKeys, bias_of, dense_attention, prefix_keys, visible
 from specdec.attention.kernels.page_table import (
     PageTable,
     PageTables,
@@ -27,7 +27,7 @@ from specdec.attention.kernels.page_table import (
     reference_build_page_tables,
 )
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
-from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
+from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales, read_rows
 from specdec.kvcache.layer_context import Destination, ScoreOptions
 from specdec.kvcache.layout import NULL_SLOT, GroupLoc
 from specdec.kvcache.store import KVStore
@@ -167,7 +167,7 @@ class TorchDraftBlock(DraftBlock):
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         slots, seen = self.visible_keys(layer)
-        k, v = (gathered(pool, slots) for pool in self.store.layers[layer].fields)
+        k, v = (read_rows(pool, slots).transpose(1, 2) for pool in self.store.layers[layer].fields)
         for rows, own in zip((k, v), self.scratch[layer], strict=True):
             rows[:, :, -self.num_keys :] = self.written(all_rows(own))
         return dense_attention(query, k, v, bias_of(seen), **options)

@@ -74,8 +74,8 @@ FieldPool = torch.Tensor | Fp8Pool
 
 
 def read_rows(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
-    """Rows at slots [T] -> [T, heads, D]."""
-    return all_rows(pool.index_select(0, slots))
+    """Rows at slots of any shape [...] -> [..., heads, D]."""
+    return all_rows(pool.index_select(0, slots.flatten())).unflatten(0, slots.shape)
 
 
 def all_rows(pool: FieldPool) -> torch.Tensor:
