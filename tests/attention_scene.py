@@ -195,7 +195,6 @@ def attend_plainly(
     plan = KVPlan(
         backend=TorchBackend(deterministic=True),
         rows=torch.arange(len(length), device=length.device),
-        committed_len=length,
         positions=positions,
         prefix=PageTables(ByGroup((table.pages,) * 2), torch.stack([start, start]), ByGroup(()), *table[2:]),
         tree=None if parents is None else DraftTree.from_parents(parents, parents),
