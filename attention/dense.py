@@ -110,7 +110,7 @@ class VisibleKeys(NamedTuple):
         assert not isinstance(plan.prefix, PackTables)
         if window is not None:
             window += plan.window_shift
-        slots, key_pos, committed = prefix_keys(plan.prefix.table(group), window)
+        slots, key_pos, committed = prefix_keys(plan.prefix.table(group))
         seen = visible(plan.positions, key_pos, committed, window, plan.first_key)  # [B, N, L]
         if plan.write is not None:
             batch, num_queries = plan.positions.shape
@@ -174,18 +174,13 @@ def _columns(seen: torch.Tensor) -> slice | torch.Tensor | None:
     return slice(len(columns)) if int(columns[-1]) < len(columns) else columns
 
 
-def prefix_keys(table: PageTable, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The committed keys that queries right after the prefixes see through `window`: their slots, their positions, and
-    the mask of columns that hold a key, each [B, L]. The other columns have the slot of a key of the same request."""
-    slots, start = table.slots(), table.begin
-    first = slots[:, :1]
-    if window is not None and table.start is None:  # no columns before the window
-        start = (table.committed_len - (window - 1)).clamp(min=0)
-        columns = start[:, None] + torch.arange(min(slots.shape[1], max(window - 1, 1)), device=slots.device)
-        slots = slots.gather(1, columns.clamp(max=max(slots.shape[1] - 1, 0)))
-    key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)
+def prefix_keys(table: PageTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The committed keys of a table: their slots, their positions, and the mask of columns that hold a key, each
+    [B, L]. The other columns have the slot of a key of the same request."""
+    slots = table.slots()
+    key_pos = table.begin[:, None] + torch.arange(slots.shape[1], device=slots.device)
     committed = key_pos < table.committed_len[:, None]
-    return torch.where(committed, slots, first), key_pos, committed
+    return torch.where(committed, slots, slots[:, :1]), key_pos, committed
 
 
 def runs_attention(

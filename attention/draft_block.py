@@ -176,7 +176,7 @@ class TorchDraftBlock(DraftBlock):
         """The keys that the newest level sees: those of the prefix, then those of the draft's nodes so far, which have
         the null slot because they are in the scratch pools."""
         window, first_key = self.draft.key_limits(layer)
-        slots, key_pos, committed = prefix_keys(self.prefix_table(layer), window)
+        slots, key_pos, committed = prefix_keys(self.prefix_table(layer))
         nodes = torch.arange(self.num_keys, device=key_pos.device)
         ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()
         known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)
