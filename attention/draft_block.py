@@ -43,10 +43,6 @@ class NodeOrder(Enum):
     MUTUAL = "mutual"  # a node sees all nodes
 
 
-KeyLimits = tuple[int | None, int]
-"""A layer's window and first key."""
-
-
 class DraftPlan(NamedTuple):
     """Shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
@@ -64,7 +60,8 @@ class DraftPlan(NamedTuple):
     anchored: bool = False
     first_keys: Sequence[int] | None = None
 
-    def key_limits(self, layer: int) -> KeyLimits:
+    def key_limits(self, layer: int) -> tuple[int | None, int]:
+        """A layer's window, and its first position with a key."""
         return self.windows[layer], 0 if self.first_keys is None else self.first_keys[layer]
 
     @property

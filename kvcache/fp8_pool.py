@@ -75,7 +75,7 @@ FieldPool = torch.Tensor | Fp8Pool
 
 def read_rows(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
     """Rows at slots of any shape [...] -> [..., heads, D]."""
-    return all_rows(pool.index_select(0, slots.flatten())).unflatten(0, slots.shape)
+    return all_rows(pool.index_select(0, slots.flatten())).view(*slots.shape, *pool.shape[1:])
 
 
 def all_rows(pool: FieldPool) -> torch.Tensor:
