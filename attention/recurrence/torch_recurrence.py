@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from specdec.attention.dense import VisibleKeys
 from specdec.attention.plan import KVPlan, PackTables
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.gpu.mirrored_array import IntArray
@@ -55,7 +56,6 @@ class ForwardRows(NamedTuple):
 def rows_of_plan(plan: KVPlan, group: GroupId, folded_len: torch.Tensor) -> ForwardRows:
     """The rows of a plan that writes; rows without a slot are padding. folded_len: folded tokens by row of the request
     table."""
-    shape = plan.positions.shape
     write = _host(plan.write_slots(group))
     numbers = np.flatnonzero(write != NULL_SLOT)
     position, certain = _host(plan.positions).reshape(-1)[numbers], _host(plan.committed_len)
@@ -67,13 +67,10 @@ def rows_of_plan(plan: KVPlan, group: GroupId, folded_len: torch.Tensor) -> Forw
         paths = [slots[run, :end] for run, end in zip(request, ends, strict=True)]
         certain = certain + _host(pack.length)
     else:
-        assert plan.tree is not None
-        request, node = numbers // shape[1], numbers % shape[1]
-        table = plan.prefix.table(group)
-        slots, begin = _host(table.slots()), _host(table.begin)
-        committed = [line[:end] for line, end in zip(slots, certain - begin, strict=True)]
-        nodes, ancestors = write.reshape(shape), _host(plan.tree.ancestors)  # parents come before children
-        paths = [np.append(committed[b], nodes[b][ancestors[b, n]]) for b, n in zip(request, node, strict=True)]
+        request, node = np.divmod(numbers, plan.positions.shape[1])
+        begin, keys = _host(plan.prefix.table(group).begin), VisibleKeys.from_plan(plan, group, None)
+        slots, seen = _host(keys.slots), _host(keys.seen)
+        paths = [slots[b, seen[b, n]] for b, n in zip(request, node, strict=True)]  # by position
     table_row = _host(plan.rows)[request]
     begun = torch.from_numpy(np.unique(table_row[position == 0]))
     before = folded_len.index_fill(0, begun, 0).numpy()[table_row]
