@@ -264,7 +264,7 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
         marginals = -torch.randint(0, 3, marginals.shape, generator=generator).float()
         marginals[0, 1, -1], marginals[1, 1, 0], marginals[2, 0, -1] = NAN, -INF, 0.5
     found = TreeBuilder(root, backend, levels)
-    found.add_all_levels(tokens.to(DEVICE), marginals.to(DEVICE))
+    found.add_levels(tokens[:, :, None].to(DEVICE), marginals[:, :, None].to(DEVICE))
     one_by_one, reference = TreeBuilder(root, backend, levels), TreeBuilder(root, TorchBackend(), levels)
     for builder in (one_by_one, reference):
         for level in range(levels):
