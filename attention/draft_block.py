@@ -79,9 +79,7 @@ class DraftPlan(NamedTuple):
 
     def key_positions(self) -> torch.Tensor:
         """Position of each node, [B, M]."""
-        if self.order is not NodeOrder.LEVELS:
-            return self.level_positions(0)
-        return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
+        return torch.cat([self.level_positions(level) for level in range(self.num_levels)], dim=1)
 
     def level_positions(self, level: int) -> torch.Tensor:
         """Position of each node of a level, [B, K]."""
