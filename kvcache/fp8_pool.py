@@ -45,10 +45,6 @@ class Fp8Pool:
     def shape(self) -> torch.Size:
         return self.bits.shape
 
-    @property
-    def device(self) -> torch.device:
-        return self.bits.device
-
     def new_empty(self, shape: tuple[int, ...]) -> "Fp8Pool":
         """An uninitialised pool of this shape [slots, heads, D]."""
         return Fp8Pool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
