@@ -56,6 +56,7 @@ class PrefixCache:
         self.page_size = table.allocator.page_size
         self.pairs = pairs
         self.states = states
+        self._is_cached = np.array([kept.cached for kept in self.allocator.groups])  # [groups]
         self.allocator.cache = self
         self.reset()
 
@@ -87,9 +88,14 @@ class PrefixCache:
             self._touch([node for node, _ in path])
         return len(pages) * self.page_size
 
-    def insert(self, row: int, key: IntArray, salt: bytes = b"") -> None:
-        """Add the whole pages of a row's committed slots, up to the end of its key [n] of settled tokens."""
+    def insert(self, rows: Sequence[int], keys: Sequence[IntArray], salts: Sequence[bytes] | None = None) -> None:
+        """Add the whole pages of these rows' committed slots, up to the end of each key [n] of settled tokens."""
         self.allocator.require_unfrozen("insert")
+        for row, key, salt in zip(rows, keys, [b""] * len(rows) if salts is None else salts, strict=True):
+            self._insert(row, key, salt)
+        self._claim()
+
+    def _insert(self, row: int, key: IntArray, salt: bytes) -> None:
         num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
         pages = self.table.pages(row, num_pages)
         evicted = self.table.evicted_len[:, row] // self.page_size  # first pages without a peer, [groups]
@@ -128,6 +134,7 @@ class PrefixCache:
         """Forget everything, after the pools were reset."""
         if self.states is not None:
             self.states.reset()
+        self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages to claim, and how many are evicted, [groups]
         self._root = self._node(NO_PAGES, NO_PAGES, None)
         self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
 
@@ -209,23 +216,33 @@ class PrefixCache:
         return _Node(key, pages, parent, np.zeros(len(self.allocator.pools), dtype=np.int64), name=name)
 
     def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: IntArray, salt: bytes) -> _Node:
-        """Claim `pages` and add them after a node: lengthen a leaf or add a new one. salt: used only below the root."""
-        self.allocator.cache_pages(PRIMARY, pages)
-        for group in self.allocator.cached_windows:
-            self.allocator.cache_pages(group, pages[max(num_evicted[group], 0) :])
+        """Add `pages` after a node, to be claimed later: lengthen a leaf or add a new one. salt: used only below the
+        root."""
+        num_evicted = num_evicted.clip(min=0)
+        self._unclaimed.append((pages, num_evicted))
         if parent is self._root or parent.children:
             node = self._node(key.copy(), pages.copy(), parent, salt + self.first_page(key))
             parent.children[node.name] = node
         else:
             node = parent
             node.key, node.pages = np.concatenate([node.key, key]), np.concatenate([node.pages, pages])
-        node.num_peers += self._count_peers(pages)
+        node.num_peers += (len(pages) - num_evicted).clip(min=0) * self._is_cached
         return node
+
+    def _claim(self) -> None:
+        """Claim all appended pages in one call: a call per page would cost more than the tree itself."""
+        if self._unclaimed:
+            self.allocator.cache_pages(PRIMARY, np.concatenate([pages for pages, _ in self._unclaimed]))
+            for group in self.allocator.cached_windows:
+                mapped = [pages[num_evicted[group] :] for pages, num_evicted in self._unclaimed]
+                self.allocator.cache_pages(group, np.concatenate(mapped))
+            self._unclaimed = []
 
     def _split(self, node: _Node, count: int) -> _Node:
         """Split off the first `count` pages as a node of their own, the parent of the rest."""
         parent = node.parent
         assert parent is not None
+        self._claim()
         cut = count * self.page_size
         upper = self._node(node.key[:cut].copy(), node.pages[:count].copy(), parent, node.name)
         parent.children[upper.name] = upper
@@ -245,6 +262,7 @@ class PrefixCache:
         """
         if all(node.num_peers[group] == len(node.pages) for group in self.allocator.cached_windows):
             return
+        self._claim()
         kept = node.pages[: len(pages)]
         gains, loses = np.zeros((2, len(pages)), dtype=np.bool_)
         for group in self.allocator.cached_windows:

@@ -213,7 +213,7 @@ class PrefixRig:
         self.table.check()
 
     def keep(self, row: int, text: Sequence[int]) -> None:
-        self.cache.insert(row, self.cache.key(text))
+        self.cache.insert([row], [self.cache.key(text)])
         self.table.check()
 
     def close(self, row: int) -> None:

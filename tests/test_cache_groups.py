@@ -303,8 +303,7 @@ def test_caching_two_rows_revives_the_peers_that_the_first_had_evicted() -> None
     rig, text = rig_of([2, 5]), list(range(9))
     first, second = grown(rig, 9), grown(rig, 9)
     rig.table.evict_unseen(ints(first), slack_pages=0)
-    for row in (first, second):
-        rig.cache.insert(row, rig.cache.key(text))
+    rig.cache.insert([first, second], [rig.cache.key(text)] * 2)
     rig.table.check()
     assert [pool.cached_pages for pool in rig.allocator.pools] == [9, 9, 9]
     assert rig.cache.match_prefix(rig.cache.key(text))[:4].tolist() == rig.table.pages(second, 4).tolist()

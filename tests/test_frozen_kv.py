@@ -156,7 +156,7 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "share": lambda: a.share(page, ints(0, 0)),
         "cache pages": lambda: a.cache_pages(PRIMARY, page),
         "cache peers": lambda: a.cache_pages(SWA, page),
-        "insert": lambda: cache.insert(row, cache.key(range(12))),
+        "insert": lambda: cache.insert([row], [cache.key(range(12))]),
         "clear the cache": lambda: cache.clear(),
         "move": lambda: table.move(Move(slots, slots)),
         "ensure": lambda: table.ensure_slots(row, int(table.capacity[row]) + 1),

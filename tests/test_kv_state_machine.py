@@ -209,8 +209,8 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(seed=SEED)
     def keep(self, seed: int) -> None:
-        for row in self.some_rows(seed).tolist():
-            self.cache.insert(row, self.cache.key(self.texts[row]))
+        rows = self.some_rows(seed).tolist()
+        self.cache.insert(rows, [self.cache.key(self.texts[row]) for row in rows])
 
     @rule()
     def clear(self) -> None:
@@ -237,8 +237,8 @@ class KVMachine(RuleBasedStateMachine):
     @rule(seed=SEED, kept=st.booleans())
     def close(self, seed: int, kept: bool) -> None:
         rows = self.some_rows(seed)[: 1 + seed % 2]  # at least one row stays open
-        for row in rows.tolist() if kept else ():
-            self.cache.insert(row, self.cache.key(self.texts[row]))
+        if kept:
+            self.cache.insert(rows.tolist(), [self.cache.key(self.texts[row]) for row in rows.tolist()])
         self.table.close_rows(rows)
         self.ended += [self.texts.pop(row) for row in rows.tolist()]
 

@@ -168,8 +168,7 @@ class PrefixPolicy:
         if (cache := self._usable_cache()) is None:
             return
         kept = [request for request in requests if self._began[request.row] == self._era]
-        for request in kept:
-            cache.insert(request.row, self._whole_key(request), salt_of(request))
+        cache.insert([request.row for request in kept], [*map(self._whole_key, kept)], [*map(salt_of, kept)])
         for request in requests:
             if not self._is_computing(request, request.prefill_target):
                 self._in_progress.discard(request)
