@@ -1,7 +1,7 @@
 """The backend of an engine: its operations in plain torch or by Triton kernels, chosen when the engine is made.
 
     backend   tables of a plan     K/V written, moved    attention           of a draft's level      selection of trees
-    torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, by a gather       sorts, gathers
+    torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers
     triton    pages, one launch    store_kv, move_kv     tree_attention;     paged_attention         one launch each
                                                          ragged, of prompts
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Unpack
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.dense import VisibleKeys, bias_of, dense_attention, prefix_keys, visible
+from specdec.attention.dense import bias_of, dense_attention, prefix_keys, visible
 from specdec.attention.kernels.page_table import (
     PageTable,
     PageTables,
@@ -27,10 +27,10 @@ from specdec.attention.kernels.page_table import (
     reference_build_page_tables,
 )
 from specdec.attention.kernels.paged_attention import WORD, BlockKeys, paged_attention
-from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales, read_rows
+from specdec.kvcache.fp8_pool import FieldPool, all_rows, numbers_and_scales
 from specdec.kvcache.layer_context import Destination, ScoreOptions
-from specdec.kvcache.layout import NULL_SLOT, GroupLoc
-from specdec.kvcache.store import KVStore
+from specdec.kvcache.layout import NULL_SLOT, PRIMARY, GroupId, GroupLoc
+from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
 
@@ -41,6 +41,10 @@ class NodeOrder(Enum):
     LEVELS = "levels"  # K nodes per position; a node sees its ancestors
     CAUSAL = "causal"  # a node sees the nodes up to itself
     MUTUAL = "mutual"  # a node sees all nodes
+
+
+KeyLimits = tuple[int | None, int]
+"""A layer's window and first key."""
 
 
 class DraftPlan(NamedTuple):
@@ -60,8 +64,7 @@ class DraftPlan(NamedTuple):
     anchored: bool = False
     first_keys: Sequence[int] | None = None
 
-    def key_limits(self, layer: int) -> tuple[int | None, int]:
-        """A layer's window, and its first position with a key."""
+    def key_limits(self, layer: int) -> KeyLimits:
         return self.windows[layer], 0 if self.first_keys is None else self.first_keys[layer]
 
     @property
@@ -79,7 +82,9 @@ class DraftPlan(NamedTuple):
 
     def key_positions(self) -> torch.Tensor:
         """Position of each node, [B, M]."""
-        return torch.cat([self.level_positions(level) for level in range(self.num_levels)], dim=1)
+        if self.order is not NodeOrder.LEVELS:
+            return self.level_positions(0)
+        return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
 
     def level_positions(self, level: int) -> torch.Tensor:
         """Position of each node of a level, [B, K]."""
@@ -96,7 +101,8 @@ class DraftPlan(NamedTuple):
 
 
 class DraftBlock(ABC):
-    """One draft in progress. Each layer has scratch pools [B * M, Hkv, D] for the K/V of the draft's M nodes."""
+    """One draft in progress. Each layer has scratch pools [B * W, Hkv, D]; the last M of a request's W rows are for the
+    K/V of the draft's nodes."""
 
     locate: Callable[[RequestTable, Rows, torch.Tensor, int], PageTables]
 
@@ -115,12 +121,16 @@ class DraftBlock(ABC):
         else:
             self.bits_of = bits.cumsum(0) if draft.topk == 1 or draft.order is NodeOrder.CAUSAL else bits
         self.bits = bits[None, : draft.topk].expand(batch, -1, -1)  # [B, K, words] of the newest level
-        self.scratch = {
-            layer: [pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in kept.fields]
-            for layer, kept in store.layers.items()
-        }
-        of_request = torch.arange(batch, device=device)[:, None] * num_nodes
-        self.slots = (nodes.view(-1, 1, draft.topk) + of_request).flatten(1)  # [levels, B * K]
+        self.scratch = {layer: LayerKV(self.new_pools(layer), PRIMARY) for layer in store.layers}
+        by_level = nodes.view(-1, 1, draft.topk)
+        self.slots: dict[int, torch.Tensor] = {}  # [levels, B * K] of a pool with B * W rows
+        for num_rows in {kept.k.shape[0] for kept in self.scratch.values()}:
+            ends = torch.arange(1, batch + 1, device=device)[:, None] * (num_rows // batch)
+            self.slots[num_rows] = (by_level + ends - num_nodes).flatten(1)
+
+    @abstractmethod
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        """Scratch pools of a layer's K and V."""
 
     @property
     def num_keys(self) -> int:
@@ -138,8 +148,8 @@ class DraftBlock(ABC):
 
     def destination(self, layer: int) -> Destination:
         """Destination of the K/V of the newest level's nodes [B * K]."""
-        k, v = self.scratch[layer]
-        return Destination(k, v, GroupLoc(self.slots[self.level]))
+        k, v = self.scratch[layer].fields
+        return Destination(k, v, GroupLoc(self.slots[k.shape[0]][self.level]))
 
     @abstractmethod
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
@@ -150,34 +160,42 @@ class DraftBlock(ABC):
         return self.tables.table(self.store.layers[layer].group)
 
     def written(self, pool: torch.Tensor) -> torch.Tensor:
-        """View the rows of a scratch pool that have keys, [B, Hkv, nodes, D]."""
+        """View a scratch pool without the nodes of later levels, [B, Hkv, rows, D]."""
         rows: torch.Tensor = pool.unflatten(0, (len(self.key_pos), -1))
-        return rows[:, : self.num_keys].transpose(1, 2)
+        return rows[:, : rows.shape[1] - self.draft.num_nodes + self.num_keys].transpose(1, 2)
 
 
 class TorchDraftBlock(DraftBlock):
-    """A draft in plain torch, which gathers the committed keys at each level."""
+    """A draft in plain torch. A request's scratch rows begin with a copy of its committed keys that the layer sees.
+    To gather these keys at each level would take a CPU ten times as long as to attend."""
 
     locate = staticmethod(reference_build_page_tables)
 
-    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        slots, seen = self.visible_keys(layer)
-        k, v = (read_rows(pool, slots).transpose(1, 2) for pool in self.store.layers[layer].fields)
-        for rows, own in zip((k, v), self.scratch[layer], strict=True):
-            rows[:, :, -self.num_keys :] = self.written(all_rows(own))
-        return dense_attention(query, k, v, bias_of(seen), **options)
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        slots, _, _ = prefix_keys(self.prefix_table(layer))
+        rows = F.pad(slots, (0, self.draft.num_nodes), value=NULL_SLOT).flatten()
+        return tuple(pool.index_select(0, rows) for pool in self.store.layers[layer].fields)
 
-    def visible_keys(self, layer: int) -> VisibleKeys:
-        """The keys that the newest level sees: those of the prefix, then those of the draft's nodes so far, which have
-        the null slot because they are in the scratch pools."""
+    def enter_level(self, origin: torch.Tensor | None) -> None:
+        super().enter_level(origin)
+        self._bias: dict[tuple[GroupId, KeyLimits], torch.Tensor] = {}
+
+    def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        key = self.store.layers[layer].group, self.draft.key_limits(layer)
+        if key not in self._bias:
+            self._bias[key] = bias_of(self.seen(layer))
+        k, v = (self.written(all_rows(pool)) for pool in self.scratch[layer].fields)
+        return dense_attention(query, k, v, self._bias[key], **options)
+
+    def seen(self, layer: int) -> torch.Tensor:
+        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the draft so far."""
         window, first_key = self.draft.key_limits(layer)
-        slots, key_pos, committed = prefix_keys(self.prefix_table(layer))
+        _, key_pos, committed = prefix_keys(self.prefix_table(layer))
         nodes = torch.arange(self.num_keys, device=key_pos.device)
         ancestors = (self.bits[:, :, nodes // WORD] >> nodes % WORD & 1).bool()
         known = torch.cat([committed[:, None].expand(-1, self.draft.topk, -1), ancestors], dim=2)
         key_pos = torch.cat([key_pos, self.key_pos[:, : self.num_keys]], dim=1)
-        seen = visible(self.draft.window_positions(self.level), key_pos, known, window, first_key)
-        return VisibleKeys(F.pad(slots, (0, self.num_keys), value=NULL_SLOT), seen)
+        return visible(self.draft.window_positions(self.level), key_pos, known, window, first_key)
 
 
 class PagedDraftBlock(DraftBlock):
@@ -186,10 +204,14 @@ class PagedDraftBlock(DraftBlock):
 
     locate = staticmethod(build_page_tables)
 
+    def new_pools(self, layer: int) -> tuple[FieldPool, ...]:
+        num_rows = self.key_pos.numel()
+        return tuple(pool.new_empty((num_rows, *pool.shape[1:])) for pool in self.store.layers[layer].fields)
+
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        committed = self.store.layers[layer]
+        committed, scratch = self.store.layers[layer], self.scratch[layer]
         window, first_key = self.draft.key_limits(layer)
-        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, self.scratch[layer])
+        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (scratch.k, scratch.v))
         ancestors = self.bits[:, :, : -(-self.num_keys // WORD)]
         key_pos = self.key_pos[:, : self.num_keys]
         return paged_attention(

@@ -114,7 +114,7 @@ def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
             numbers = [t.numel() for at, t in mode.seen.items() if at not in pools and t.is_floating_point()]
             made.setdefault(backend, []).append(sum(numbers))
     assert made["triton"][0] == made["triton"][1]
-    assert made["torch"][1] > made["torch"][0]
+    assert made["torch"][1] - made["torch"][0] >= 2 * 2 * 80 * 2 * 8, "two layers of K and V, two heads of 8"
 
 
 # blocks
@@ -195,8 +195,7 @@ def test_rows_see_each_other_both_ways_or_up_to_themselves(order: NodeOrder, mak
     T, F = True, False
     full = [[T, F, F], [T, T, F], [T, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T]] * 3
     windowed = [[T, F, F], [T, T, F], [F, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T], [T, T, T], [F, T, T]]
-    seen = [block.visible_keys(layer).seen for layer in (0, 1)]
-    assert seen[0][0].tolist() == [[T, T, T, *row] for row in full]
-    assert seen[0][1].tolist() == [[T, T, F, *row] for row in full]
+    assert block.seen(0)[0].tolist() == [[T, T, T, *row] for row in full]
+    assert block.seen(0)[1].tolist() == [[T, T, F, *row] for row in full]
     # through a window of 2 the first row sees one committed key, and rows after it see none
-    assert seen[1][0].tolist() == [[F, F, first, *row] for first, row in zip((T, F, F), windowed, strict=True)]
+    assert block.seen(1)[0].tolist() == [[F, F, first, *row] for first, row in zip((T, F, F), windowed, strict=True)]
