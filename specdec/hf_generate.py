@@ -126,7 +126,6 @@ def sampling_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_copies(settings: Mapping[str, Any]) -> int:
-    """`num_return_sequences`."""
     count = settings["num_return_sequences"]
     count = 1 if count is None else _as_int("num_return_sequences", count)
     if count < 1 or (count > 1 and not settings["do_sample"]):

@@ -70,7 +70,6 @@ class MetricsCollector:
         engine.observe(self)
 
     def gained(self, sample: StreamedSample, now: float) -> None:
-        """On the engine's thread."""
         if sample.num_reported:
             self._between.observe(now - sample.last_news)
             return
@@ -79,7 +78,6 @@ class MetricsCollector:
             self._first_at[sample] = now
 
     def ended(self, sample: StreamedSample, now: float) -> None:
-        """On the engine's thread."""
         self._reasons["error" if sample.error is not None else sample.handle.finish_reason].inc()
         with self._lock:
             first_at = self._first_at.pop(sample, None)
@@ -98,7 +96,6 @@ class MetricsCollector:
         return as_text(self.registry)
 
     async def snapshot(self) -> Snapshot:
-        """Take a snapshot between two steps."""
         stats = await self._engine.stats()
         stats.waiting = max(stats.waiting, len(self._engine.samples) - stats.running)  # some wait in the inbox
         with self._lock:

@@ -69,7 +69,6 @@ def engine_config(options: PairOptions, batch_size: int) -> EngineConfig:
 
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
-    """Arguments of `Engine.from_pretrained`."""
     others = pair.draft_topk, pair.num_draft_tokens, pair.adaptive
     spec = OpenDepth(4, *others) if pair.num_steps is None else SpecConfig(pair.num_steps, *others)
     drafter_options = {} if pair.drafter_revision is None else {"revision": pair.drafter_revision}

@@ -61,12 +61,9 @@ ANSWERS: dict[type[Exception], tuple[int, str | None]] = {
     SpecDecError: (500, None),  # such as a failed round
 }
 """Status and code of the product's errors; the first match counts."""
-AGAIN = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
-    """A refusal with a status."""
-
     def __init__(
         self,
         status: int,
@@ -101,7 +98,8 @@ def as_api_error(error: Exception) -> ApiError:
             message = str(error).replace("max_new_tokens", "max_tokens")
             setting = re.match(r"(\w+)=", message) if status == 400 else None  # named as in the Python API: top_p=2
             param = setting and setting[1]
-            return ApiError(status, message, param=param, code=code, headers=AGAIN if status in (429, 503) else None)
+            headers = {"Retry-After": "1"} if status in (429, 503) else None
+            return ApiError(status, message, param=param, code=code, headers=headers)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why")
 
@@ -185,9 +183,6 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": REFUSED[status]} for status in statuses}
 
 
-METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
-
-
 def allowed_methods(request: Request) -> list[str]:
     """Methods of all routes of the request's path (the router names only those of the first)."""
 
@@ -195,7 +190,7 @@ def allowed_methods(request: Request) -> list[str]:
         scope = dict(request.scope) | {"method": method}
         return any(route.matches(scope)[0] == Match.FULL for route in request.app.routes)
 
-    found = [method for method in METHODS if taken(method)]
+    found = [method for method in ("DELETE", "GET", "PATCH", "POST", "PUT") if taken(method)]
     return sorted({*found, "HEAD"} if "GET" in found else found)
 
 
