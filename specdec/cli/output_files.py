@@ -64,9 +64,7 @@ def write_report(
 def write_file(path: Path, content: str | bytes) -> None:
     """The whole content of a file; text is written in UTF-8, with a line feed at its end."""
     data = f"{content}\n".encode() if isinstance(content, str) else content
-    if path == STDOUT and isinstance(content, str):
-        print(content)
-    elif path == STDOUT:
+    if path == STDOUT:
         sys.stdout.buffer.write(data)
     else:
         with naming_file(path):
