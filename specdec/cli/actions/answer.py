@@ -36,7 +36,8 @@ def answer(options: GenerateOptions) -> None:
                 [out] = engine.generate([ids], params)
         else:
             out = print_stream(engine, ids, params)
-        if not write_report({"prompt": prompt, **as_record(out)}, json_file, indent=None):
+        write_report({"prompt": prompt, **as_record(out)}, None, json_file, indent=None)
+        if json_file == STDOUT:
             return
         legend = None
         if options.show_drafts:

@@ -31,8 +31,7 @@ def examine_pair(options: DoctorOptions) -> None:
         found = diagnose(engine, questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
     if options.write_conventions and folder is not None and found.conventions is not None:
         write_conventions(Path(folder), MtpFamily(**found.conventions))
-    if write_report(found.as_json(), options.json_file):
-        print("\n".join(report_lines(found)))
+    write_report(found.as_json(), "\n".join(report_lines(found)), options.json_file)
     if not found.healthy:
         raise typer.Exit(1)
 

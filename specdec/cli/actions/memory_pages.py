@@ -16,8 +16,8 @@ def show_memory(options: ListOptions) -> None:
     config = engine_config(options, options.batch_size)
     arguments = pair_arguments(options, config)
     plan = memory_plan(**arguments)
-    if write_report({"target": arguments["target"], "drafter": arguments["drafter"], **plan}, options.json_file):
-        print("\n".join(memory_lines(plan)))
+    report = {"target": arguments["target"], "drafter": arguments["drafter"], **plan}
+    write_report(report, "\n".join(memory_lines(plan)), options.json_file)
 
 
 def memory_lines(plan: dict[str, Any]) -> Iterator[str]:

@@ -42,13 +42,13 @@ def prepare_output(pair: PairOptions) -> None:
 
 
 @contextmanager
-def shown_when_interrupted(show: Callable[[Any], None]) -> Iterator[None]:
-    """After Ctrl-C in the block, show the report of what was finished."""
+def shown_when_interrupted(table: Callable[[Any], str]) -> Iterator[None]:
+    """After Ctrl-C in the block, print the report of what was finished."""
     try:
         yield
     except Interrupted as stop:
         if stop.report is not None:
-            show(stop.report)
+            print(table(stop.report))
         raise
 
 
