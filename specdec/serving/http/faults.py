@@ -33,22 +33,18 @@ logger = logging.getLogger(__name__)
 TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
 """Parts of pydantic's location that name a member of a union, not a field."""
 EXPECTED = {
-    kind: words
-    for words, kinds in {
-        "a string": "string_type",
-        "a string of whole characters": "string_unicode",
-        "an integer": "int_type int_from_float int_parsing",
-        "an integer of fewer digits": "int_parsing_size",
-        "a number": "float_type float_parsing",
-        "a finite number": "finite_number",
-        "true or false": "bool_type bool_parsing",
-        "an object": "dict_type model_type model_attributes_type dataclass_type mapping_type dict_attributes_type",
-        "a list": "list_type tuple_type",
-        "null": "none_required",
-    }.items()
-    for kind in kinds.split()
+    "a string": "string_type",
+    "a string of whole characters": "string_unicode",
+    "an integer": "int_type int_from_float int_parsing",
+    "an integer of fewer digits": "int_parsing_size",
+    "a number": "float_type float_parsing",
+    "a finite number": "finite_number",
+    "true or false": "bool_type bool_parsing",
+    "an object": "dict_type model_type model_attributes_type dataclass_type mapping_type dict_attributes_type",
+    "a list": "list_type tuple_type",
+    "null": "none_required",
 }
-"""The expected value, by pydantic's error type. Pydantic's own messages are not meant for clients of a server."""
+"""Expected values, each with pydantic's types of its error. Pydantic's own messages are not meant for clients."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -123,8 +119,9 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
 def expected(error: Mapping[str, Any]) -> str:
     """The value that a pydantic error expected, in words: "a number"."""
     kind, context = error["type"], error.get("ctx", {})
-    if kind in EXPECTED:
-        return EXPECTED[kind]
+    for words, kinds in EXPECTED.items():
+        if kind in kinds.split():
+            return words
     if kind in ("literal_error", "enum"):
         expected = str(context.get("expected", ""))
         return LITERALS.get(expected, expected)
