@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -87,8 +86,7 @@ def pair_subject(options: BenchOptions) -> BenchSubject:
     if options.layers is not None or options.shrink != 1 or options.weights is not None:
         raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
     _, problems = bench_prompts(options)
-    whole = replace(engine_config(options, batch_size=1), tensor_parallel=1)  # engines split it later
-    engine = load_engine(options, whole)
+    engine = load_engine(options, batch_size=1, tensor_parallel=1)  # engines split it later
     drafter, spec = drafter_name(options), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
     engine.close()
@@ -168,7 +166,7 @@ def bench_pair(options: BenchOptions) -> None:
     source, prompts = bench_prompts(options)
     params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
     names = options.target, drafter_name(options)
-    engine = load_engine(options, replace(engine_config(options, options.batch_size), prefix_cache=False))
+    engine = load_engine(options, options.batch_size, prefix_cache=False)
     with engine, shown_when_interrupted(markdown_table):
         report = run_bench(engine, *names, prompts, params, raw=options.raw, peer=options.peer, data=source)
     write_report(report, markdown_table(report), options.json_file, indent=None)
@@ -178,7 +176,6 @@ def evaluate_task(options: EvalOptions) -> None:
     prepare_output(options)
     require_outputs(options.json_file, options.markdown_file, options.png_file)
     usual = 8 if options.task == "gsm8k" else 1  # other tasks measure speed, usually one prompt at a time
-    config = engine_config(options, options.batch_size or usual)
     # an interruption prints a table only: the files keep the report of the last whole evaluation
     with shown_when_interrupted(markdown):
         report = evaluate(
@@ -190,7 +187,7 @@ def evaluate_task(options: EvalOptions) -> None:
             compare=options.compare,
             params=request_params(options),
             folder=options.transcripts,
-            **pair_arguments(options, config),
+            **pair_arguments(options, options.batch_size or usual),
         )
     if not PartialState().is_main_process:
         return

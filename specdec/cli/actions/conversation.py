@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.actions.answer import LEGEND, in_colour
-from specdec.cli.actions.settings import engine_config, load_engine, prepare_output, request_params
+from specdec.cli.actions.settings import load_engine, prepare_output, request_params
 from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -42,7 +42,7 @@ A paste of several lines is one turn, sent with Enter."""
 def converse(options: ChatOptions) -> None:
     prepare_output(options)
     params = request_params(options)
-    with load_engine(options, engine_config(options, batch_size=1)) as engine:
+    with load_engine(options, batch_size=1) as engine:
         Session(engine, Conversation(engine, options.system), params).run(f"{options.target}: {COMMANDS}")
 
 
