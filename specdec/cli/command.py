@@ -19,7 +19,9 @@ Options = TypeVar("Options", bound=type)
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def command(name: str, action: Callable[[Any], None], **settings: Any) -> Callable[[Options], Options]:
+def command(
+    name: str, action: Callable[[Any], None], program: typer.Typer = app, **settings: Any
+) -> Callable[[Options], Options]:
     """Decorates the dataclass of a command's options. action: receives them. settings: typer's."""
 
     def add(options: Options) -> Options:
@@ -30,7 +32,7 @@ def command(name: str, action: Callable[[Any], None], **settings: Any) -> Callab
         run.__signature__ = inspect.Signature([*parameters(options)])  # type: ignore[attr-defined]  # typer reads it
         paragraphs = (inspect.getdoc(options) or "").split("\n\n")
         text = "\n\n".join(" ".join(each.split()) for each in paragraphs).replace("[", "\\[")  # no markup of rich
-        app.command(name, help=text, **settings)(run)
+        program.command(name, help=text, **settings)(run)
         return options
 
     return add
