@@ -70,6 +70,7 @@ class MetricsCollector:
         engine.observe(self)
 
     def gained(self, sample: StreamedSample, now: float) -> None:
+        """On the engine's thread."""
         if sample.num_reported:
             self._between.observe(now - sample.last_news)
             return
@@ -78,6 +79,7 @@ class MetricsCollector:
             self._first_at[sample] = now
 
     def ended(self, sample: StreamedSample, now: float) -> None:
+        """On the engine's thread."""
         self._reasons["error" if sample.error is not None else sample.handle.finish_reason].inc()
         with self._lock:
             first_at = self._first_at.pop(sample, None)
