@@ -43,10 +43,14 @@ def answer(options: GenerateOptions) -> None:
         if options.show_drafts:
             console = Console(highlight=False, soft_wrap=True)
             mark = in_brackets if console.color_system is None else in_colour
-            whole = StreamDelta(out.text, out.token_ids, out.drafted, out)
-            console.print(mark(DraftColours(engine.tokenizer).read(whole)))
+            console.print(mark(pieces_of(out, engine.tokenizer)))
             legend = mark(LEGEND)
         print_summary(out, engine, legend)
+
+
+def pieces_of(out: GenerationOutput, tokenizer: Any) -> Iterable[tuple[str, bool]]:
+    """Pieces of an answer's text, and whether each came from accepted drafts."""
+    return DraftColours(tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out))
 
 
 def in_colour(pieces: Iterable[tuple[str, bool]]) -> Text:
