@@ -3,7 +3,7 @@
 It knows no pools and no plans. A layer whose calls the paged cache could not serve is a fault, by its number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
@@ -14,7 +14,7 @@ from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import AttentionCall, LayerContext, OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
-from specdec.models.recurrent_probe import TextPaths
+from specdec.models.recurrent_probe import convolved_text, recurred_text
 
 
 @dataclass(slots=True)
@@ -97,16 +97,24 @@ class ProbeContext(LayerContext):
     ) -> torch.Tensor:
         """See `RecurrentContext`."""
         self.convolutions[layer] = inputs
-        return self._paths().convolved([context.convolutions[layer] for context in self._seen()], weight, bias)
+        seen = torch.cat([context.convolutions[layer] for context in self._seen()])
+        return self._by_text(lambda rows: convolved_text(seen[rows], weight, bias))
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """See `RecurrentContext`."""
         self.rows[layer] = rows.q, rows.k, rows.v
         self.recurrences[layer] = rows.map(torch.Tensor.float)
-        return self._paths().recurred([context.recurrences[layer] for context in self._seen()])
+        parts = zip(*(context.recurrences[layer] for context in self._seen()), strict=True)
+        seen = Recurrence(*(None if part[0] is None else torch.cat(part) for part in parts))  # type: ignore[arg-type]
+        return self._by_text(lambda rows: recurred_text(seen.map(lambda x: x[rows])))
 
-    def _paths(self) -> TextPaths:
-        return TextPaths.of(self.text, self.positions, *self._places())
+    def _by_text(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """compute: indices of all rows seen of one text, in order -> a result for each. Returns these rows' results."""
+        text, positions = self._places()
+        order = positions.argsort()
+        rows = [order[text[order] == one] for one in self.text.unique()]
+        out = torch.cat([compute(each) for each in rows])
+        return out[torch.cat(rows).argsort()][-len(self.text) :]
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Text and position of all rows that these rows see, [L] each."""
