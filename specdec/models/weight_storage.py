@@ -76,7 +76,9 @@ def _form(weight: PackedWeight) -> str:
 def rounded_to(module: nn.Module) -> str | None:
     """ "8 bits" or "4 bits" if at least half of the judged linear layers in decoder layers of `module` were rounded to
     that; None: they were not."""
-    linears = (each for name, each in module.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}.")
+    linears = (
+        each for name, each in module.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."
+    )
     found = [form for each in linears if (form := grid_of(each.weight)) is not None]
     forms = [form for form in found if form != NONE]
     return max(set(forms), key=forms.count) if forms and 2 * len(forms) >= len(found) else None
