@@ -1,8 +1,5 @@
 """Detects that the weights of a model or drafter changed: every change that makes noted addresses or results stale.
 
-    StorageWatch   parameters and buffers: other tensors, other places in memory, updates in place
-    Weights        all that an engine reads of one model: its storages, and the user's modules (`module_watch.py`)
-
 `Weights.generation` takes a lock, and the garbage collector may run a finalizer while this thread holds one. If that
 finalizer released an abandoned request of another engine, it would take a second weights lock and could deadlock. So a
 finalizer only queues the request while `weights_lock_held`; the engine releases it later.

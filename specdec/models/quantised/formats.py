@@ -1,11 +1,7 @@
 """The formats of quantised weights: the tensors of a weight in each format, and how they become a packed weight.
 
-    WeightFormat   the promises of a `quantization_config` about one weight (`quantization_config.py` makes it)
-    tensors        which tensors a weight [N, K] must have, in which shapes and dtypes
-    compare        checks the checkpoint's headers against `tensors`; only checked tensors are read
-    repack         makes the packed weight; checks values: zero points of symmetric weights, column order, stored shape
-
-Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with
+A `WeightFormat` has the promises of a `quantization_config` about one weight (`quantization_config.py` makes it). Only
+tensors whose headers have passed `compare` are read, and `repack` checks their values. Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with
 calibrated activation scales is refused.
 """
 
@@ -71,7 +67,8 @@ class WeightFormat:
         raise NotImplementedError
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise."""
+        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise: zero
+        points of symmetric weights, the order of columns, the stored shape."""
         raise NotImplementedError
 
     def canonical(self, names: Iterable[str]) -> dict[str, str]:

@@ -1,8 +1,5 @@
 """Which tokens may follow an output by its grammar and its token rules: compiled grammars, and immutable states.
 
-    Grammars        the compiled grammars of one engine, with its tokenizer in the library's form
-    GrammarState    the state after some tokens; `after(token)` returns another state
-
 The state of each prefix is kept with that prefix, so a step that fails or is repeated cannot leave a wrong state. End
 tokens are allowed exactly where the grammar may end, other special tokens never. The library (llguidance) is an extra,
 imported with the first grammar.
@@ -45,7 +42,7 @@ class CompiledGrammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars, and keeps the most recently used ones within COMPILED_BYTES.
+    """Compiles the grammars of one engine, and keeps the most recently used ones within COMPILED_BYTES.
 
     vocab_size: the model's; the tokenizer may have fewer or more tokens.
     """
