@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -25,27 +26,23 @@ logger = logging.getLogger("specdec")
 _VERSION = attrgetter("_version")
 
 
-class _Held(threading.local):
-    depth = 0
-
-
-_HELD = _Held()
+_HELD = ContextVar("does this thread hold a weights lock", default=False)
 
 
 @contextmanager
 def holding(lock: threading.Lock) -> Iterator[None]:
     """Take a weights lock."""
-    _HELD.depth += 1
+    before = _HELD.set(True)
     try:
         with lock:
             yield
     finally:
-        _HELD.depth -= 1
+        _HELD.reset(before)
 
 
 def weights_lock_held() -> bool:
     """Does this thread hold a weights lock?"""
-    return _HELD.depth > 0
+    return _HELD.get()
 
 
 class StorageWatch:
@@ -95,18 +92,10 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-class RepointableModule(nn.Module):
-    """A module that has noted where the weights of another module are."""
-
-    def describe_again(self) -> None:
-        """Note where they are now. Raises UnsupportedModelError, with the reason as a clause, if it cannot run them."""
-        raise NotImplementedError
-
-
 class Weights:
     """The weights that one or more modules read. Other code may re-point them at any time.
 
-    Ask for `generation` before each forward: if weights have moved, each `RepointableModule` is described again. A
+    Ask for `generation` before each forward: if weights have moved, each module with `describe_again` notes where they are. A
     holder of addresses, such as a captured graph, remembers its generation.
 
     original: the user's modules, if the modules are a private copy. If these change (another active adapter, a hook, a
@@ -185,8 +174,8 @@ class Weights:
             )
         try:
             for module in chain.from_iterable(root.modules() for root in self._modules):
-                if isinstance(module, RepointableModule):
-                    module.describe_again()
+                if (describe_again := getattr(module, "describe_again", None)) is not None:
+                    describe_again()
         except UnsupportedModelError as reason:
             raise UnsupportedModelError(
                 f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
