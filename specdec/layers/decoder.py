@@ -45,6 +45,7 @@ from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
 from specdec.layers.rope_store import Rotary, RotatedQKV, rope_store, rotary
+from specdec.modules.weight_watch import RepointableModule
 
 
 class SharedInputs(NamedTuple):
@@ -250,11 +251,11 @@ def described_layers(parts: DecoderParts, ops: Operations) -> list[FusedLayer]:
     return [FusedLayer(i, layer, next_norm, ops) for i, (layer, next_norm) in enumerate(layers)]
 
 
-class FusedDecoder(nn.Module):
+class FusedDecoder(RepointableModule):
     """Replaces a Hugging Face text model. It takes the same keywords, but ignores masks and caches.
 
     `source` is that model, whose parameters the layers read; `embedding` replaces its embedding. describe: makes the
-    description of the source. If parameters were re-pointed, `Weights` has the whole description replaced: a forward
+    description of the source. If parameters were re-pointed, `describe_again` replaces the whole description: a forward
     never reads both old and new weights.
     """
 
@@ -269,8 +270,6 @@ class FusedDecoder(nn.Module):
         self.layers = nn.ModuleList(described_layers(parts, ops))
 
     def describe_again(self) -> None:
-        """Note where the weights are now. Raises UnsupportedModelError, with the reason as a clause, if it cannot run
-        them."""
         self.parts = parts = self._describe(self.source)
         for layer, described, next_norm in zip(self.layers, parts.layers, parts.next_norms, strict=True):
             layer.parts, layer.next_norm = described, next_norm  # type: ignore[assignment]

@@ -92,10 +92,18 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
+class RepointableModule(nn.Module):
+    """A module that has noted where the weights of another module are."""
+
+    def describe_again(self) -> None:
+        """Note where they are now. Raises UnsupportedModelError, with the reason as a clause, if it cannot run them."""
+        raise NotImplementedError
+
+
 class Weights:
     """The weights that one or more modules read. Other code may re-point them at any time.
 
-    Ask for `generation` before each forward: if weights have moved, each module with `describe_again` notes where they are. A
+    Ask for `generation` before each forward: if weights have moved, each `RepointableModule` is described again. A
     holder of addresses, such as a captured graph, remembers its generation.
 
     original: the user's modules, if the modules are a private copy. If these change (another active adapter, a hook, a
@@ -174,8 +182,8 @@ class Weights:
             )
         try:
             for module in chain.from_iterable(root.modules() for root in self._modules):
-                if (describe_again := getattr(module, "describe_again", None)) is not None:
-                    describe_again()
+                if isinstance(module, RepointableModule):
+                    module.describe_again()
         except UnsupportedModelError as reason:
             raise UnsupportedModelError(
                 f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
