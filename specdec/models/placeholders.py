@@ -149,7 +149,8 @@ def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
     with looking, stopping, suppress(_ReachedError):
         model(input_ids=tokens, use_cache=False)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    return ReadTokens(*(looked_up[0] if looked_up else (tensors.get("input_ids"), None)), tensors)
+    ids, embedded = looked_up[0] if looked_up else (tensors.get("input_ids"), None)
+    return ReadTokens(ids, embedded, tensors)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -1,8 +1,9 @@
 """The formats of quantised weights: the tensors of a weight in each format, and how they become a packed weight.
 
 A `WeightFormat` has the promises of a `quantization_config` about one weight (`quantization_config.py` makes it). Only
-tensors whose headers have passed `compare` are read, and `repack` checks their values. Activations are never rounded. A checkpoint that asks for rounding with dynamic scales is read for its weights; one with
-calibrated activation scales is refused.
+tensors whose headers have passed `compare` are read, and `repack` checks their values. Activations are never rounded. A
+checkpoint that asks for rounding with dynamic scales is read for its weights; one with calibrated activation scales is
+refused.
 """
 
 import math
@@ -68,8 +69,8 @@ class WeightFormat:
         raise NotImplementedError
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise: zero
-        points of symmetric weights, the order of columns, the stored shape."""
+        """Make the packed weight of compared tensors. Raises UnsupportedModelError if their values break a promise:
+        zero points of symmetric weights, the order of columns, the stored shape."""
         raise NotImplementedError
 
     def compare(self, stem: str, given: Tensors, shape: torch.Size, num_experts: int | None = None) -> None:

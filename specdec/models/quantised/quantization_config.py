@@ -99,10 +99,11 @@ class Settings:
         """The first of these entries that exists, of the default's type; text in lower case."""
         for name in names:
             value = self.values.get(name)
+            value = value.lower() if isinstance(value, str) else value
             if value is not None and type(value) is not type(default):
                 raise self.wrong(name, KINDS[type(default)])
             if value is not None:
-                return value.lower() if isinstance(value, str) else value
+                return value
         return default
 
     def group_size(self, *names: str, default: int) -> int | None:
