@@ -124,7 +124,10 @@ class GrammarLibrary:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=known)
         except Exception as error:  # of any kind, even a panic of the library
             raise ConfigError(f"grammars cannot be followed with this tokenizer ({reason_of(str(error))})") from None
-        self._trial = GrammarTrial(*_portable(tokenizer), n_vocab=known)
+        backend = copy.copy(tokenizer.backend_tokenizer)  # as JSON it can be sent to another process
+        backend.no_padding()
+        backend.no_truncation()
+        self._trial = GrammarTrial(backend.to_str(), tokenizer.eos_token_id, n_vocab=known)
         self._one_at_a_time = threading.Lock()
         self._executor = self._llguidance.LLExecutor()
         self._width = -(-self._tokenizer.vocab_size // 32)
@@ -315,14 +318,6 @@ def reason_of(message: str) -> str:
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = (named or lines or ["it gives no reason"])[0]
     return reason if len(reason) <= 200 else reason[:200] + "..."
-
-
-def _portable(tokenizer: Any) -> tuple[str, Any]:
-    """The tokenizer in a form that can be sent to another process: JSON, and the ids of its end tokens."""
-    backend = copy.copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    return backend.to_str(), tokenizer.eos_token_id
 
 
 def _options(schema: Any) -> dict[str, Any] | None:
