@@ -98,13 +98,11 @@ class ProbeContext(LayerContext):
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `RecurrentContext`."""
         self.convolutions[layer] = inputs
         seen = torch.cat([context.convolutions[layer] for context in self._seen()])
         return self._by_text(lambda rows: convolved_text(seen[rows], weight, bias))
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        """See `RecurrentContext`."""
         self.rows[layer] = rows.q, rows.k, rows.v
         self.recurrences[layer] = rows.map(torch.Tensor.float)
         parts = zip(*(context.recurrences[layer] for context in self._seen()), strict=True)
