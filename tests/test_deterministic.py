@@ -58,7 +58,7 @@ class Logits:
             batch: ReferenceSampler, logits: torch.Tensor, positions: torch.Tensor, inputs: Any, softcap: None
         ) -> torch.Tensor:
             for b, length in enumerate(inputs.length.tolist()):
-                history = inputs.history[b, :length].tolist()
+                history = inputs.read_history()[b, :length].tolist()
                 paths = [tuple(history)]
                 if inputs.tree is not None:
                     tokens, parents = inputs.tree.tokens[b].tolist(), inputs.tree.parents[b].tolist()
