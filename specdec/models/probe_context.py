@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.bridge import IGNORED_KWARGS
-from specdec.attention.dense import bias_of, dense_attention
+from specdec.attention.dense import VisibleKeys, attend_alone, attend_together
 from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import AttentionCall, LayerContext, OwnRows, Recurrence, ScoreOptions
@@ -82,18 +82,13 @@ class ProbeContext(LayerContext):
         self.rows[layer] = q, k, v
         keys, values = (torch.cat([context.rows[spec.owner][kind] for context in self._seen()]) for kind in (1, 2))
         text, positions = self._places()
-        distance = self.positions[:, None] - positions
-        visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
+        order = positions.argsort()
+        distance = self.positions[:, None] - positions[order]
+        visible = (self.text[:, None] == text[order]) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        if not self.by_row:
-            return _attended(q, keys, values, visible, options)
-        order = positions.argsort()
-        outs = []
-        for row, mask in zip(q.split(1), visible, strict=True):
-            cells = order[mask[order]]
-            outs.append(_attended(row.clone(), keys[cells], values[cells], None, options))
-        return torch.cat(outs)
+        attend = (attend_alone if self.by_row else attend_together)(VisibleKeys(order[None], visible[None]))
+        return attend(q.float().transpose(0, 1)[None], keys.float(), values.float(), **options)[0].to(q.dtype)
 
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -160,15 +155,6 @@ class ProbeContext(LayerContext):
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise UnsupportedModelError(f"{name}: {faults[0]}{more}")
-
-
-def _attended(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, options: ScoreOptions
-) -> torch.Tensor:
-    """q [T, Hq, D], keys and values [L, Hkv, D], visible [T, L] (None: every key) -> [T, Hq, D]."""
-    query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
-    bias = None if visible is None else bias_of(visible[None])
-    return dense_attention(query, keys, values, bias, **options)[0].to(q.dtype)
 
 
 def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
