@@ -24,7 +24,7 @@ from typing import Any
 from specdec.errors import require_one_of
 from specdec.runtime.request_output import StreamDelta
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
-from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
+from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading, require_syntax
 from specdec.text.token_texts import TokenTexts
 
 
@@ -101,20 +101,13 @@ class AnswerParser(CharacterReader):
 
     def feed(self, text: str) -> list[Piece]:
         """Read more text. Returns the new pieces."""
-        at = 0
-        while at < len(text):
-            if (end := self._plain_end(text, at)) > at:
-                self._at += end - at
-                self._plain(text[at:end])
-                at = end
-            else:
-                self._reading.send(text[at])
-                at += 1
+        self._append(text)
+        next(self._reading)
         return self._take()
 
     def prime(self, text: str) -> None:
         """Read the part of the answer that the prompt contains, such as the marker of a thought."""
-        self._at = self._told = -len(text)
+        self._dropped = self._told = -len(text)
         self.feed(text)
         self._kind = None
 
@@ -135,12 +128,11 @@ class AnswerParser(CharacterReader):
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """End the text. Returns the pieces that were held back. cut: the answer was cut off."""
-        if not self._ended:
-            self._ended, self._cut = True, cut
-            with suppress(StopIteration):
-                self._reading.send(END)
-            if self._gap and not (self._marked or self._thinking or self.num_calls):
-                self._tell_text("content", self._gap)
+        self._ended, self._cut = True, cut
+        with suppress(StopIteration):
+            next(self._reading)
+        if self._gap and not (self._marked or self._thinking or self.num_calls):
+            self._tell_text("content", self._gap)
         return self._take()
 
     def _call(self) -> Reading[None]:
@@ -153,7 +145,21 @@ class AnswerParser(CharacterReader):
             if self._thoughts is not None and self._thoughts.always:
                 yield from self._thought(self._thoughts)
             while True:
+                yield from self._plain_text()
                 yield from self._markup_or_content()
+
+    def _plain_text(self) -> Reading[None]:
+        """Read text up to the next character that may begin a marker. Raises CutOff at its end."""
+        while self._gap is None or self._thinking:
+            found = self._marks.search(self._text, self._at)
+            text = self._text[self._at : found.start() if found else len(self._text)]
+            self._at += len(text)
+            self._release()
+            if text:
+                self._plain(text)
+            if found:
+                return
+            yield from self._wait()
 
     def _markup_or_content(self) -> Reading[None]:
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
@@ -163,28 +169,28 @@ class AnswerParser(CharacterReader):
                 yield from self._thought(self._thoughts)
                 return
             yield from self._call()
-            self._held.clear()
+            self._release()
             self._end_call(whole=True)
         except NotACall as error:
             in_call, whole = self._phase, self._phase != "arguments"
-            if isinstance(error, CutOff) and (in_call or not self._held):
+            if isinstance(error, CutOff) and (in_call or not self._num_held):
                 if not whole:
-                    self._arguments("".join(self._held))
+                    self._arguments(self._held)
                 self._end_call(whole=whole)
                 raise
             self._end_call(whole=whole)
             self._back_to(not in_call)  # another call may begin after a call
-            if self._held:
-                self._plain(self._held.pop())
+            if text := self._held:
+                self._release()
+                self._plain(text)
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
         """Read a thought up to its closing marker, or up to a call if the thought is never closed."""
-        self._held.clear()
+        self._release()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
-            yield from self._next()
-            self._back()  # `feed` may report text up to here, after which the thought is not empty
-            if self._is_silent() and (yield from self._sees(form.opens)):
+            yield from self._plain_text()
+            if self._kind is None and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
@@ -192,16 +198,13 @@ class AnswerParser(CharacterReader):
                 if (yield from self._ends_in_call(form)):
                     break
             else:
-                yield from self._next()
-                self._think(self._held.pop())
-            self._held.clear()
-        self._held.clear()
+                char = yield from self._next()
+                self._release()
+                self._think(char)
+            self._release()
+        self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
-
-    def _is_silent(self) -> bool:
-        """Is the current text still empty?"""
-        return self._kind is None
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
@@ -211,14 +214,14 @@ class AnswerParser(CharacterReader):
             while not (yield from self._sees(form.closes)):
                 yield from self._next()
             closed = True
-        text = "".join(self._held)
+        text = self._held
         if closed:
             quoted: int | None = len(text) - len(form.closes)
         else:
             quoted = None if self._cut else self._first_call(text)
         if quoted is not None:
             self._back_to(quoted)
-        self._held.clear()
+        self._release()
         self._think(text[:quoted])
         return not closed and quoted is not None
 
@@ -229,13 +232,6 @@ class AnswerParser(CharacterReader):
         whole = {event.index for event, _, _ in pieces if isinstance(event, CallEnd) and event.whole}
         begun = (start for event, start, _ in pieces if isinstance(event, CallBegin) and event.index in whole)
         return next(begun, None)
-
-    def _plain_end(self, text: str, at: int) -> int:
-        """End of the plain text from here on, found by a quick search for markers."""
-        if self._phase or self._held or self._unread or (self._gap is not None and not self._thinking):
-            return at
-        found = self._marks.search(text, at)
-        return found.start() if found else len(text)
 
     # what is handed out
 
@@ -267,13 +263,13 @@ class AnswerParser(CharacterReader):
     def _tell_text(self, kind: Kind, text: str, later: int = 0) -> None:
         """Report text. later: number of characters read after it."""
         begins, self._kind = self._kind != kind, kind
-        self._tell(Text(kind, text, begins), self._at - later - len(text), later)
+        self._tell(Text(kind, text, begins), self._dropped + self._start - later - len(text), later)
 
     def _begin_call(self, name: str) -> None:
         """Begin a call. The held characters are its markup before the arguments."""
         self._end_call(whole=True)
-        start = self._at - len(self._held)
-        self._held.clear()
+        start = self._dropped + self._start
+        self._release()
         self._gap, self._marked, self._kind, self._phase, self._open = "", False, None, "arguments", True
         self._may_think = self._thoughts is not None and self._thoughts.again
         self._tell(CallBegin(self.num_calls, self._new_id(), name), start)
@@ -281,9 +277,19 @@ class AnswerParser(CharacterReader):
 
     def _arguments(self, text: str) -> None:
         """Report the held characters as more of the call's arguments."""
-        self._held.clear()
+        self._release()
         if text:
             self._tell(CallArguments(self.num_calls - 1, text), self._told)
+
+    def _close(self, *ends: str) -> Reading[None]:
+        """Read white space and one of these strings, which ends the call."""
+        self._phase = "closing"
+        self._release()
+        read = yield from self._solid()
+        while read not in ends:
+            require_syntax(any(end.startswith(read) for end in ends))
+            read += yield from self._next()
+        self._release()
 
     def _end_call(self, *, whole: bool) -> None:
         if self._open:
@@ -292,7 +298,7 @@ class AnswerParser(CharacterReader):
 
     def _tell(self, event: Event, start: int, later: int = 0) -> None:
         """Hand out an event that was read from `start` on, joined with the last one if it continues that."""
-        self._told = self._at - len(self._held) - later
+        self._told = self._dropped + self._start - later
         if self._pieces and (joined := _joined(self._pieces[-1].event, event)):
             event, start = joined, self._pieces.pop().start
         self._pieces.append(Piece(event, start, self._told))

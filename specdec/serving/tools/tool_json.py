@@ -52,7 +52,8 @@ class JsonToolParser(AnswerParser):
         if (yield from self._solid()) == "{":
             yield from self._json_call(bare)
             return
-        require_syntax(self._held[-1] == "[")
+        self._back()
+        yield from self._expect("[")
         char = ","
         while char == ",":
             self._phase = ""
@@ -60,7 +61,7 @@ class JsonToolParser(AnswerParser):
             yield from self._json_call(bare)
             char = yield from self._solid()
         require_syntax(char == "]")
-        self._held.clear()
+        self._release()
 
     def _json_call(self, bare: bool) -> Reading[None]:
         """Read the members of a call in any order, after its brace."""
@@ -75,11 +76,9 @@ class JsonToolParser(AnswerParser):
                 name = yield from self._json_text()
                 require_syntax(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
-                begun = name is not None and (yield from self._solid()) == "{"
-                if name is not None:
-                    self._back()
-                if begun:
-                    self._begin_call(name or "")
+                if name is not None and (yield from self._peek()) == "{":
+                    begun = True
+                    self._begin_call(name)
                     yield from self._json_value(self._arguments)
                     arguments, self._phase = "", "closing"
                 else:
@@ -100,7 +99,7 @@ class JsonToolParser(AnswerParser):
             self._begin_call(name)
             self._arguments(arguments or "{}")
             self._phase = "closing"
-        self._held.clear()
+        self._release()
 
     def _json_arguments(self) -> Reading[str]:
         """Read the arguments as a whole: an object, an object in a string, or null."""
@@ -139,8 +138,8 @@ class JsonToolParser(AnswerParser):
             require_syntax(char not in "{}[],:")
             sink(typed(char + (yield from self._word(",}]\n")), NO_TYPE))
         elif char in NUMBER_CHARACTERS:
-            while (yield from self._next()) in NUMBER_CHARACTERS:
-                char += self._held[-1]
+            while (more := (yield from self._next())) in NUMBER_CHARACTERS:
+                char += more
             self._back()
             require_syntax(NUMBER.fullmatch(char))
             sink(char)
@@ -196,7 +195,8 @@ class JsonToolParser(AnswerParser):
         elif char == self.quote[:1]:
             yield from self._expect(self.quote[1:])
             sink('"')
-            yield from self._until(self.quote, lambda text: sink(quoted(text)[1:-1]))
+            while not (yield from self._sees(self.quote)):
+                sink(quoted((yield from self._next()))[1:-1])
             sink('"')
         else:
             self._back()

@@ -25,10 +25,9 @@ class HermesParser(JsonToolParser, TaggedCallParser):
     special = ("<tool_call>", "</tool_call>")
 
     def _marked_calls(self) -> Reading[None]:
-        if (yield from self._solid()) == "<":
+        if (yield from self._peek()) == "<":
             yield from self._tagged_call()
         else:
-            self._back()
             yield from self._json_calls()
 
 
@@ -57,21 +56,17 @@ class MistralParser(JsonToolParser):
 
     def _call(self) -> Reading[None]:
         yield from self._expect("[TOOL_CALLS]")
-        char = yield from self._solid()
-        self._back()
-        if char in "[{":
+        if (yield from self._peek()) in "[{":
             yield from self._json_calls()
             return
         name = yield from self._name()
-        if (yield from self._solid()) == "[" and (yield from self._next()) == "C":
-            yield from self._expect("ALL_ID]")
+        yield from self._peek()
+        if (yield from self._sees("[CALL_ID]")):
             yield from self._text_until("[")  # skip its id: a new one is made
-            yield from self._next()
-        if self._held[-1] == "A":
-            yield from self._expect("RGS]")
-            yield from self._solid()
-        require_syntax(self._held[-1] == "{")
-        self._back()
+            self._back()
+        if (yield from self._sees("[ARGS]")):
+            yield from self._peek()
+        require_syntax((yield from self._peek()) == "{")
         self._begin_call(name)
         yield from self._json_value(self._arguments)
 
