@@ -15,11 +15,11 @@ from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, join_logprobs
 from specdec.serving.openai.protocol import CompletionRequest, refused
-from specdec.serving.openai.reply import Reply, whole_delta
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
-from specdec.serving.openai.text_answer import TextAnswer
+from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
 from specdec.serving.tools.answer_events import EventTokens, Text
+from specdec.serving.tools.answer_parser import AnswerReader
 from specdec.text.detokenize import token_text
 
 router = APIRouter(route_class=BodyRoute)
@@ -50,8 +50,10 @@ class CompletionTextAnswer(TextAnswer):
         if body.max_tokens is None:  # the default never exceeds the room left
             room = min(map(self.engine.most_new_tokens, map(len, self.prompts)))
             params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room, params.min_tokens)))
-        scored = body.logprobs is not None
-        self.make_reply = partial(Reply, self.tokenizer, params.stop_strings, body.show_drafts, scored=scored)
+        scored, stops = body.logprobs is not None, params.stop_strings
+        self.make_reader = partial(
+            AnswerReader, self.tokenizer, stops=stops, show_drafts=body.show_drafts, scored=scored
+        )
         self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
 
     def _params(self) -> SamplingParams:
@@ -89,21 +91,21 @@ class CompletionTextAnswer(TextAnswer):
             return None
         echo = _text(index, self.echoes[index // self.n])
         if self.body.logprobs is not None:
-            scores = self.streams.samples[index].handle.prompt_logprobs or ()
+            scores = self.streams.handles[index].prompt_logprobs or ()
             echo["logprobs"] = await self.engine.off_loop(partial(self._echoed, index, scores))
         return {"choices": [echo]}
 
     def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
-        reply = self.replies[index]
-        text = _joined(reply.read(delta))
-        reason = None if delta.output is None else reply.finish_reason(delta.output)
+        reader = self.readers[index]
+        text = _joined(reader.read(delta))
+        reason = None if delta.output is None else reader.finish_reason(delta.output)
         details = self._details(index, delta) | (self._prompt_ids(index) if first else {})
         if not (text or delta.logprobs or reason or self.body.return_token_ids):
             return []
         return [_text(index, text, reason) | details]
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        begins = self.replies[index].begins
+        begins = self.readers[index].begins
         begins = begins[len(begins) - len(logprobs) :]
         offsets = [len(self.echoes[index // self.n]) + begin for begin in begins]
         tokens = [token_text(self.tokenizer, one.token_id) for one in logprobs]

@@ -21,10 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.errors import require_one_of
-from specdec.runtime.request_output import StreamDelta
+from specdec.errors import StoppingError, require_one_of
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
+from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
 from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading, require_syntax
+from specdec.text.detokenize import DraftColours
 from specdec.text.token_texts import TokenTexts
 
 
@@ -321,29 +323,86 @@ def _joined(first: Event, second: Event) -> Event | None:
 
 
 class AnswerReader:
-    """Converts an answer's tokens to events by a parser. One reader per answer, fed token by token or at once.
+    """Converts the deltas of one choice of an answer, with any number of tokens each, to events by a parser.
 
-    parser: a new parser; special tokens of its format are read as text.
+    parser: a new parser; special tokens of its format are read as text. max_calls: further calls, and everything after
+    them, are left out. scored: do events carry tokens, even without a parser?
     """
 
-    def __init__(self, tokenizer: Any, parser: AnswerParser, stops: Sequence[str] = ()) -> None:
-        self._parser = parser
-        self._texts = TokenTexts(tokenizer, parser.written, stops)
+    def __init__(
+        self,
+        tokenizer: Any,
+        parser: AnswerParser | None = None,
+        stops: Sequence[str] = (),
+        *,
+        max_calls: int | None = None,
+        show_drafts: bool = False,
+        scored: bool = False,
+    ) -> None:
+        self.thought_tokens = 0
+        """Number of thought tokens read so far, without markers."""
+        self._parser = parser or AnswerParser()
+        self._texts = TokenTexts(tokenizer, self._parser.written, stops) if scored or self._parser.written else None
+        self._colours = DraftColours(tokenizer, stops) if show_drafts else None
+        self._max_calls = max_calls
+        self._scores: list[TokenLogprob] = []
         self._last: Event | None = None
-        self.begins = self._texts.begins
-        """For each token read so far, the index of its first character in the text."""
+        self._last_call_complete = False
 
     def read(self, delta: StreamDelta) -> list[EventTokens]:
-        """The events of one delta; the last delta, with its output, ends the answer. Tokens without text at the end,
-        such as an end token, belong to the last event if it is text."""
+        """The events of one delta, in order; the last delta, with its output, ends the answer. Tokens without text at
+        the end, such as an end token, belong to the last event if it is text."""
+        self._scores += delta.logprobs or []
+        if self._texts is not None:
+            events = self._parsed(self._texts, delta)
+        elif delta.text:
+            events = [EventTokens(Text("content", delta.text, begins=self._last is None), range(0))]
+        else:
+            return []  # such as a part of a character
+        if events:
+            self._last = events[-1].event
+        return self._counted(events)
+
+    @property
+    def begins(self) -> list[int]:
+        """For each token read so far, the index of its first character in the text. Requires `scored`."""
+        assert self._texts is not None
+        return self._texts.begins
+
+    def colours(self, delta: StreamDelta) -> list[tuple[str, bool]] | None:
+        """(text, is it from accepted drafts?) for the text that this delta adds; None: not requested."""
+        return None if self._colours is None else self._colours.read(delta)
+
+    def scores(self, tokens: range) -> list[TokenLogprob]:
+        """Log-probabilities of tokens that were read; empty if not requested."""
+        return self._scores[tokens.start : tokens.stop]
+
+    def finish_reason(self, output: GenerationOutput) -> str:
+        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
+        if output.finish_reason == "abort":
+            raise StoppingError("this answer was ended before its end; the server is stopping")
+        return "tool_calls" if output.finish_reason == "stop" and self._last_call_complete else output.finish_reason
+
+    def _parsed(self, texts: TokenTexts, delta: StreamDelta) -> list[EventTokens]:
         output = delta.output
-        pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
+        pieces = self._parser.feed(texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
             pieces += self._parser.finish(cut=output.finish_reason == "length")
-        events = [EventTokens(event, self._texts.tokens_in(start, end)) for event, start, end in pieces]
-        if pieces:
-            self._last = pieces[-1].event
-        if output is not None and isinstance(self._last, Text | None) and (rest := self._texts.tokens_after()):
-            kind = "content" if self._last is None else self._last.kind
-            events.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
+        events = [EventTokens(event, texts.tokens_in(start, end)) for event, start, end in pieces]
+        last = events[-1].event if events else self._last
+        if output is not None and isinstance(last, Text | None) and (rest := texts.tokens_after()):
+            events.append(EventTokens(Text("content" if last is None else last.kind, "", begins=last is None), rest))
+        return events
+
+    def _counted(self, events: list[EventTokens]) -> list[EventTokens]:
+        """The events before the first call beyond `max_calls`, which ends the answer."""
+        for at, (event, tokens) in enumerate(events):
+            if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
+                self._max_calls = -1
+            if self._max_calls == -1:
+                return events[:at]
+            if isinstance(event, CallEnd):
+                self._last_call_complete = event.whole
+            elif isinstance(event, Text) and event.kind == "thought":
+                self.thought_tokens += len(tokens)
         return events
