@@ -104,8 +104,9 @@ class AnswerParser(CharacterReader):
     def feed(self, text: str) -> list[Piece]:
         """Read more text. Returns the new pieces."""
         self._append(text)
-        next(self._reading)
-        return self._take()
+        next(self._reading, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def prime(self, text: str) -> None:
         """Read the part of the answer that the prompt contains, such as the marker of a thought."""
@@ -131,11 +132,7 @@ class AnswerParser(CharacterReader):
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """End the text. Returns the pieces that were held back. cut: the answer was cut off."""
         self._ended, self._cut = True, cut
-        with suppress(StopIteration):
-            next(self._reading)
-        if self._gap and not (self._marked or self._thinking or self.num_calls):
-            self._tell_text("content", self._gap)
-        return self._take()
+        return self.feed("")
 
     def _call(self) -> Reading[None]:
         """Read one call, or markup. Raises NotACall if it is neither; the characters stay held."""
@@ -149,6 +146,8 @@ class AnswerParser(CharacterReader):
             while True:
                 yield from self._plain_text()
                 yield from self._markup_or_content()
+        if self._gap and not (self._marked or self._thinking or self.num_calls):
+            self._tell_text("content", self._gap)
 
     def _plain_text(self) -> Reading[None]:
         """Read text up to the next character that may begin a marker. Raises CutOff at its end."""
@@ -308,10 +307,6 @@ class AnswerParser(CharacterReader):
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
 
 def _joined(first: Event, second: Event) -> Event | None:
     """Join two events if the second continues the first."""
@@ -343,6 +338,8 @@ class AnswerReader:
         """Number of thought tokens read so far, without markers."""
         self._parser = parser or AnswerParser()
         self._texts = TokenTexts(tokenizer, self._parser.written, stops) if scored or self._parser.written else None
+        self.begins: list[int] = [] if self._texts is None else self._texts.begins
+        """For each token read so far, the index of its first character in the text. Requires `scored`."""
         self._colours = DraftColours(tokenizer, stops) if show_drafts else None
         self._max_calls = max_calls
         self._scores: list[TokenLogprob] = []
@@ -362,12 +359,6 @@ class AnswerReader:
         if events:
             self._last = events[-1].event
         return self._counted(events)
-
-    @property
-    def begins(self) -> list[int]:
-        """For each token read so far, the index of its first character in the text. Requires `scored`."""
-        assert self._texts is not None
-        return self._texts.begins
 
     def colours(self, delta: StreamDelta) -> list[tuple[str, bool]] | None:
         """(text, is it from accepted drafts?) for the text that this delta adds; None: not requested."""

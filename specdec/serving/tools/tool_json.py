@@ -85,7 +85,7 @@ class JsonToolParser(AnswerParser):
                     arguments = yield from self._json_arguments()
             else:
                 require_syntax(key in OTHER_KEYS)
-                yield from self._json_value(_at_most(MAX_OTHER))
+                yield from self._json_value(_limited([], MAX_OTHER))
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
@@ -114,15 +114,9 @@ class JsonToolParser(AnswerParser):
 
     def _json_text(self) -> Reading[str]:
         """Read the short text of a string, a key or a name, after its first quote."""
-        read = ['"']
-
-        def sink(text: str) -> None:
-            read.append(text)
-            require_syntax(len(read) <= MAX_NAME + 2)
-
-        yield from self._json_string(sink)
-        text: str = _loaded("".join(read))
-        return text
+        read: list[str] = []
+        yield from self._json_string(_limited(read, MAX_NAME))
+        return str(_loaded("".join(['"', *read])))
 
     def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
         """Read any value and pass it on."""
@@ -226,13 +220,12 @@ class JsonToolParser(AnswerParser):
         return char
 
 
-def _at_most(count: int) -> Callable[[str], None]:
-    """A sink that drops text, and raises NotACall after `count` characters."""
-    left = [count]
+def _limited(read: list[str], most: int) -> Callable[[str], None]:
+    """A sink that appends to `read` and raises NotACall after `most` characters and a quote."""
 
     def sink(text: str) -> None:
-        left[0] -= len(text)
-        require_syntax(left[0] >= 0)
+        read.append(text)
+        require_syntax(len(read) <= most + 1)
 
     return sink
 
