@@ -1,6 +1,6 @@
 """POST /v1/completions: continues texts or token ids, whole or streamed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,12 @@ from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.openai import answer_models as answers
-from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, join_logprobs
+from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs
 from specdec.serving.openai.protocol import CompletionRequest, refused
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
-from specdec.serving.tools.answer_events import EventTokens, Text
+from specdec.serving.tools.answer_events import Text
 from specdec.serving.tools.answer_parser import AnswerReader
 from specdec.text.detokenize import token_text
 
@@ -83,7 +83,8 @@ class CompletionTextAnswer(TextAnswer):
         [choice] = self._grown(index, whole_delta(output), first=True)
         choice["text"] = self.echoes[index // self.n] + choice["text"]
         if self.body.echo and output.logprobs is not None:
-            choice["logprobs"] = join_logprobs(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
+            echoed = self._echoed(index, output.prompt_logprobs or ())
+            choice["logprobs"] = {name: [*echoed[name], *new] for name, new in choice["logprobs"].items()}
         return choice | self._prompt_scores(output)
 
     async def _opening(self, index: int) -> dict[str, Any] | None:
@@ -97,7 +98,7 @@ class CompletionTextAnswer(TextAnswer):
 
     def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         reader = self.readers[index]
-        text = _joined(reader.read(delta))
+        text = "".join(event.text for event, _ in reader.read(delta) if isinstance(event, Text))
         reason = None if delta.output is None else reader.finish_reason(delta.output)
         details = self._details(index, delta) | (self._prompt_ids(index) if first else {})
         if not (text or delta.logprobs or reason or self.body.return_token_ids):
@@ -115,10 +116,6 @@ class CompletionTextAnswer(TextAnswer):
         """Log-probabilities of the echoed prompt of choice `index`."""
         prompt, echo = self.prompts[index // self.n], self.echoes[index // self.n]
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
-
-
-def _joined(events: Iterable[EventTokens]) -> str:
-    return "".join(event.text for event, _ in events if isinstance(event, Text))
 
 
 def _text(index: int, text: str, reason: str | None = None) -> dict[str, Any]:

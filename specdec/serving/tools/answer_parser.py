@@ -135,8 +135,8 @@ class AnswerParser(CharacterReader):
         return self.feed("")
 
     def _call(self) -> Reading[None]:
-        """Read one call, or markup. Raises NotACall if it is neither; the characters stay held."""
-        yield from self._next()
+        """Read one call, or markup. Raises NotACall if it is neither."""
+        yield from ()
         raise NotACall
 
     def _parse(self) -> Reading[None]:
@@ -180,10 +180,9 @@ class AnswerParser(CharacterReader):
                 self._end_call(whole=whole)
                 raise
             self._end_call(whole=whole)
-            self._back_to(not in_call)  # another call may begin after a call
-            if text := self._held:
-                self._release()
-                self._plain(text)
+            self._back_to(0)
+            if not in_call:  # another call may begin after a call
+                self._plain((yield from self._released()))
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
         """Read a thought up to its closing marker, or up to a call if the thought is never closed."""
@@ -199,9 +198,7 @@ class AnswerParser(CharacterReader):
                 if (yield from self._ends_in_call(form)):
                     break
             else:
-                char = yield from self._next()
-                self._release()
-                self._think(char)
+                self._think((yield from self._released()))
             self._release()
         self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False

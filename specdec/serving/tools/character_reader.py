@@ -73,6 +73,12 @@ class CharacterReader:
         self._at += 1
         return self._text[self._at - 1]
 
+    def _released(self) -> Reading[str]:
+        """Read the next character, whose role is known."""
+        char = yield from self._next()
+        self._release()
+        return char
+
     def _back(self) -> None:
         """Put the last character back."""
         self._at -= 1

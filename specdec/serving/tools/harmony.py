@@ -48,7 +48,6 @@ class HarmonyParser(JsonToolParser):
                         self._release()  # they begin a header
                     raise
                 return
-        yield from self._next()
         raise NotACall
 
     def _marked_by(self, mark: str) -> Reading[None]:

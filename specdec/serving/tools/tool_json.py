@@ -36,35 +36,33 @@ class JsonToolParser(AnswerParser):
     """Another quote around texts, within which nothing is escaped; empty: none."""
     loose = False
     """May keys and texts have no quotes? White space between values is then not passed on."""
+    bare = False
+    """Are calls without markers, so that one must have arguments?"""
 
     def _call(self) -> Reading[None]:
         opens, closes = self.special[:2]
         yield from self._expect(opens)
-        yield from self._marked_calls()
+        yield from self._calls()
         yield from self._close(closes)
 
-    def _marked_calls(self) -> Reading[None]:
-        """Read what is between the markers."""
-        yield from self._json_calls()
-
-    def _json_calls(self, *, bare: bool = False) -> Reading[None]:
-        """Read a call {"name": ..., "arguments": {...}}, or a list of calls. bare: arguments are required."""
-        if (yield from self._solid()) == "{":
-            yield from self._json_call(bare)
+    def _calls(self) -> Reading[None]:
+        """Read what is between the markers: a call {"name": ..., "arguments": {...}}, or a list of calls."""
+        if (yield from self._peek()) == "{":
+            yield from self._json_call()
             return
-        self._back()
         yield from self._expect("[")
         char = ","
         while char == ",":
             self._phase = ""
-            require_syntax((yield from self._solid()) == "{")
-            yield from self._json_call(bare)
+            yield from self._peek()
+            yield from self._json_call()
             char = yield from self._solid()
         require_syntax(char == "]")
         self._release()
 
-    def _json_call(self, bare: bool) -> Reading[None]:
-        """Read the members of a call in any order, after its brace."""
+    def _json_call(self) -> Reading[None]:
+        """Read a call with its members in any order."""
+        yield from self._expect("{")
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
@@ -94,7 +92,7 @@ class JsonToolParser(AnswerParser):
                 self._back()  # a brace was forgotten
                 break
         if not begun:
-            if name is None or (bare and arguments is None):
+            if name is None or (self.bare and arguments is None):
                 raise NotACall
             self._begin_call(name)
             self._arguments(arguments or "{}")
