@@ -8,7 +8,7 @@ cut.
 """
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -97,11 +97,18 @@ class CharacterReader:
             self._at += len(mark)
         return part == mark
 
+    def _while(self, fits: Callable[[str], object]) -> Reading[str]:
+        """Read all characters up to one that does not fit."""
+        text = ""
+        while fits(char := (yield from self._next())):
+            text += char
+        self._back()
+        return text
+
     def _solid(self) -> Reading[str]:
         """Read the next character that is not white space."""
-        while (char := (yield from self._next())).isspace():
-            pass
-        return char
+        yield from self._while(str.isspace)
+        return (yield from self._next())
 
     def _peek(self) -> Reading[str]:
         """Read white space. Returns the next character after it, which stays unread."""
@@ -137,9 +144,6 @@ class CharacterReader:
 
     def _name(self) -> Reading[str]:
         """Read a name, up to the first character that cannot belong to it."""
-        name = ""
-        while NAME.fullmatch(name + (char := (yield from self._next()))):
-            name += char
-        self._back()
-        require_syntax(name)
+        name = yield from self._while(NAME.match)
+        require_syntax(NAME.fullmatch(name))
         return name

@@ -66,12 +66,11 @@ class JsonToolParser(AnswerParser):
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
-            require_syntax(char == '"')
-            key = yield from self._json_text()
+            self._back()
+            key = yield from self._json_name()
             require_syntax((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
-                require_syntax((yield from self._solid()) == '"')
-                name = yield from self._json_text()
+                name = yield from self._json_name()
                 require_syntax(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
                 if name is not None and (yield from self._peek()) == "{":
@@ -80,10 +79,10 @@ class JsonToolParser(AnswerParser):
                     yield from self._json_value(self._arguments)
                     arguments, self._phase = "", "closing"
                 else:
-                    arguments = yield from self._json_arguments()
+                    arguments = _object((yield from self._json_text()))
             else:
                 require_syntax(key in OTHER_KEYS)
-                yield from self._json_value(_limited([], MAX_OTHER))
+                yield from self._json_text(MAX_OTHER)
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
@@ -99,22 +98,21 @@ class JsonToolParser(AnswerParser):
             self._phase = "closing"
         self._release()
 
-    def _json_arguments(self) -> Reading[str]:
-        """Read the arguments as a whole: an object, an object in a string, or null."""
-        read: list[str] = []
-        yield from self._json_value(read.append)
-        text = "".join(read).strip()
-        if text.startswith('"'):
-            text = json.loads(text)
-        value = _loaded(text)
-        require_syntax(value is None or isinstance(value, dict))
-        return "{}" if value is None else text
+    def _json_name(self) -> Reading[str]:
+        """Read a short string, such as a key."""
+        require_syntax((yield from self._peek()) == '"')
+        return str(_loaded((yield from self._json_text(MAX_NAME))))
 
-    def _json_text(self) -> Reading[str]:
-        """Read the short text of a string, a key or a name, after its first quote."""
+    def _json_text(self, most: int = 1 << 30) -> Reading[str]:
+        """Read any value as a whole. Raises NotACall if it has more than about `most` characters."""
         read: list[str] = []
-        yield from self._json_string(_limited(read, MAX_NAME))
-        return str(_loaded("".join(['"', *read])))
+
+        def sink(text: str) -> None:
+            read.append(text)
+            require_syntax(len(read) <= most + 2)
+
+        yield from self._json_value(sink)
+        return "".join(read)
 
     def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
         """Read any value and pass it on."""
@@ -128,11 +126,10 @@ class JsonToolParser(AnswerParser):
             yield from self._json_items(char, sink, depth + 1)
         elif self.loose:
             require_syntax(char not in "{}[],:")
-            sink(typed(char + (yield from self._word(",}]\n")), NO_TYPE))
+            word = char + (yield from self._while(lambda more: more not in ",}]\n"))
+            sink(typed(word.rstrip(), NO_TYPE))
         elif char in NUMBER_CHARACTERS:
-            while (more := (yield from self._next())) in NUMBER_CHARACTERS:
-                char += more
-            self._back()
+            char += yield from self._while(lambda more: more in NUMBER_CHARACTERS)
             require_syntax(NUMBER.fullmatch(char))
             sink(char)
         else:
@@ -164,19 +161,11 @@ class JsonToolParser(AnswerParser):
         """Read a key and its colon."""
         if not (yield from self._quoted(sink)):
             require_syntax(self.loose)
-            key = yield from self._word(':{}[],"')
-            require_syntax(key and (yield from self._precedes(":")))
-            sink(quoted(key))
+            key = yield from self._while(lambda char: char not in ':{}[],"')
+            require_syntax(key.rstrip() and (yield from self._precedes(":")))
+            sink(quoted(key.rstrip()))
         require_syntax((yield from self._json_solid(sink)) == ":")
         sink(": " if self.loose else ":")
-
-    def _word(self, ends: str) -> Reading[str]:
-        """Read text without quotes, up to one of these characters."""
-        word = ""
-        while (char := (yield from self._next())) not in ends:
-            word += char
-        self._back()
-        return word.rstrip()
 
     def _quoted(self, sink: Callable[[str], None]) -> Reading[bool]:
         """Read a text with its quotes, if one comes next."""
@@ -218,21 +207,19 @@ class JsonToolParser(AnswerParser):
         return char
 
 
-def _limited(read: list[str], most: int) -> Callable[[str], None]:
-    """A sink that appends to `read` and raises NotACall after `most` characters and a quote."""
-
-    def sink(text: str) -> None:
-        read.append(text)
-        require_syntax(len(read) <= most + 1)
-
-    return sink
-
-
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         raise NotACall from None
+
+
+def _object(text: str) -> str:
+    """The JSON of arguments that are an object, an object in a string, or null."""
+    text = json.loads(text) if text.lstrip().startswith('"') else text.strip()
+    value = _loaded(text)
+    require_syntax(value is None or isinstance(value, dict))
+    return "{}" if value is None else text
 
 
 def quoted(text: str) -> str:
