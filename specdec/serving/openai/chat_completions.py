@@ -49,43 +49,36 @@ class ChatTextAnswer(TextAnswer):
         """A builder per choice. Made after the number of choices was checked."""
         return [MessageBuilder(thoughts=self.body.include_reasoning is not False) for _ in self.readers]
 
-    async def submit(self) -> None:
-        body = self.body
-        self.engine.require_places(max(1, self.n))
+    async def read_request(self) -> SamplingParams:
+        body, engine = self.body, self.engine
+        engine.require_places(max(1, self.n))
         prompt = await chat_prompt(body, self.state, self.choice.tools)
-        params = await self.engine.off_loop(partial(self._params, len(prompt)))
+        params = await engine.off_loop(partial(self._params, len(prompt)))
         if body.truncate_prompt_tokens is not None:
-            prompt = shortened(body, self.engine, prompt, params.max_new_tokens)
-            params = await self.engine.off_loop(partial(self._params, len(prompt)))
+            prompt = shortened(body, engine, prompt, params.max_new_tokens)
+            params = await engine.off_loop(partial(self._params, len(prompt)))
         self.prompts = [prompt]
-        prompt_end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        last = body.messages[-1].content if body.continue_final_message else ""
-        continued = last if isinstance(last, str) else prompt_end
+        return params
 
-        def make_reader() -> AnswerReader:
-            parser = self._parser(params)
-            parser.prime(parser.begun_by(prompt_end, continued))
-            return AnswerReader(
-                self.tokenizer,
-                parser,
-                params.stop_strings,
-                max_calls=self.choice.max_calls,
-                show_drafts=body.show_drafts,
-                scored=self.scored and bool(body.logprobs),
-            )
-
-        self.make_reader = make_reader
-        self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
-
-    def _parser(self, params: SamplingParams) -> AnswerParser:
-        """The parser of one answer."""
-        thoughts = reasoning_format(self.settings.reasoning_parser)
+    def make_reader(self) -> AnswerReader:
+        body, thoughts = self.body, reasoning_format(self.settings.reasoning_parser)
         kind, native = self.choice.parser, self.state.tool_parser
-        if params.grammar is not None:  # a grammar leaves no room for thoughts
+        if self.params.grammar is not None:  # a grammar leaves no room for thoughts
             thoughts = None
         elif kind is None and native is not None and native.thinks:
             kind = native
-        return (kind or AnswerParser)(self.choice.parameters, thoughts)
+        parser = (kind or AnswerParser)(self.choice.parameters, thoughts)
+        prompt_end = self.tokenizer.decode(self.prompts[0][-PROMPT_END:], skip_special_tokens=False)
+        last = body.messages[-1].content if body.continue_final_message else ""
+        parser.prime(parser.begun_by(prompt_end, last if isinstance(last, str) else prompt_end))
+        return AnswerReader(
+            self.tokenizer,
+            parser,
+            self.params.stop_strings,
+            max_calls=self.choice.max_calls,
+            show_drafts=body.show_drafts,
+            scored=self.scored and bool(body.logprobs),
+        )
 
     def _params(self, prompt_len: int) -> SamplingParams:
         body = self.body

@@ -42,7 +42,7 @@ class CompletionTextAnswer(TextAnswer):
         super().__init__(body, state, "cmpl", self.chunk_kind)
         self.echoes: list[str] = []  # one per prompt; empty without `echo`
 
-    async def submit(self) -> None:
+    async def read_request(self) -> SamplingParams:
         body = self.body
         params = await self.engine.off_loop(self._params)
         self.engine.require_places(max(1, len(body.prompt)) * params.n)
@@ -50,11 +50,11 @@ class CompletionTextAnswer(TextAnswer):
         if body.max_tokens is None:  # the default never exceeds the room left
             room = min(map(self.engine.most_new_tokens, map(len, self.prompts)))
             params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room, params.min_tokens)))
-        scored, stops = body.logprobs is not None, params.stop_strings
-        self.make_reader = partial(
-            AnswerReader, self.tokenizer, stops=stops, show_drafts=body.show_drafts, scored=scored
-        )
-        self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
+        return params
+
+    def make_reader(self) -> AnswerReader:
+        scored, stops = self.body.logprobs is not None, self.params.stop_strings
+        return AnswerReader(self.tokenizer, stops=stops, show_drafts=self.body.show_drafts, scored=scored)
 
     def _params(self) -> SamplingParams:
         body = self.body

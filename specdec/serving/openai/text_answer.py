@@ -1,6 +1,6 @@
 """A chat or completion, answered whole or streamed: the common part of both routes and of responses.
 
-submit     parameters and prompts -> the streams of the samples, and the maker of their readers
+read       parameters and prompts, which are submitted: a stream and a reader for each sample
 whole      one choice per sample, then usage
 streamed   an opening of each choice, its deltas, then usage. As in vLLM's server, the opening is sent with the first
            delta, since clients take the first chunk for the first token
@@ -10,13 +10,14 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from fastapi.responses import Response
 
 from specdec import __version__
+from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.runtime.drafts.draft_reports import vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
@@ -48,9 +49,8 @@ class TextAnswer(ABC):
         self.tokenizer = state.tokenizer
         self.n = 1 if body.n is None else body.n
         self.prompts: list[list[int]] = []
-        # once submitted
-        self.streams: Streams
-        self.make_reader: Callable[[], AnswerReader]
+        self.params: SamplingParams  # once the request was read
+        self.streams: Streams  # once submitted
         self.head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -62,7 +62,8 @@ class TextAnswer(ABC):
     async def respond(self) -> Response:
         """Make the response, whole or as a stream."""
         try:
-            await self.submit()
+            self.params = await self.read_request()
+            self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority)
             if self.body.stream:
                 return self.events(self.streams, self._events())
             async with self.streams:
@@ -77,8 +78,12 @@ class TextAnswer(ABC):
         return [self.make_reader() for _ in self.streams.handles]
 
     @abstractmethod
-    async def submit(self) -> None:
-        """Read the prompts and submit them: sets `prompts`, `streams` and `make_reader`."""
+    async def read_request(self) -> SamplingParams:
+        """Set `prompts`, and return the parameters of all."""
+
+    @abstractmethod
+    def make_reader(self) -> AnswerReader:
+        """Make the reader of one choice."""
 
     @abstractmethod
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
