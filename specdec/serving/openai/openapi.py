@@ -3,7 +3,6 @@ API key), headers, and bounds that the Python API checks."""
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -83,9 +82,15 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which this server never sends
         schemas.pop(name, None)
-    for name, schema in schemas.items():
-        if not hasattr(answer_models, name):  # a part of a body
-            _bound(schema, settings)
+    most = MAX_PRIORITY if settings.allow_priority else 0
+    bounds = BOUNDS | {
+        "model": {"enum": [*settings.model_names, None]},
+        "priority": {"minimum": -most, "maximum": most},
+    }
+    for kind, schema in schemas.items():
+        if not hasattr(answer_models, kind):  # a part of a body
+            for name, value in schema.get("properties", {}).items():
+                value.update(bounds.get(name, {}))
     schemas["CompletionRequest"]["properties"]["prompt"] = {"title": "Prompt"} | PROMPTS
     for path, methods in found["paths"].items():
         for entry in methods.values():
@@ -99,17 +104,6 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
     if settings.api_keys:
         found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return found
-
-
-def _bound(schema: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Add the Python API's bounds to the properties of a body."""
-    for name, value in schema.get("properties", {}).items():
-        value.update(BOUNDS.get(name, {}))
-        if name == "model":
-            value["enum"] = [*settings.model_names, None]
-        elif name == "priority":
-            most = MAX_PRIORITY if settings.allow_priority else 0
-            value |= {"minimum": -most, "maximum": most}
 
 
 def _headers(status: str) -> dict[str, Any]:

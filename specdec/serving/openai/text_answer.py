@@ -27,7 +27,7 @@ from specdec.serving.http.clients import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse, off_loop
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
-from specdec.serving.openai.protocol import SamplingFields
+from specdec.serving.openai.protocol import SamplingFields, StreamOptions
 from specdec.serving.openai.sampling_fields import naming_field
 from specdec.serving.state import ServeState
 from specdec.serving.tools.answer_parser import AnswerReader
@@ -128,7 +128,7 @@ class TextAnswer(ABC):
         return self.head | {"choices": choices} | self._totals()
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        usage, going_on = self.body.usage, len(self.readers)
+        usage, going_on = self.body.stream_options or StreamOptions(), len(self.readers)
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if usage.include_usage else {})
         totals_follow = usage.include_usage or self.body.show_drafts
         so_far = partial(self._figures, usage=usage.include_usage and usage.continuous_usage_stats)

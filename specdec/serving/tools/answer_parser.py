@@ -43,11 +43,6 @@ class ReasoningFormat:
     always: bool = False
     again: bool = False
 
-    @property
-    def special(self) -> tuple[str, ...]:
-        """Tokens that the text must contain, whether special or not."""
-        return self.opens.split(">", 1)[0] + ">", self.closes
-
 
 REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
@@ -116,8 +111,9 @@ class AnswerParser(CharacterReader):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Special tokens that the text must contain."""
-        return self.special + (self._thoughts.special if self._thoughts is not None else ())
+        """Tokens that the text must contain, whether special or not."""
+        form = self._thoughts
+        return self.special if form is None else (*self.special, form.opens.split(">")[0] + ">", form.closes)
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The end of a prompt that `prime` must read. continued: text of an answer that the prompt continues."""
