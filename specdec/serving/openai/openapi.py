@@ -20,6 +20,8 @@ from specdec.settings.declared_fields import Number
 from specdec.settings.sampling_numbers import NUMBERS
 
 ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+HEADERS = {"401": ["WWW-Authenticate"], "429": ["Retry-After"]}
+"""Headers of an answer besides its id, by status."""
 _TOKEN = {"type": "integer", "minimum": 0, "maximum": 1 << 40}
 _TOKENS = {"type": "array", "items": _TOKEN, "minItems": 1}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -64,10 +66,7 @@ PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PRO
 
 def install_openapi(app: FastAPI, settings: ServeSettings) -> None:
     """Add the route of the description."""
-
-    @functools.cache
-    def document() -> dict[str, Any]:
-        return openapi_document(app, settings)
+    document = functools.cache(functools.partial(openapi_document, app, settings))
 
     @app.get("/openapi.json", include_in_schema=False)
     async def read_document() -> JsonResponse:
@@ -100,12 +99,8 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
                 answers["401"] = {"description": REFUSED[401], "content": ERROR}
                 entry["security"] = [{"bearer": []}]
             for status, answer in answers.items():
-                answer["headers"] = _headers(status)
+                names = ["X-Request-Id", *HEADERS.get(status, [])]
+                answer["headers"] = {name: {"required": True, "schema": {"type": "string"}} for name in names}
     if settings.api_keys:
         found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return found
-
-
-def _headers(status: str) -> dict[str, Any]:
-    names = ["X-Request-Id", *{"401": ["WWW-Authenticate"], "429": ["Retry-After"]}.get(status, [])]
-    return {name: {"required": True, "schema": {"type": "string"}} for name in names}

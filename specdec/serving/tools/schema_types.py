@@ -9,7 +9,7 @@ recursive or hostile schema costs no more than its length.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -79,9 +79,10 @@ def _types(schema: Any, root: Any, name: str | None, seen: dict[Any, Types], dep
 def _own_types(schema: Mapping[str, Any]) -> Types:
     """The types that a schema's own members accept, without the schemas that it combines."""
     found = ANY_TYPE
-    if "type" in schema:
-        given = schema["type"]
-        found &= _named(given if isinstance(given, list) else [given])
+    names = schema.get("type")
+    names = names if isinstance(names, list) else [names]
+    if names and all(isinstance(name, str) and name in ANY_TYPE for name in names):
+        found = frozenset(names) | ({"integer"} if "number" in names else NO_TYPE)
     if isinstance(values := schema.get("enum"), list):
         found &= frozenset(map(type_of, values))
     if "const" in schema:
@@ -102,12 +103,6 @@ def resolved(reference: Any, root: Any) -> Any:
         except (LookupError, TypeError):
             return True
     return found
-
-
-def _named(names: Sequence[Any]) -> Types:
-    if not names or not all(isinstance(name, str) and name in ANY_TYPE for name in names):
-        return ANY_TYPE
-    return frozenset(names) | ({"integer"} if "number" in names else NO_TYPE)
 
 
 def type_of(value: Any) -> str:
