@@ -18,8 +18,8 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from specdec.errors import StoppingError, require_one_of
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
@@ -30,8 +30,7 @@ from specdec.text.detokenize import DraftColours
 from specdec.text.token_texts import TokenTexts
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(NamedTuple):
     """How a model marks its thoughts.
 
     opens, closes: the markers. always: the answer begins with a thought, even without the marker. again: more thoughts
@@ -186,7 +185,7 @@ class AnswerParser(CharacterReader):
         self._gap, self._kind, self._thinking = "", None, True
         while True:
             yield from self._plain_text()
-            if self._kind is None and (yield from self._sees(form.opens)):
+            if self._is_silent() and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
                 break
@@ -199,6 +198,10 @@ class AnswerParser(CharacterReader):
         self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
+
+    def _is_silent(self) -> bool:
+        """Is the current text still empty?"""
+        return self._kind is None
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """The held characters begin a call within a thought. If the thought is closed later, the call is a quotation
