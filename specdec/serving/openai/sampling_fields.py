@@ -117,11 +117,9 @@ def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
         elif form.json_schema is not None:
             raise refused("response_format", "response_format.json_schema is for type='json_schema'")
     if (outputs := body.structured_outputs) is not None:
-        for name in ("json_schema", "regex", "choice"):
-            if (value := getattr(outputs, name)) is not None:
+        for name, value in outputs:
+            if value is not None and value is not False:
                 asked[f"structured_outputs.{name.removesuffix('_schema')}"] = {name: value}
-        if outputs.json_object:
-            asked["structured_outputs.json_object"] = {"json_object": True}
     asked |= {field: {name: value} for field, name in GUIDED.items() if (value := getattr(body, field)) is not None}
     if len(asked) > 1:
         named = list(asked)
