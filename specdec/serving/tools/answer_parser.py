@@ -155,7 +155,8 @@ class AnswerParser(CharacterReader):
                 self._plain(text)
             if found:
                 return
-            yield from self._wait()
+            self._require_more()
+            yield
 
     def _markup_or_content(self) -> Reading[None]:
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""

@@ -60,16 +60,16 @@ class CharacterReader:
         """The role of the held characters is known."""
         self._start = self._at
 
-    def _wait(self) -> Reading[None]:
-        """Wait for more text. Raises CutOff at its end."""
+    def _require_more(self) -> None:
+        """Raise CutOff at the end of the text. Otherwise the caller yields to get more."""
         if self._ended:
             raise CutOff
-        yield
 
     def _next(self) -> Reading[str]:
         """Read the next character; it becomes held."""
         while self._at == len(self._text):
-            yield from self._wait()
+            self._require_more()
+            yield
         self._at += 1
         return self._text[self._at - 1]
 
@@ -92,7 +92,8 @@ class CharacterReader:
         while (part := self._text[self._at : self._at + len(mark)]) != mark and mark.startswith(part):
             if part and self._ended:
                 break
-            yield from self._wait()
+            self._require_more()
+            yield
         if part == mark:
             self._at += len(mark)
         return part == mark
@@ -104,6 +105,12 @@ class CharacterReader:
             text += char
         self._back()
         return text
+
+    def _read_run(self, run: re.Pattern[str]) -> str:
+        """Read the characters that this pattern matches and that are there."""
+        if found := run.match(self._text, self._at):
+            self._at = found.end()
+        return found[0] if found else ""
 
     def _solid(self) -> Reading[str]:
         """Read the next character that is not white space."""

@@ -18,6 +18,8 @@ NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
 JSON_SPACE = frozenset(" \t\n\r")
 ESCAPED = frozenset('"\\/bfnrtu')
+ORDINARY = re.compile(r'[^"\\\x00-\x1f]+')
+"""Characters that strings hold as they are."""
 WORDS = {"t": "true", "f": "false", "n": "null"}
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_JSON_DEPTH = 64
@@ -104,12 +106,14 @@ class JsonToolParser(AnswerParser):
         return str(_loaded((yield from self._json_text(MAX_NAME))))
 
     def _json_text(self, most: int = 1 << 30) -> Reading[str]:
-        """Read any value as a whole. Raises NotACall if it has more than about `most` characters."""
-        read: list[str] = []
+        """Read any value as a whole. Raises NotACall if it has more than `most` characters, without quotes."""
+        read, left = list[str](), most + 2
 
         def sink(text: str) -> None:
+            nonlocal left
             read.append(text)
-            require_syntax(len(read) <= most + 2)
+            left -= len(text)
+            require_syntax(left >= 0)
 
         yield from self._json_value(sink)
         return "".join(read)
@@ -196,6 +200,8 @@ class JsonToolParser(AnswerParser):
                     for _ in range(4):
                         char += yield from self._next()
                         require_syntax(char[-1] in string.hexdigits)
+            elif char >= " ":
+                char += self._read_run(ORDINARY)
             sink(json.dumps(char)[1:-1] if char < " " else char)
         sink(char)
 
