@@ -51,7 +51,7 @@ class Admission:
 
     def ended(self, sample: Any, now: float) -> None:
         """Observer method: an ended request returns its place."""
-        self.give_back(1, sample.client)
+        self.give_back(1, sample.owner.client)
 
     def require(self, count: int, client: str = "") -> None:
         """Raise ConfigError if there can never be as many places, QueueFullError if there are fewer now."""

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import RequestStats
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.engine_thread import StreamedSample
+from specdec.serving.engine_thread import OpenSample
 from specdec.serving.http.clients import in_whole_blocks
 from specdec.serving.http.faults import refusals
 
@@ -63,31 +63,31 @@ class MetricsCollector:
         labels = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self.registry)
         self._reasons = {reason: ended.labels(model_name, reason) for reason in REASONS}
-        self._first_at: dict[StreamedSample, float] = {}  # time of the first token of samples that have not ended
+        self._first_at: dict[OpenSample, float] = {}  # time of the first token of samples that have not ended
         self._lock = threading.Lock()  # a sample is in `_first_at` or in `_ended`, so no sum falls
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         engine.observe(self)
 
-    def gained(self, sample: StreamedSample, now: float) -> None:
+    def gained(self, sample: OpenSample, now: float) -> None:
         """On the engine's thread."""
         if sample.num_reported:
             self._between.observe(now - sample.last_news)
             return
-        self._first.observe(now - sample.submitted)
+        self._first.observe(now - sample.owner.submitted)
         with self._lock:
             self._first_at[sample] = now
 
-    def ended(self, sample: StreamedSample, now: float) -> None:
+    def ended(self, sample: OpenSample, now: float) -> None:
         """On the engine's thread."""
-        self._reasons["error" if sample.error is not None else sample.handle.finish_reason].inc()
+        self._reasons["error" if sample.failure is not None else sample.handle.finish_reason].inc()
         with self._lock:
             first_at = self._first_at.pop(sample, None)
             if first_at is None:
                 return
             self._add_to_sum(self._ended, sample)
         stats = sample.handle.stats
-        self._whole.observe(now - sample.submitted)
+        self._whole.observe(now - sample.owner.submitted)
         self._queue.observe(stats.queue_seconds)
         if stats.output_tokens > 1:
             self._per_token.observe((now - first_at) / (stats.output_tokens - 1))
@@ -117,7 +117,7 @@ class MetricsCollector:
                 made.add_sample(f"{name}_total" if kind == "counter" else name, labels, value)
             yield made
 
-    def _add_to_sum(self, total: RequestStats, sample: StreamedSample) -> None:
+    def _add_to_sum(self, total: RequestStats, sample: OpenSample) -> None:
         stats = sample.handle.stats.copy()
         stats.cached_tokens = in_whole_blocks(stats.cached_tokens, self._engine.config.page_size)
         total.add(stats)
