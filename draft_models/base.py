@@ -40,10 +40,13 @@ may draw instead if its logits differ a little."""
 
 
 class TargetInfo(Protocol):
-    """The part of a target that drafters use. ops: operations of fused layers; None: no layer is fused."""
+    """The part of a target that drafters use. user_decoder: its text model as the user gave it. model_types: of the
+    text config and of the whole config. ops: operations of fused layers; None: no layer is fused."""
 
     name: str
+    model_types: tuple[str, str]
     layout: KVLayout
+    user_decoder: nn.Module
     embed: nn.Module
     head: nn.Module
     vocab_size: int
@@ -80,7 +83,7 @@ class DraftBatch:
     yet. num_steps, topk, num_nodes: levels, branches and size (with the root) of the requested tree; topk 1 is a chain.
     read_history: copies `history`; called only if `propose` reads it. history_len: [B], S + 1. prefix: the backend's
     tables of the committed prefixes, if already made. level_pos: the result of `positions`, if already made. by_lookup:
-    the lookup drafts, not the model next to it (`model_and_lookup.py`). params: the sampling parameters of `sample` and
+    the lookup drafts, not the model next to it (`lookup.py`). params: the sampling parameters of `sample` and
     `best`, for operations that draw without full logits; None: draw through `sample` and `best`.
     """
 
@@ -164,7 +167,7 @@ class DraftWorker(Protocol):
     """A drafter bound to one engine. `view`: K/V of another model that it may read now, or None. A worker may also have
     `finished`, a `FinishedTexts` to which the engine adds outputs of finished requests."""
 
-    view: KVView | None
+    view: KVView | None = None
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
@@ -198,7 +201,7 @@ class Drafter(Protocol):
       None: 4
     - `max_positions`: it drafts and reads only at positions below this; None: at any
     - `reads_finished`: it can propose from outputs of finished requests
-    - `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`)
+    - `has_lookup`: a lookup may draft in its place (`lookup.py`)
     """
 
     name: str
@@ -223,8 +226,6 @@ class Drafter(Protocol):
 
 class StatelessDrafter(Drafter, DraftWorker, Protocol):
     """A drafter that is its own worker in every engine: engines share its state, if it has any."""
-
-    view: KVView | None = None
 
     def bind(self, binding: Binding) -> DraftWorker:
         return self

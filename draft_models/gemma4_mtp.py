@@ -87,7 +87,8 @@ class Gemma4MTPDrafter(Drafter):
         self._unused_kv = dict.fromkeys(config.layer_types, (unused, unused))
 
         if target.ops is not None:
-            self.unfused = self._fuse(target.ops)
+            fused = partial(self._fused, target.ops)
+            self.unfused = fuse_in_place(self.name, self.model, len(self.windows), self._probed, fused)
         self.weights = Weights(self.name, self.model)
 
     def bind(self, binding: Binding) -> "Gemma4MTPWorker":
@@ -138,18 +139,13 @@ class Gemma4MTPDrafter(Drafter):
         top_k = ordered.centroid_intermediate_top_k
         return CentroidHead(ordered.centroids.weight, ordering, self.model.lm_head.weight, top_k)
 
-    def _fuse(self, ops: Operations) -> str | None:
-        """Install fused layers. Returns the reason if they cannot be used."""
+    def _fused(self, ops: Operations) -> Parts:
         model, linears = self.model, ("pre_projection", "post_projection", "lm_head")
-
-        def fused() -> Parts:
-            return [
-                (self, "embed", fuse_embedding(self.embed, ops)),
-                (model, "model", fuse(model.model, ops)),
-                *((model, name, fuse_linear(getattr(model, name), ops)) for name in linears),
-            ]
-
-        return fuse_in_place(self.name, model, len(self.windows), self._probed, fused)
+        return [
+            (self, "embed", fuse_embedding(self.embed, ops)),
+            (model, "model", fuse(model.model, ops)),
+            *((model, name, fuse_linear(getattr(model, name), ops)) for name in linears),
+        ]
 
     def _probed(self) -> torch.Tensor:
         """Logits and next states of six tokens under `EchoContext`: [6, V + Ht] float32."""
@@ -161,10 +157,8 @@ class Gemma4MTPDrafter(Drafter):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, M, H] -> [B, M, V]; -inf outside the best centroids if the head has centroids."""
         head = self._centroids
-        if head is None:
-            dense: torch.Tensor = self.model.lm_head(hidden)
-            return dense
-        return reference_centroid_logits(hidden, head)
+        logits: torch.Tensor = self.model.lm_head(hidden) if head is None else reference_centroid_logits(hidden, head)
+        return logits
 
 
 class Gemma4MTPWorker:
@@ -189,36 +183,27 @@ class Gemma4MTPWorker:
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Draft the tree. All nodes attend to the same frozen prefix: only tokens, states and scores branch."""
-        if self.drafter.ops is not None:
-            self.drafter.weights.generation()
+        """Draft the tree. All nodes attend to the same frozen prefix [0, S): only tokens, states and scores branch."""
         hidden = self._seed_hidden[batch.rows.index][:, None]  # [B, M, Ht], M = 1, then topk
-        allocator, store = self.binding.cache.allocator, self.binding.target_store
-        from_states = replace(batch, sample=partial(self.drafter.draw, batch), best=partial(self.drafter.best, batch))
-        builder = DraftTreeBuilder(from_states, self.binding.backend)
+        drafter, backend, cache = self.drafter, self.binding.backend, self.binding.cache
+        from_states = replace(batch, sample=partial(drafter.draw, batch), best=partial(drafter.best, batch))
+        builder = DraftTreeBuilder(from_states, backend)
         tokens = batch.root[:, None]
-        with frozen_kv(allocator, store, self, self.drafter.layer_map) as view:
+        with frozen_kv(cache.allocator, self.binding.target_store, self, drafter.layer_map) as view:
             for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
                 if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk queries
-                    context = self._context(batch, view, tokens.shape[1])
-                out, hidden = self.drafter.step(tokens, hidden, context.plan.positions, context)
+                    plan = plan_frozen(
+                        *(backend, cache.table, batch.rows),
+                        num_queries=tokens.shape[1],
+                        position_offset=drafter.query_offset,
+                        window_shift=drafter.window_shift,
+                        prefix=batch.prefix,
+                    )
+                    context = ForwardContext.from_plan(plan, view, drafter.windows)
+                out, hidden = drafter.step(tokens, hidden, plan.positions, context)
                 tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
                 hidden = continued(hidden, origin)
             return builder.select()
-
-    def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
-        """The context of `num_queries` queries per request, all at one position and on one prefix. The plan has page
-        tables of the committed prefix [0, S) in every group (`batch.prefix`, if the round has made them)."""
-        plan = plan_frozen(
-            self.binding.backend,
-            self.binding.cache.table,
-            batch.rows,
-            num_queries=num_queries,
-            position_offset=self.drafter.query_offset,
-            window_shift=self.drafter.window_shift,
-            prefix=batch.prefix,
-        )
-        return ForwardContext.from_plan(plan, view, self.drafter.windows)
 
 
 def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:

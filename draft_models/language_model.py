@@ -98,15 +98,14 @@ class LanguageModelWorker(StoreWorker):
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Run one forward per level with topk nodes per request; on the first level all nodes are the root."""
-        drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
+        drafter, topk, levels = self.drafter, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         draft = DraftPlan(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)
-        block = backend.draft_block(self.store, draft)
-        context = DraftContext(block, backend, topk, drafter.owners)
-        builder = DraftTreeBuilder(batch, backend)
+        context = DraftContext(self, draft, drafter.owners)
+        builder = DraftTreeBuilder(batch, self.binding.backend)
         tokens, origin = batch.root[:, None].expand(-1, topk), None
         for level in range(levels):
-            block.enter_level(origin)
+            context.block.enter_level(origin)
             node_pos = pos[level][:, None].expand(-1, topk)
             hidden = drafter.model.run(drafter.known_tokens(tokens), node_pos, context)
             logits = drafter.logits(hidden if level else hidden[:, :1])

@@ -15,6 +15,9 @@ In both a continuation that reaches the end of the text repeats with its period.
 
 A node's probability is its share of its parent's weight. With `EngineConfig.finished_tokens`, outputs of finished
 requests are searched too (`finished_texts.py`). Matches of equal length have the same weight in both.
+
+With a model next to it (`ModelAndLookup`), the lookup drafts in rounds in which that is expected to pay more, by the
+accepted tokens and the time of each; with `SpecConfig(adaptive=False)` the model makes all drafts.
 """
 
 from typing import NamedTuple
@@ -25,9 +28,17 @@ import torch.nn.functional as F
 from specdec.attention.backend import Backend
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import LOWEST, TreeBuilder
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, StatelessDrafter
+from specdec.draft_models.base import (
+    Binding,
+    DraftBatch,
+    Drafter,
+    DraftWorker,
+    Observation,
+    PromptObservation,
+    StatelessDrafter,
+    with_defaults,
+)
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
-from specdec.kvcache.frozen import KVView
 
 MATCHES = 64
 """Most matches used from a request's own text: the longest ones; among equally long ones the latest."""
@@ -70,8 +81,6 @@ class SuffixDrafter(Drafter):
 
 class SuffixWorker(DraftWorker):
     """Suffix decoding in one engine. It has the backend, which selects trees, and the store of finished texts."""
-
-    view: KVView | None = None
 
     def __init__(self, backend: Backend, finished: FinishedTexts | None = None) -> None:
         self.backend = backend
@@ -184,3 +193,41 @@ def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tup
     unused = taken.to(torch.int8).sort(dim=-1, stable=True).indices
     unused = unused.gather(2, (slots - real.sum(-1, keepdim=True)).clamp(min=0))
     return torch.where(real, tokens, unused), log_probs
+
+
+class ModelAndLookup(Drafter):
+    """Two drafters in one, of which the engine chooses one for each round. model: any drafter; it reads the committed
+    tokens of every round. lookup: a drafter whose worker ignores observations."""
+
+    def __init__(self, model: Drafter, lookup: Drafter) -> None:
+        self.model, self.lookup = with_defaults(model), lookup
+        for name in Drafter.__annotations__:  # what concerns layers and depths concerns the model only
+            setattr(self, name, getattr(self.model, name))
+        self.name, self.has_lookup = f"{model.name} or {lookup.name}", True
+        self.reads_finished = lookup.reads_finished
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        return ModelOrLookupWorker(self.model.bind(binding), self.lookup.bind(binding))
+
+
+class ModelOrLookupWorker(DraftWorker):
+    """Proposes with the worker that the batch selects. Only the model's worker observes, and has a view while it
+    proposes."""
+
+    def __init__(self, model: DraftWorker, lookup: DraftWorker) -> None:
+        self.model, self.lookup = model, lookup
+        self.finished: FinishedTexts | None = getattr(lookup, "finished", None)
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        return (self.lookup if batch.by_lookup else self.model).propose(batch)
+
+    def observe(self, seen: Observation) -> None:
+        self.model.observe(seen)
+
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        self.model.observe_prompts(seen)
+
+
+def model_of(drafter: Drafter) -> Drafter:
+    """The drafter that is fitted to the target: the model of a `ModelAndLookup`, or the drafter itself."""
+    return drafter.model if isinstance(drafter, ModelAndLookup) else drafter

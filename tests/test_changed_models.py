@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from specdec import Engine, EngineConfig, SamplingParams
+from specdec.draft_models.lookup import NgramDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.modules import weight_watch
 
@@ -321,6 +322,20 @@ def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, m
     assert looks.count("versions") == 1
     while not handle.finished:
         engine.step()
+
+
+def test_a_step_looks_at_a_drafters_weights(make_target, make_engine, random_prompt):
+    """Regression: without a prefix cache and captures, MTP modules drafted with the weights that they had."""
+    drafter, layer = NgramDrafter(), nn.Linear(4, 4)
+    drafter.weights = weight_watch.Weights("a drafter", layer)
+    engine = make_engine(make_target("llama"), drafter, prefix_cache=False)
+    stream = engine.stream(random_prompt(5), SamplingParams(max_new_tokens=24))
+    next(stream)
+    layer.weight.data = torch.zeros(4, 4)
+    for _ in range(2):
+        next(stream)
+    assert not drafter.weights.watch.moved()
+    stream.close()
 
 
 def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):

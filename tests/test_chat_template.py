@@ -8,7 +8,8 @@ import pytest
 from reciting import HARMONY, reciting
 from transformers import PreTrainedTokenizerBase
 
-from specdec.serving.openai.chat_template import MessageShape
+from specdec.serving.openai.chat_template import thought_field
+from specdec.text.prompts import asks_for_none
 
 SHOWN = """\
 {%- for m in messages %}<{{ m.role }}>
@@ -76,7 +77,7 @@ def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expect
     ],
 )
 def test_whether_a_template_asks_for_none(template, asks):
-    assert MessageShape.of(template).asks_none == asks
+    assert asks_for_none(template) == asks
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_whether_a_template_asks_for_none(template, asks):
     ],
 )
 def test_thoughts_go_where_the_template_reads_them(template, field):
-    assert MessageShape.of(template).thoughts == field
+    assert thought_field(template) == field
 
 
 @pytest.mark.parametrize("content", [None, "", "I look."])

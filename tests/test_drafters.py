@@ -22,8 +22,7 @@ from specdec.draft_models.block.block_head import FusedBlock
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.language_model import LanguageModelDrafter
-from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
-from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.lookup import ModelAndLookup, NgramDrafter, SuffixDrafter
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import frozen_kv
 from specdec.loading.drafter_loading import load_any_drafter

@@ -75,7 +75,7 @@ def plain_form(head: Eagle3Head) -> PlainHead:
 
 
 def fuse(plain: PlainHead, ops: Operations) -> FusedHead:
-    return FusedHead(plain, Weights("head", plain.head), ops)
+    return FusedHead(plain, ops)
 
 
 def chosen(plain: PlainHead, ops: Operations) -> tuple[Any, str | None]:
@@ -113,14 +113,21 @@ def test_a_fused_head_is_the_plain_one(setting: str, ops: str) -> None:
     assert is_merged([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
 
 
-def test_replaced_weights_are_read_where_they_are() -> None:
+@pytest.mark.parametrize("assign", [False, True], ids=["moved", "other parameters"])
+def test_replaced_weights_are_read_where_they_are(assign: bool) -> None:
+    """Regression: norms that became other parameters were read as they had been."""
     plain = plain_form(make_head())
     fused = fuse(plain, REFERENCE)
+    weights = Weights("head", fused.layers)
     run(fused)
-    for param in plain.head.parameters():
-        param.data = param.detach().clone() * 1.5
-    want = run(plain)
-    torch.testing.assert_close(run(fused), want, atol=2e-4, rtol=2e-4)
+    new = {name: tensor.clone() * 1.5 for name, tensor in plain.head.state_dict().items()}
+    if assign:
+        plain.head.load_state_dict(new, assign=True)
+    else:
+        for name, param in plain.head.named_parameters():
+            param.data = new[name]
+    assert weights.generation() == 1
+    torch.testing.assert_close(run(fused), run(plain), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(

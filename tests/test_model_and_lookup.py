@@ -11,8 +11,7 @@ from specdec.cli.actions.settings import drafter_name
 from specdec.cli.options import PairOptions
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
-from specdec.draft_models.lookup import NgramDrafter, SuffixDrafter
-from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.lookup import ModelAndLookup, NgramDrafter, SuffixDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 

@@ -21,8 +21,7 @@ from specdec.cli.app import app
 from specdec.doctor import diagnose
 from specdec.draft_models.native_mtp.conventions import by_token, clear_winner
 from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, read_parts
 from specdec.loading.model_loading import Checkpoint, load_tokenizer
 from specdec.models.published import HELD_OUT_PROBLEMS

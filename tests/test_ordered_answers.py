@@ -14,7 +14,7 @@ import httpx
 import pytest
 from reciting import SPECIAL, reciting
 
-from specdec.serving.openai import reply
+from specdec.serving.openai import chat_message
 from specdec.serving.responses import response_events
 
 from marks import deep, examples, usual_cases
@@ -339,7 +339,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
         monkeypatch.setattr(response_events.ResponseBuilder, "_text", failing)
         last = events(post(reciter.url, "responses", body))[-1]
         assert last["type"] == "response.failed" and "its log says why" in last["response"]["error"]["message"]
-        monkeypatch.setattr(reply.MessageBuilder, "deltas", failing)
+        monkeypatch.setattr(chat_message.MessageBuilder, "deltas", failing)
         chat = {"messages": [{"role": "user", "content": "recite 0"}], "stream": True}
         answer = httpx.post(f"{reciter.url}/v1/chat/completions", json=chat, timeout=60).text
         assert "its log says why" in answer.strip().splitlines()[-1]

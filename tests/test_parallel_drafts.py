@@ -15,7 +15,7 @@ from mtp_checkpoints import publish
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily
 from specdec.models.target import TargetModel
 from specdec.runtime.drafts.dense_drafts import DENSE_FORMS, record
 from specdec.training.assistant_training import TrainableAssistant, new_assistant

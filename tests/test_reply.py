@@ -9,9 +9,9 @@ import pytest
 from specdec.errors import ConfigError, StoppingError
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.openai.reply import MessageBuilder, Reply, whole_message
+from specdec.serving.openai.chat_message import MessageBuilder, whole_message
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
-from specdec.serving.tools.answer_parser import REASONING, AnswerParser, reasoning_format
+from specdec.serving.tools.answer_parser import REASONING, AnswerParser, AnswerReader, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer, token_text
 from specdec.text.token_texts import TokenTexts
@@ -232,7 +232,7 @@ def hermes(tools=None, thoughts=None):
 @pytest.mark.parametrize("seed", range(3))
 def test_content_calls_and_colours_of_any_deltas(seed, byte_tokenizer):
     deltas = deltas_of(byte_tokenizer, TEXT, random.Random(seed))
-    reply, builder = Reply(byte_tokenizer, (), True, hermes()), MessageBuilder()
+    reply, builder = AnswerReader(byte_tokenizer, hermes(), show_drafts=True), MessageBuilder()
     chunks = [chunk for delta in deltas for chunk in builder.deltas(reply.read(delta))]
     assert all(len(chunk) == 1 for chunk in chunks)
     for calls in (chunk["tool_calls"] for chunk in chunks if "tool_calls" in chunk):
@@ -250,7 +250,7 @@ def test_content_calls_and_colours_of_any_deltas(seed, byte_tokenizer):
 def test_each_token_begins_where_its_text_does(byte_tokenizer):
     """Behind a character of several tokens too."""
     text = "é 😀!\ufffd€"
-    reply = Reply(byte_tokenizer, scored=True)
+    reply = AnswerReader(byte_tokenizer, scored=True)
     for delta in deltas_of(byte_tokenizer, text, random.Random(0)):
         reply.read(delta)
     ids = byte_tokenizer(text)["input_ids"]
@@ -264,14 +264,14 @@ def test_each_token_begins_where_its_text_does(byte_tokenizer):
 def test_a_stop_string_ends_events_where_it_ends_the_text(byte_tokenizer):
     text = "One. STOP two"
     deltas = deltas_of(byte_tokenizer, text, random.Random(1), stops=("STOP",))
-    reply = Reply(byte_tokenizer, ("STOP",), False, hermes())
+    reply = AnswerReader(byte_tokenizer, hermes(), ("STOP",))
     said = [said for delta in deltas for said in reply.read(delta)]
     assert "".join(event.text for event, _ in said) == "One. "
 
 
 def test_a_call_that_a_stop_string_cut_is_not_what_the_answer_ended_with(byte_tokenizer):
     text = '<tool_call>{"name": "f", "arguments": {"a": "x'
-    reply = Reply(byte_tokenizer, (), False, hermes())
+    reply = AnswerReader(byte_tokenizer, hermes())
     deltas = deltas_of(byte_tokenizer, text, random.Random(0))
     said = [said for delta in deltas for said in reply.read(delta)]
     assert said[-1].event == CallEnd(0, whole=False)
@@ -282,7 +282,7 @@ def test_a_call_that_a_stop_string_cut_is_not_what_the_answer_ended_with(byte_to
 def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
     """parallel_tool_calls=false: what follows the first call is left out, in pieces of any size."""
     one = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    reply = Reply(byte_tokenizer, (), False, hermes(), max_calls=1)
+    reply = AnswerReader(byte_tokenizer, hermes(), max_calls=1)
     deltas = deltas_of(byte_tokenizer, f"So: {one}{one} and more", random.Random(seed))
     message = whole_message([x for delta in deltas for x in MessageBuilder().deltas(reply.read(delta))])
     assert message["content"] == "So: " and [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
@@ -292,7 +292,7 @@ def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
 def test_an_aborted_answer_raises(byte_tokenizer):
     [*_, last] = deltas_of(byte_tokenizer, TEXT, random.Random(0), "abort")
     with pytest.raises(StoppingError):
-        Reply(byte_tokenizer).finish_reason(last.output)
+        AnswerReader(byte_tokenizer).finish_reason(last.output)
 
 
 def test_a_token_across_a_border_is_of_the_first_text_alone():

@@ -13,7 +13,7 @@ from block_heads import random_head
 from mtp_checkpoints import Published, publish
 
 from specdec import Engine, EngineConfig
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.training import assistant_training

@@ -17,13 +17,18 @@ from specdec import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.modules.weight_watch import StorageWatch
 from specdec.runtime.calls.turns import Turns, with_modes_restored
-from specdec.serving.engine_thread import EngineThread, StreamedSample
+from specdec.serving.engine_thread import EngineThread
 
 from marks import deep_cases, examples
 
 NEW = 6
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-NO_READER = Mock()  # its loop is closed
+
+
+def no_reader(handle):
+    return Mock(handles=[handle], failure=lambda _: None)  # its loop is closed
+
+
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
@@ -139,16 +144,16 @@ class Serve(Scene):
 
     def work(self):
         self.read(self.prompts[1])
-        samples = [StreamedSample(self.engine.submit(self.prompts[0], PARAMS), NO_READER)]
-        self.thread.watch(samples)
-        self.thread.abort(samples)
+        handle = self.engine.submit(self.prompts[0], PARAMS)
+        self.thread.watch(no_reader(handle))
+        self.thread.abort([handle])
 
     def answer(self):
         return self.read(self.prompts[0])
 
     def read(self, prompt):
         handle = self.engine.submit(prompt, PARAMS)
-        self.thread.watch([StreamedSample(handle, NO_READER)])
+        self.thread.watch(no_reader(handle))
         while not handle.finished:
             time.sleep(1e-4)
         return [token for delta in iter(handle.read, None) for token in delta.token_ids]

@@ -31,8 +31,7 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, few_layers, mixed_params, pair_of, prompts_of, subject_of
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.lookup import SuffixDrafter
-from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.lookup import ModelAndLookup, SuffixDrafter
 from specdec.runtime.drafts.draft_policy import DraftPolicy, RoundTimes
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))

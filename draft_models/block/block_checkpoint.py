@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.block.block_layers import KINDS
+from specdec.draft_models.block.block_head import KINDS, BlockHead, BlockSpec
 from specdec.draft_models.checkpoints.checkpoint_files import (
     fill_head,
     take_target_ids,
@@ -53,7 +52,7 @@ def write_block(folder: str | Path, head: BlockHead, target: TargetInfo) -> None
         "model_type": "qwen3",
         **spec.stored_fields(),
         "num_target_layers": len(target.layout.layers),
-        "attention_bias": spec.attention_bias,
+        "attention_bias": bool(spec.biases),
         **spec.stored_windows(),
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         "block_size": spec.block_size,

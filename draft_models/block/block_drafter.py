@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.draft_block import DraftPlan
+from specdec.attention.draft_block import DraftPlan, NodeOrder
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
@@ -62,19 +62,19 @@ class BlockWorker(StoreWorker):
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
         builder = DraftTreeBuilder(batch, self.binding.backend)
-        builder.tree.add_all_levels(tokens, log_probs)
+        builder.tree.add_levels(tokens[:, :, None], log_probs[:, :, None])
         return builder.select()
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """Run a block that starts at positions start [1, B] (S) -> states [B, levels, H] of the rows that draft."""
-        drafter, spec, backend = self.drafter, self.drafter.spec, self.binding.backend
-        rows = spec.rows_for(levels)
-        draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
-        block = backend.draft_block(self.store, draft)
-        block.enter_level(None)
+        drafter, spec = self.drafter, self.drafter.spec
+        rows = spec.first_row + levels if spec.causal else spec.block_size  # a causal block can do without later rows
+        order = NodeOrder.CAUSAL if spec.causal else NodeOrder.MUTUAL
+        draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, order, spec.anchored)
+        context = DraftContext(self, draft)
+        context.block.enter_level(None)
         masks = batch.root.new_full((len(batch.root), rows - 1), spec.mask_token)
         tokens = torch.cat([batch.root[:, None], masks], dim=1)
-        context = DraftContext(block, backend, rows, range(spec.num_layers))
         states = drafter.form.run(tokens, draft.key_positions(), context)
         return states[:, spec.first_row : spec.first_row + levels]
 
@@ -100,6 +100,7 @@ def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     head = read_block(folder, target).place(target.device, target.dtype).eval()
     for name, theirs in (("embed_tokens", target.embed), ("lm_head", target.head)):
         own = getattr(head, name)  # DSpark's files hold copies of the target's, but never of scaled or packed ones
-        if type(own) is type(theirs) and getattr(theirs, "bias", None) is None and equals_weight(own.weight, theirs):
+        has_biases = any(getattr(each, "bias", None) is not None for each in (own, theirs))
+        if type(own) is type(theirs) and not has_biases and equals_weight(own.weight, theirs):
             setattr(head, name, None)
     return BlockDrafter(head, target)

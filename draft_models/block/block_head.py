@@ -16,6 +16,12 @@
 Like an EAGLE-3 head, it may draft only some of the target's tokens: `lm_head` and the bias have a row for each of
 these.
 
+DSpark's layers for Gemma 4 (`Gemma4BlockLayer`) differ from `head_modules.py`:
+
+    v          normed per head, without a gain; if keys are values, v is the k before its norm
+    scores     q . k, unscaled; RoPE as in the target's full-attention layers, with later frequencies 0
+    residual   h = h + norm(attention(norm(h))),   h = scalar (h + norm(mlp(norm(h))))
+
 K/V of a position depend on the target's states at that position, never on drafts. One forward drafts a whole block. A
 head holds no K/V and knows no requests: a `LayerContext` tells it where K/V are. If fused layers cannot express a head,
 it runs as a `PlainBlock`.
@@ -26,18 +32,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers.models.gemma4.modeling_gemma4 import (
-    Gemma4RMSNorm,
-    Gemma4TextRotaryEmbedding,
-    Gemma4TextScaledWordEmbedding,
-)
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import LlamaConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.draft_attention import BlocksAttention
-from specdec.attention.draft_block import NodeOrder
-from specdec.draft_models.block.block_layers import FULL, Gemma4BlockLayer, SuccessorHead, gemma4_config
 from specdec.draft_models.heads.fused_layers import LLAMA, EchoContext, FusedLayers
 from specdec.draft_models.heads.head_modules import (
     CosSin,
@@ -45,7 +47,6 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
@@ -56,7 +57,6 @@ from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.norm import norm
 from specdec.layers.rope_store import rope_store
-from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class BlockSpec(HeadSpec):
     token. shifted: row j drafts the token at S + j + 1; False: the token at S + j. anchored: windows of all rows count
     from the block's first row. skips_embed_norm: it reads the target's table without the norm that the target applies.
     successor: kind of its successor head, with rank `successor_rank`, or None. is_gemma4: layers, norms and embedding
-    are Gemma 4's; keys_are_values then applies.
+    are Gemma 4's.
     """
 
     block_size: int
@@ -78,23 +78,10 @@ class BlockSpec(HeadSpec):
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1000000.0})
     max_position_embeddings: int = 40960
     qk_norm: bool = True
-    attention_bias: bool = False
     skips_embed_norm: bool = False
     successor: str | None = None
     successor_rank: int = 0
     is_gemma4: bool = False
-    keys_are_values: bool = False
-
-    def has_bias(self, name: str) -> bool:
-        return self.attention_bias and ".self_attn." in name
-
-    @property
-    def scaling(self) -> float:
-        return 1.0 if self.is_gemma4 else float(self.head_dim**-0.5)
-
-    @property
-    def order(self) -> NodeOrder:
-        return NodeOrder.CAUSAL if self.causal else NodeOrder.MUTUAL
 
     @property
     def first_row(self) -> int:
@@ -105,16 +92,71 @@ class BlockSpec(HeadSpec):
     def num_drafts(self) -> int:
         return self.block_size - self.first_row
 
-    def rows_for(self, levels: int) -> int:
-        """Rows that must run for the first `levels` drafts: the whole block, unless it is causal."""
-        return self.first_row + levels if self.causal else self.block_size
-
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
     """Target states for a new block drafter, spread evenly from layer 1's output to layer n - 3's, each named by the
     layer it enters."""
     last = num_layers - 3
     return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
+
+
+class Gemma4BlockLayer(HeadLayer):
+    """A decoder layer of Gemma 4."""
+
+    norm = Gemma4RMSNorm
+    layer_scalar: torch.Tensor
+
+    def __init__(self, spec: BlockSpec, layer: int, config: LlamaConfig) -> None:
+        super().__init__(spec, layer, config)
+        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        self.self_attn.scaling = 1.0
+        self.self_attn.v_norm = Gemma4RMSNorm(spec.head_dim, eps, with_scale=False)
+        self.pre_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
+        self.post_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def add_layer_output(
+        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, context: LayerContext
+    ) -> torch.Tensor:
+        y = residual + self.post_attention_layernorm(self.self_attn(x, rotary, context))
+        out = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
+        scaled: torch.Tensor = out * self.layer_scalar.to(out.dtype)
+        return scaled
+
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+class SuccessorHead(nn.Module):
+    """The successor head of a `BlockSpec`. Its modules have the names of the checkpoints."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.kind, rank = spec.successor, spec.successor_rank
+        assert self.kind in KINDS, self.kind
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.draft_vocab_size or spec.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
+
+    def forward(
+        self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Previous tokens before [B, M], hidden [B, H] of the row, state [B, M, r] or None -> bias [B, M, V], next
+        state."""
+        token: torch.Tensor = self.markov_w1(before)  # [B, M, r]
+        if self.kind == "vanilla":
+            return self.markov_w2(token), None
+        hidden = hidden[:, None].expand(-1, token.shape[1], -1)
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([hidden, token], dim=-1)).sigmoid()
+            return self.markov_w2(gate * token), None
+        state = torch.zeros_like(token) if state is None else state
+        keep, candidate, out = self.joint_proj(torch.cat([state, token, hidden], dim=-1)).chunk(3, dim=-1)
+        keep = keep.sigmoid()
+        return self.markov_w2(out.tanh()), keep * state + (1 - keep) * candidate.tanh()
 
 
 class BlockHead(HeadModule):
@@ -126,22 +168,14 @@ class BlockHead(HeadModule):
         super().__init__(spec)
         hidden = spec.hidden_size
         self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
-        kinds: Any = llama_config, LlamaRMSNorm, HeadLayer, LlamaRotaryEmbedding
-        if spec.is_gemma4:
-            kinds = gemma4_config, Gemma4RMSNorm, Gemma4BlockLayer, Gemma4TextRotaryEmbedding
-        make_config, norm, layer, rotary = kinds
-        self.config = config = make_config(spec)
-        self.rotary_emb = rotary(config)
-        self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
+        layer = Gemma4BlockLayer if spec.is_gemma4 else HeadLayer
+        self.config = config = llama_config(spec)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.hidden_norm, self.norm = (layer.norm(hidden, spec.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
         if spec.owns_embed and spec.is_gemma4:
             self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
         self.markov_head = None if spec.successor is None else SuccessorHead(spec)
-
-    def rotary(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
-        """cos and sin [B, N, D] of positions [B, N], in the dtype of x."""
-        cos, sin = self.rotary_emb(x, positions, *([FULL] if self.spec.is_gemma4 else []))
-        return cos, sin
 
     def taps(self, states: torch.Tensor) -> torch.Tensor:
         """Concatenated target states [..., A * H] -> c [..., H], from which keys and values are computed."""
@@ -150,7 +184,7 @@ class BlockHead(HeadModule):
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
-        rotary = self.rotary(embeds, positions)
+        rotary = self.rotary_emb(embeds, positions)
         hidden = embeds
         for layer in self.layers:
             hidden = layer(hidden, rotary, context)
@@ -171,7 +205,7 @@ def block_states(
     """Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K,
     H]."""
     spec, taps = head.spec, head.taps(states)
-    rotary = head.rotary(taps, pos)
+    rotary = head.rotary_emb(taps, pos)
     steps = torch.arange(spec.block_size, device=places.device)
     tokens = torch.where(steps == 0, ids.gather(1, places)[:, :, None], spec.mask_token)  # [B, A, K]
     block_pos = pos.gather(1, places)[:, :, None] + steps
@@ -202,7 +236,7 @@ class PlainBlock(HeadForm):
     def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(head, table, lm_head)
         if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
-            self.table = lambda tokens: embed_raw(table.weight, tokens)
+            self.table = lambda tokens: F.embedding(tokens, table.weight)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
@@ -213,7 +247,7 @@ class PlainBlock(HeadForm):
     def read_taps(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """c of these positions, and their rotary tables."""
         taps = self.head.taps(states)
-        return taps, self.head.rotary(taps, positions)
+        return taps, self.head.rotary_emb(taps, positions)
 
     def keys_values(self, layer: int, taps: torch.Tensor, rotary: Any, context: Any) -> tuple[torch.Tensor, ...]:
         """Compute a layer's K and V [T, Hkv, D], and store them if the context has a destination."""
@@ -248,16 +282,15 @@ class FusedBlock(PlainBlock):
     a block                `FusedLayer`: merged QKV, rotary and store in one launch, gated MLP, residual norms
     """
 
-    def __init__(self, plain: PlainBlock, weights: Weights, ops: Operations) -> None:
+    def __init__(self, plain: PlainBlock, ops: Operations) -> None:
         super().__init__(plain.head, plain.table, plain.lm_head)
         if self.head.spec.is_gemma4:
             raise Unfusable("its layers are of Gemma 4's kind")
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
-        self.layers = FusedLayers(self.head, LLAMA.gain_of(self.head.norm), weights, ops)
+        self.layers = FusedLayers(self.head, ops)
 
     def read_taps(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        self.layers.keep_in_step()
         product = self.ops(linear)(states.flatten(0, 1), self.head.fc.weight)
         _, taps = self.ops(norm)(product, pre=LLAMA.gain_of(self.head.hidden_norm))
         return taps, self.layers.angles(positions, taps.dtype)
@@ -273,10 +306,8 @@ class FusedBlock(PlainBlock):
         return k, v
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        self.layers.keep_in_step()
         embeds = self.table(tokens).flatten(0, 1)
-        angles = self.layers.angles(positions, embeds.dtype)
         first: Any = self.head.layers[0]
         state, x = self.ops(norm)(Product.from_value(embeds), pre=LLAMA.gain_of(first.input_layernorm))
-        _, x = self.layers.run(state, x, angles, context)
+        _, x = self.layers.run(state, x, positions, context)
         return x.view(*tokens.shape, -1)

@@ -114,8 +114,8 @@ class HeadFiles(NamedTuple):
         return 1 + max((int(key.split(".")[1]) for key in self.state if re.match(r"layers\.\d+\.", key)), default=-1)
 
     def fields(self) -> dict[str, Any]:
-        """Spec fields that the config states directly. Raises CheckpointError or UnsupportedModelError if heads do not
-        group, if RoPE cannot rotate them, or if the activation is unknown."""
+        """Spec fields that the config states directly, and the biases. Raises CheckpointError or UnsupportedModelError
+        if heads do not group, if RoPE cannot rotate them, or if the activation is unknown."""
         rows, settings = self.format.keys.items(), self.settings
         fields = {key.field: settings[name] for name, key in rows if key.field and name in settings}
         heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
@@ -125,7 +125,12 @@ class HeadFiles(NamedTuple):
             raise UnsupportedModelError(f"head_dim={head_dim}; RoPE turns pairs of numbers, so it must be even")
         if fields.get("hidden_act", "silu") not in ACT2FN:
             raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
-        return fields
+        return {**fields, "biases": self.biases}
+
+    @property
+    def biases(self) -> frozenset[str]:
+        """Names of the linear layers that have a bias."""
+        return frozenset(name.removesuffix(".bias") for name in self.state if name.endswith(".bias"))
 
     def require_same(self, stated: Mapping[tuple[str, str], Any], target: TargetInfo) -> None:
         """Raise CheckpointError if a key contradicts another source. stated: (key, the other source) -> the value that
@@ -133,6 +138,8 @@ class HeadFiles(NamedTuple):
         everywhere: Mapping[tuple[str, str], Any] = {
             ("num_hidden_layers", "the file"): self.num_layers,
             ("target_hidden_size", f"target {target.name}"): target.hidden_size,
+            ("attention_bias", "the file, by its self_attn.q_proj.bias,"): "layers.0.self_attn.q_proj" in self.biases,
+            ("mlp_bias", "the file, by its mlp.gate_proj.bias,"): "layers.0.mlp.gate_proj" in self.biases,
         }
         for (key, where), expected in {**everywhere, **stated}.items():
             if expected is not None and self.settings.get(key, expected) != expected:

@@ -102,7 +102,7 @@ EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
 BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
     "block_size": Key(COUNT, "block_size", required=True),
     "mask_token_id": Key(INDEX, "mask_token", required=True),
-    "attention_bias": Key(FLAG, "attention_bias"),
+    "attention_bias": Key(FLAG),
     "final_logit_softcapping": Key(POSITIVE, "softcap"),
     "target_layer_ids": Key(LIST),
     "num_target_layers": Key(COUNT),

@@ -183,15 +183,12 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
     ids = resolve_aux_ids(files.config, len(target.layout.layers), aux_layers) if reads_states else ()
     lm_head_normed, fed_back = read_norm_output(files.config, state.get("norm.weight"))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
-    biases = frozenset(key.removesuffix(".bias") for key in state if key.endswith(".bias"))
     stated = {
         ("vocab_size", "embed_tokens"): table,
         ("vocab_size", "t2d"): t2d,
         ("draft_vocab_size", "lm_head"): head,
         ("num_aux_hidden_states", "the list of states"): len(ids) or None,
         ("has_lm_head", "the file, by its lm_head.weight,"): False if head is None else None,
-        ("attention_bias", "the file, by its self_attn.q_proj.bias,"): "layers.0.self_attn.q_proj" in biases,
-        ("mlp_bias", "the file, by its mlp.gate_proj.bias,"): "layers.0.mlp.gate_proj" in biases,
     }
     files.require_same(stated, target)
     vocab, drafted = settings.get("vocab_size", table), settings.get("draft_vocab_size")
@@ -216,7 +213,6 @@ def _make_spec(files: HeadFiles, target: TargetInfo, aux_layers: Sequence[int] |
         draft_vocab_size=head,
         rope=read_rope(settings, by_layer_type=is_speculators(files.config)),
         qk_norm="layers.0.self_attn.q_norm.weight" in state,
-        biases=biases,
         has_fc="fc.weight" in state or bool(ids) or not same_width,
         owns_embed=table is not None or not same_width,
         final_norm=lm_head_normed and settings.get("use_last_layernorm", True),

@@ -29,12 +29,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
         self.spec = head.spec
         self.reads_every_state = not self.aux_layers
 
-    @property
-    def chain(self) -> PlainHead:
-        return self.form
-
     def bind(self, binding: Binding) -> FeedbackWorker:
-        return FeedbackWorker(self, binding)
+        return FeedbackWorker(self, self.form, binding)
 
     def logits(self, k: int, out: ModuleRows) -> torch.Tensor:
         """Logits [B, N, V] of the tokens after rows."""

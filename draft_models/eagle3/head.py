@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -30,7 +31,6 @@ from specdec.draft_models.heads.head_modules import (
     HeadLayer,
     HeadModule,
     HeadSpec,
-    embed_raw,
     llama_config,
 )
 from specdec.gpu.operations import Operations
@@ -40,28 +40,22 @@ from specdec.layers.fuse import fuse_linear
 from specdec.layers.gemm.linear import linear
 from specdec.layers.gemm.product import Product
 from specdec.layers.norm import Norm, norm
-from specdec.modules.weight_watch import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec(HeadSpec):
     """An EAGLE-3 head as data: every choice in its computation.
 
-    aux_layers: if empty, it reads the final state after the norm. has_fc: if False, features pass unchanged. biases:
-    names of the linear layers with a bias.
+    aux_layers: if empty, it reads the final state after the norm. has_fc: if False, features pass unchanged.
     """
 
     target_hidden_size: int
-    biases: frozenset[str] = frozenset()
     has_fc: bool = True
     final_norm: bool = True
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-    def has_bias(self, name: str) -> bool:
-        return name in self.biases
 
     @property
     def feature_size(self) -> int:
@@ -98,7 +92,7 @@ class Eagle3Head(HeadModule):
         self.input_norm = LlamaRMSNorm(spec.feature_size, eps) if spec.norm_before_fc else None
         norms = [LlamaRMSNorm(spec.target_hidden_size, eps) for _ in range(states)]
         self.fc_norm = nn.ModuleList(norms) if spec.fc_norm else None
-        self.fc = nn.Linear(spec.feature_size, hidden, bias=spec.has_bias("fc")) if spec.has_fc else None
+        self.fc = nn.Linear(spec.feature_size, hidden, bias="fc" in spec.biases) if spec.has_fc else None
         self.layers = nn.ModuleList(
             [FirstLayer(spec, config), *(HeadLayer(spec, i, config) for i in range(1, spec.num_layers))]
         )
@@ -143,7 +137,8 @@ class PlainHead(HeadForm):
         self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
         """Run rows of g, or a level of a draft: hidden [B, N, H] is the head's feedback."""
-        state = self.head(embed_raw(self.table.weight, tokens).to(hidden.dtype), hidden, positions, context)
+        embeds = F.embedding(tokens, self.table.weight)  # heads are trained without the module's scaling or norm
+        state = self.head(embeds.to(hidden.dtype), hidden, positions, context)
         return self.rows(state, self.head.norm(state))
 
     def rows(self, state: torch.Tensor, normed: torch.Tensor) -> ModuleRows:
@@ -167,19 +162,14 @@ class FusedHead(PlainHead):
     a, norm(a)                       one launch of the last layer
     """
 
-    def __init__(self, plain: PlainHead, weights: Weights, ops: Operations) -> None:
-        head = plain.head
-        super().__init__(head, plain.table, plain.lm_head)
+    def __init__(self, plain: PlainHead, ops: Operations) -> None:
+        super().__init__(plain.head, plain.table, plain.lm_head)
         self.ops = ops
         self.lm_head = fuse_linear(self.lm_head, ops)
-        first: Any = head.layers[0]
-        self.token_gain, self.state_gain = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
-        self.final_gain = LLAMA.gain_of(head.norm) if head.spec.final_norm else None
-        self.layers = FusedLayers(head, self.final_gain, weights, ops, extra_norms=list(head.fc_norm or ()))
+        self.layers = FusedLayers(self.head, ops, extra_norms=list(self.head.fc_norm or ()))
 
     def first_state(self, states: torch.Tensor) -> Product:
         """g [T, H], before fc's split sum is finished."""
-        self.layers.keep_in_step()
         head, ops, states = self.head, self.ops, states.flatten(0, 1)
         if self.layers.gain is not None:
             rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed separately
@@ -192,14 +182,12 @@ class FusedHead(PlainHead):
     def run(
         self, k: int, tokens: torch.Tensor, hidden: Any, positions: torch.Tensor, context: LayerContext
     ) -> ModuleRows:
-        if not isinstance(hidden, Product):  # else `first_state` looked for weights that have moved
-            self.layers.keep_in_step()
+        if not isinstance(hidden, Product):
             hidden = Product.from_value(hidden.flatten(0, 1))
-        spec = self.head.spec
-        angles = self.layers.angles(positions, hidden.dtype)
-        inputs = tokens.reshape(-1), self.table.weight, hidden, self.token_gain, self.state_gain
-        state, x = self.ops(embed_and_norm)(*inputs)  # [T, H], [T, 2H]
+        spec, first = self.head.spec, self.head.layers[0]
+        gains = LLAMA.gain_of(first.input_layernorm), LLAMA.gain_of(first.hidden_norm)
+        state, x = self.ops(embed_and_norm)(tokens.reshape(-1), self.table.weight, hidden, *gains)  # [T, H], [T, 2H]
         if spec.norm_before_residual:
             state = x[:, spec.hidden_size :]
-        state, x = self.layers.run(state, x, angles, context)
+        state, x = self.layers.run(state, x, positions, context)
         return self.rows(state.view(*tokens.shape, -1), x.view(*tokens.shape, -1))

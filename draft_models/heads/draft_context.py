@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.draft_block import DraftBlock
+from specdec.attention.draft_block import DraftPlan
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.tree_builder import TreeBuilder, num_candidates
@@ -20,7 +20,7 @@ from specdec.draft_models.base import (
     PromptObservation,
     TargetInfo,
 )
-from specdec.draft_models.heads.fused_layers import Parts, fuse_in_place
+from specdec.draft_models.heads.fused_layers import fuse_in_place
 from specdec.draft_models.heads.head_modules import HeadForm, HeadModule
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, own_view
@@ -50,15 +50,14 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.kv_layout: KVLayout | None = head.spec.kv_layout
         self.fit = Fit.of(target)
         self.dtype = target.dtype
-        self.weights = Weights(self.name, head)
         self.form = self.plain = plain(head, target.embed, target.head)
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
-
-            def parts() -> Parts:
-                return [(self, "form", fused(self.plain, self.weights, self.ops))]
-
-            self.unfused = fuse_in_place(self.name, head, head.spec.num_layers, lambda: self.form.probed(), parts)
+            self.unfused = fuse_in_place(
+                *(self.name, head, head.spec.num_layers, lambda: self.form.probed()),
+                fused=lambda: [(self, "form", fused(self.plain, self.ops))],
+            )
+        self.weights = Weights(self.name, getattr(self.form, "layers", head))  # fused layers are over the head
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Spread logits [B, M, draft V] to [B, M, V]; -inf for tokens outside the draft vocabulary."""
@@ -95,13 +94,15 @@ class StoreWorker:
 
 
 class DraftContext(LayerContext):
-    """The forward of one draft level with K nodes per request. Its K/V go to the scratch block.
+    """The forwards of a draft, one per level, with K nodes per request. Their K/V go to a scratch block.
 
-    owners: for each layer, the layer whose K/V it reads.
+    owners: for each layer, the layer whose K/V it reads; None: its own.
     """
 
-    def __init__(self, block: DraftBlock, backend: Backend, topk: int, owners: Sequence[int]) -> None:
-        self.block, self.backend, self.topk, self.owners = block, backend, topk, owners
+    def __init__(self, worker: StoreWorker, draft: DraftPlan, owners: Sequence[int] | None = None) -> None:
+        self.backend, self.topk = worker.binding.backend, draft.topk
+        self.block = self.backend.draft_block(worker.store, draft)
+        self.owners = range(len(draft.windows)) if owners is None else owners
 
     def destination(self, layer: int) -> Destination | None:
         return self.block.destination(layer) if self.owners[layer] == layer else None

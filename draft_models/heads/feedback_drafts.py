@@ -57,18 +57,18 @@ class FeedbackModel(Protocol):
 
 class FeedbackWorker(StoreWorker):
     """Modules in one engine. Keeps their K/V and, for each row and module, what it computed for the last committed
-    position. The drafter's `chain` is its `FeedbackModel`."""
+    position."""
 
-    def __init__(self, drafter: Any, binding: Binding) -> None:
+    def __init__(self, drafter: Any, chain: FeedbackModel, binding: Binding) -> None:
         super().__init__(drafter, binding)
-        chain, table = drafter.chain, binding.cache.table
+        self.chain, table = chain, binding.cache.table
         shape = (chain.num_modules, len(ModuleRows._fields), table.max_requests + 1, chain.width)
         self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)
 
     @torch.inference_mode()
     def observe(self, seen: Observation | PromptObservation) -> None:
         """Run every module over the observed tokens [B, N]."""
-        chain, plan, made = self.drafter.chain, self.plan_of(seen), list[ModuleRows]()
+        chain, plan, made = self.chain, self.plan_of(seen), list[ModuleRows]()
         states, tokens = self.rows_of(seen)
         state = chain.first_state(states)
         for k in range(chain.num_modules):
@@ -104,22 +104,21 @@ class FeedbackWorker(StoreWorker):
     def propose(self, batch: DraftBatch) -> DraftTree:
         """Draft level by level. A module that is applied again runs once per level; of several, those that still draft
         run. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run."""
-        drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
-        chain, pos = drafter.chain, batch.positions()  # [levels + 1, B], S first
+        drafter, topk, levels = self.drafter, batch.topk, batch.num_steps
+        chain, pos = self.chain, batch.positions()  # [levels + 1, B], S first
         count = chain.num_modules
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
         table, first_keys = self.binding.cache.table, None if chain.applied_again else range(count)
         draft = DraftPlan(table, batch.rows, pos[: levels - 1], topk, chain.windows, first_keys=first_keys)
-        block = backend.draft_block(self.store, draft) if levels > 1 else None
+        context = DraftContext(self, draft) if levels > 1 else None
         outs = {k: ModuleRows(*kept[:, batch.rows.index, None]) for k, kept in enumerate(self._last)}  # [B, 1, H]
-        builder = DraftTreeBuilder(batch, backend)
+        builder = DraftTreeBuilder(batch, self.binding.backend)
         for level in range(levels):
             logits = drafter.logits(min(level, count - 1), outs[min(level, count - 1)])
             beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
-            if block is None or level + 1 == levels:
+            if context is None or level + 1 == levels:
                 break
-            block.enter_level(origin if level else None)
-            context = DraftContext(block, backend, topk, range(len(chain.windows)))
+            context.block.enter_level(origin if level else None)
             new = {}
             for k in [0] if chain.applied_again else range(level + 1, count):
                 state = continued(outs[k if chain.applied_again else k - 1].carried, origin)

@@ -17,10 +17,9 @@ from specdec.kvcache.layer_context import LayerContext, OwnRows
 from specdec.layers.decoder import FusedLayer, SharedInputs
 from specdec.layers.description.decoder_parts import Unfusable
 from specdec.layers.description.families import FAMILIES
-from specdec.layers.description.merge import WeightGroups, held_storages, merge, merging
-from specdec.layers.norm import Norm
+from specdec.layers.description.merge import held_storages, merge, merging
 from specdec.layers.rope_store import Rotary, rotary
-from specdec.modules.weight_watch import Weights
+from specdec.modules.weight_watch import RepointableModule
 
 logger = logging.getLogger("specdec")
 
@@ -80,40 +79,35 @@ def _undisturbed(probed: Callable[[], torch.Tensor], module: nn.Module) -> torch
         return probed()
 
 
-class FusedLayers:
-    """The fused layers of a head in order. Each ends with the first norm of the next layer, and the last with `final`.
+class FusedLayers(RepointableModule):
+    """The fused layers of a head in order. Each ends with the first norm of the next layer, and the last with the
+    head's.
 
     extra_norms: further norms, whose weights are merged too, into `gain`. Raises Unfusable.
     """
 
-    def __init__(
-        self, head: Any, final: Norm | None, weights: Weights, ops: Operations, extra_norms: Sequence[nn.Module] = ()
-    ) -> None:
-        self.head, self.final, self.weights, self.ops, self.extra_norms = head, final, weights, ops, extra_norms
-        self._describe()
+    def __init__(self, head: nn.Module, ops: Operations, extra_norms: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.head, self.ops, self.extra_norms = head, ops, extra_norms
+        self.describe_again()
 
-    def keep_in_step(self) -> None:
-        if self.weights.generation() != self.generation:
-            self._describe()
+    def describe_again(self) -> None:
+        with merging():
+            parts = LLAMA(self.head)
+            self.gain = merge([norm.weight for norm in self.extra_norms]) if self.extra_norms else None  # type: ignore[misc]
+        norms = [*parts.next_norms[:-1], parts.final_norm]
+        self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts.layers, norms, strict=True))]
+        self.rope = parts.rotary[""]
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        rope: Any = self.head.rotary_emb
-        return self.ops(rotary)(positions.reshape(-1), rope.inv_freq, float(rope.attention_scaling), dtype)
+        return self.ops(rotary)(positions.reshape(-1), *self.rope, dtype)
 
     def run(
-        self, state: torch.Tensor, x: torch.Tensor, angles: Rotary, context: LayerContext
+        self, state: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers from the residual stream [T, H] and the first layer's input. Returns the last residual stream,
-        and `final` of it."""
+        and the head's norm of it."""
+        shared = SharedInputs({"": self.angles(positions, x.dtype)}, None)
         for layer in self.layers:
-            state, x = layer(state, x, SharedInputs({"": angles}, None), specdec_ctx=context)
+            state, x = layer(state, x, shared, specdec_ctx=context)
         return state, x
-
-    def _describe(self) -> None:
-        """Merge the weights and note their addresses, which may have changed."""
-        with merging():
-            parts = [LLAMA.layer(layer, self.head, WeightGroups(unmerged=False)) for layer in self.head.layers]
-            self.gain = merge([norm.weight for norm in self.extra_norms]) if self.extra_norms else None  # type: ignore[misc]
-        norms = [*(part.input_norm for part in parts[1:]), self.final]
-        self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts, norms, strict=True))]
-        self.generation = self.weights.generation()  # read after the merge, which moves weights

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
@@ -31,8 +30,9 @@ class HeadSpec:
     """A head of any kind as data: every choice in its computation.
 
     aux_layers: target states that it reads, each named by the layer that it enters. windows: window of each draft
-    layer; None: full attention. owns_embed: it has its own embedding table. draft_vocab_size: rows of its own lm_head;
-    None: it uses the target's. softcap: of logits.
+    layer; None: full attention. biases: names of the linear layers with a bias. owns_embed: it has its own embedding
+    table. draft_vocab_size: rows of its own lm_head; None: it uses the target's. softcap: of logits.
+    keys_are_values: V is K before its norm and RoPE.
     """
 
     hidden_size: int
@@ -48,9 +48,11 @@ class HeadSpec:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     qk_norm: bool = False
+    biases: frozenset[str] = frozenset()
     owns_embed: bool = False
     draft_vocab_size: int | None = None
     softcap: float | None = None
+    keys_are_values: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -59,15 +61,6 @@ class HeadSpec:
     @property
     def kv_layout(self) -> KVLayout:
         return KVLayout.from_windows(self.windows, self.num_kv_heads, self.head_dim)
-
-    @property
-    def scaling(self) -> float:
-        """Factor of attention scores before the softmax."""
-        return float(self.head_dim**-0.5)
-
-    def has_bias(self, name: str) -> bool:
-        """Does the linear layer of this name have a bias?"""
-        return False
 
     def stored_fields(self) -> dict[str, Any]:
         """These fields as a head's config.json stores them, under the names of both published formats."""
@@ -100,7 +93,7 @@ class HeadModule(nn.Module):
         self.spec, rows = spec, spec.draft_vocab_size
         self.register_buffer("target_ids", None, persistent=False)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if spec.owns_embed else None
-        self.lm_head = None if rows is None else nn.Linear(spec.hidden_size, rows, bias=spec.has_bias("lm_head"))
+        self.lm_head = None if rows is None else nn.Linear(spec.hidden_size, rows, bias="lm_head" in spec.biases)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move the head. RoPE frequencies stay float32: `.to(dtype)` would round them."""
@@ -135,12 +128,6 @@ class HeadForm(ABC):
         """Results [R, W] float32 for random rows, by which two forms are compared."""
 
 
-def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Stored rows of an embedding table, without the scaling or norm of its module, since most heads are trained
-    without these."""
-    return F.embedding(tokens, table)
-
-
 def llama_config(spec: HeadSpec) -> LlamaConfig:
     """The config that Llama's modules need, from a head's spec."""
     return LlamaConfig(
@@ -149,7 +136,7 @@ def llama_config(spec: HeadSpec) -> LlamaConfig:
         num_attention_heads=1,  # unused here, but it must divide hidden_size
         head_dim=spec.head_dim,
         hidden_act=spec.hidden_act,
-        mlp_bias=spec.has_bias("layers.0.mlp.gate_proj"),
+        mlp_bias="layers.0.mlp.gate_proj" in spec.biases,
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters=dict(spec.rope),
     )
@@ -164,19 +151,17 @@ class HeadAttention(nn.Module):
         layer: int,
         width: int,
         norm: Callable[[int, float], nn.Module] | None,
-        *,
-        keys_are_values: bool = False,
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.scaling = layer, spec.head_dim, spec.scaling
+        self.layer, self.head_dim, self.scaling = layer, spec.head_dim, float(spec.head_dim**-0.5)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=spec.has_bias(f"layers.{layer}.self_attn.{name}"))
+            return nn.Linear(inputs, outputs, bias=f"layers.{layer}.self_attn.{name}" in spec.biases)
 
         self.q_proj = linear("q_proj", width, q_size)
         self.k_proj = linear("k_proj", width, kv_size)
-        self.v_proj = None if keys_are_values else linear("v_proj", width, kv_size)
+        self.v_proj = None if spec.keys_are_values else linear("v_proj", width, kv_size)
         self.o_proj = linear("o_proj", q_size, spec.hidden_size)
         self.q_norm, self.k_norm = (None if norm is None else norm(spec.head_dim, spec.rms_norm_eps) for _ in range(2))
         self.v_norm: nn.Module | None = None
@@ -200,15 +185,16 @@ class HeadAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """One decoder layer. Its attention reads inputs of size `width`."""
+    """One decoder layer. Its attention reads inputs of size `width`. norm: makes its norms."""
+
+    norm: Callable[[int, float], nn.Module] = LlamaRMSNorm
 
     def __init__(self, spec: HeadSpec, layer: int, config: LlamaConfig, width: int | None = None) -> None:
         super().__init__()
-        hidden, eps = spec.hidden_size, spec.rms_norm_eps
-        self.self_attn = HeadAttention(spec, layer, width or hidden, LlamaRMSNorm if spec.qk_norm else None)
+        norm, hidden, eps = type(self).norm, spec.hidden_size, spec.rms_norm_eps
+        self.self_attn = HeadAttention(spec, layer, width or hidden, norm if spec.qk_norm else None)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(hidden, eps)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.input_layernorm, self.post_attention_layernorm = norm(hidden, eps), norm(hidden, eps)
 
     def forward(self, hidden: torch.Tensor, rotary: CosSin, context: LayerContext) -> torch.Tensor:
         return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, context)

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import MtpFamily, NativeMtpDrafter
 from specdec.errors import CheckpointError
 
 MEASURED_STEPS = 5
@@ -48,21 +46,16 @@ def all_conventions(drafter: NativeMtpDrafter) -> list[NativeMtpDrafter]:
     module's own both carries are equal; blocks are like the last target layer of each kind that their tensors fit."""
     own, kinds = drafter.family, [spec.layer_type for spec in drafter.layout.layers]
     has_norm = not isinstance(drafter.modules[0].norm, nn.Identity)
-    layers: dict[str, dict[str, Any]] = {
-        kind: {"like": layer} for layer, kind in enumerate(kinds) if kind != kinds[own.like]
-    }
-    carries: list[dict[str, Any]] = [
-        {"form": form, "normed_carry": normed}
-        for form, normed in CARRIES
-        if (form, normed) != carry_of(own) and (normed or has_norm)
-    ]
-    state: dict[str, Any] = {"normed_state": not own.normed_state}
+    layers = {kind: layer for layer, kind in enumerate(kinds) if kind != kinds[own.like]}
+    carries = [carry for carry in CARRIES if carry != carry_of(own) and (carry[1] or has_norm)]
+    choices = itertools.product(
+        (own.like, *layers.values()), (carry_of(own), *carries), (own.normed_state, not own.normed_state)
+    )
     found = [drafter]
-    for like, carry, read in itertools.product(({}, *layers.values()), ({}, *carries), ({}, state)):
-        family = replace(own, **like, **carry, **read)
-        if family != own:
-            with suppress(CheckpointError):  # its tensors do not fit such a layer
-                found.append(drafter.with_family(family))
+    for like, (form, normed), state in itertools.islice(choices, 1, None):  # the first is its own
+        with suppress(CheckpointError):  # its tensors do not fit such a layer
+            family = replace(own, like=like, form=form, normed_carry=normed, normed_state=state)
+            found.append(drafter.with_family(family))
     return sorted(found, key=lambda other: difference(drafter, other).count("->"))
 
 

@@ -1,13 +1,18 @@
-"""Reads the MTP modules of a checkpoint: only the MTP tensors, which transformers drops when it loads a model."""
+"""Reads the MTP modules of a checkpoint: only the MTP tensors, which transformers drops when it loads a model.
+
+The tensors show whether a module has its own head, norms and embedding; no tensor shows its conventions (`MtpFamily`).
+"""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import (
     equals_weight,
     is_unquantised,
@@ -16,12 +21,12 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
     tensor_files,
     write_folder,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_families import (
+from specdec.draft_models.native_mtp.mtp_drafter import (
     FAMILIES,
     SPECULATORS,
     MtpFamily,
-    module_tensors,
+    MtpTarget,
+    NativeMtpDrafter,
 )
 from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, decoder_on_device, read_parts
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
@@ -38,6 +43,64 @@ NAMES = {
     "embed": "layers.0.embed_tokens",
 }
 """Names, after "mtp.", of the parts of a module that `write_module` writes."""
+
+
+PLACES = (
+    r"layers\.(?P<layer>\d+)\.(?:transformer(?:_block)?\.)?(?P<name>.+)",  # beyond the target's last layer
+    r"mtp_layers\.(?P<module>\d+)\.(?P<name>.+)",
+    r"mtp_block\.(?P<module>\d+)\.(?P<name>.+)",
+    r"(?P<name>mtp_(?:emb_norm|hidden_norm|linear_proj))\.(?P<module>\d+)(?P<end>\..+)",
+    r"mtp\.layers\.(?P<module>\d+)\.(?P<name>.+)",
+    r"mtp\.(?P<name>(?:fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\..+)",  # of the one module
+)
+"""Places of a module's tensors, after any prefix. `module` is the module's number; `layer` continues the target's
+numbering."""
+
+PARTS = {
+    "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding", "mtp_emb_norm"),
+    "hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden", "mtp_hidden_norm"),
+    "proj": ("eh_proj", "input_proj", "fc", "mtp_linear_proj"),
+    "norm": ("shared_head.norm", "final_layernorm", "norm"),
+    "head": ("shared_head.head", "shared_head.output"),
+    "embed": ("embed_tokens",),
+}
+"""Parts of a module by the names in checkpoints; all other tensors belong to its block."""
+
+PART_OF = {name: part for part, names in PARTS.items() for name in names}
+REQUIRED = ("enorm", "hnorm", "proj")
+
+
+def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
+    """File names of each module's tensors by place, such as "enorm.weight" or "block.mlp.up_proj.weight".
+
+    num_layers: layers of the target; modules that are named like layers are counted after these.
+    """
+    modules: dict[int, dict[str, str]] = {}
+    for key in names:
+        for place in PLACES:
+            found = re.fullmatch(rf"(?:.+\.)??{place}", key)
+            if found is None or re.search("vis(?:ion|ual)|audio", key):
+                continue
+            groups = found.groupdict()
+            number = int(groups["layer"]) - num_layers if groups.get("layer") else int(groups.get("module") or 0)
+            if number >= 0 and (place is not PLACES[0] or ".mtp" not in f".{key}"):
+                modules.setdefault(number, {})[_place(groups["name"] + (groups.get("end") or ""))] = key
+                break
+    return [modules[number] for number in sorted(modules) if _is_module(modules[number])]
+
+
+def _is_module(names: Mapping[str, str]) -> bool:
+    """Is it named as a module, or does it have a module's norms? Otherwise it is a layer of a longer model or of
+    another tower."""
+    norms = tuple(f"{part}." for part in REQUIRED)
+    return any(place.startswith(norms) or ".mtp" in f".{key}" for place, key in names.items())
+
+
+def _place(name: str) -> str:
+    part, _, kind = name.rpartition(".")
+    if part in PART_OF:
+        return f"{PART_OF[part]}.{kind}"
+    return f"block.{name.replace('pre_mlp_layernorm', 'post_attention_layernorm')}"  # MiMo-V2 has the former
 
 
 def module_count(folder: Path, num_layers: int) -> int:
@@ -65,7 +128,6 @@ def native_mtp_drafter(
         family = family or conventions_of(folder, target)
         decoder = decoder_on_device(target.user_decoder, target.device)
         for number, names in enumerate(modules):
-            names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
             for place, stored in state.items():
                 if load_packed is None and not is_unquantised(stored):
@@ -92,7 +154,7 @@ def no_modules() -> CheckpointError:
     )
 
 
-def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
+def conventions_of(folder: Path, target: TargetInfo) -> MtpFamily:
     """The conventions in the file next to the modules, else those of their publisher. Raises like
     `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
@@ -102,7 +164,7 @@ def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
     return by_config(SPECULATORS if is_speculator else family_of(target), target)
 
 
-def family_of(target: DescribedTarget) -> MtpFamily:
+def family_of(target: TargetInfo) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError if the type has none."""
     for kind in target.model_types:
         if kind in FAMILIES:
@@ -113,7 +175,7 @@ def family_of(target: DescribedTarget) -> MtpFamily:
     )
 
 
-def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
+def by_config(family: MtpFamily, target: TargetInfo) -> MtpFamily:
     """The row, with `like` set to a layer whose attention the modules share: a layer of the type in the config's
     `mtp_layer_types`; without that key, the row's own layer; if the target lacks that layer or it is recurrent, the
     last attention layer."""
@@ -160,10 +222,4 @@ def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel
     named = {f"mtp.{NAMES[part]}": weights for part, weights in module.parts().items()}
     state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}
     write_folder(folder, {**model.config.to_dict(), "architectures": [type(model).__name__]}, state)
-    write_conventions(folder, replace(drafter.family, renamed={}))
-
-
-def _renamed(place: str, family: MtpFamily) -> str:
-    block, _, rest = place.partition(".")
-    first, dot, more = rest.partition(".")
-    return f"{block}.{family.renamed.get(first, first)}{dot}{more}" if block == "block" else place
+    write_conventions(folder, drafter.family)

@@ -1,18 +1,22 @@
-"""The drafter of a checkpoint's MTP modules: one module or several draft chains and trees.
+"""Native MTP modules as drafter, and, one row per family, the conventions under which they were trained.
 
-Publications give row p of module k the token t_{p+1+k}, so the last k rows of module k depend on drafts. Here a row is
-numbered by its token instead, in the same way for every module (`feedback_drafts.py`):
+Module k reads a token and a state and has its own K/V:
 
-    row (k, q)   token t_{q+1}, at position q and slot q        exists for q >= k
-    state        k = 0: the target's, h_q
-                 form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, the state that row (k - 1, q - 1) read
+    x = proj [enorm(embed(token)); hnorm(state)]      y = block(x)      z = norm(y)      logits = head(z)
 
-Form R is a single module, which is applied again for each draft.
+    form  modules                 state that module k reads                       drafts a round
+    R     one, applied again      the target's; while drafting, its own carry     any number
+    C     several, chained        the carry of module k - 1, one row earlier      one per module
+    T     several                 the target's, k rows earlier                    one per module
+
+The carry is z or y. A single module always has form R. Publications give row p of module k the token t_{p+1+k}, so the
+last k rows of module k depend on drafts. Here a row is numbered by its token instead, in the same way for every module:
+`feedback_drafts.py`. So in form T row (k, q) reads h_{q-k}, the state that row (k - 1, q - 1) read.
 """
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,7 +24,6 @@ from torch import nn
 
 from specdec.draft_models.base import Binding, Drafter, Fit, TargetInfo
 from specdec.draft_models.heads.feedback_drafts import FeedbackWorker, ModuleRows
-from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layer_context import LayerContext
@@ -28,17 +31,53 @@ from specdec.kvcache.layout import KVLayout
 from specdec.modules.weight_watch import Weights
 
 
-class DescribedTarget(Protocol):
-    """A target with the text model after which its modules' blocks are built. model_types: of its text config and of
-    the whole config."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpFamily:
+    """The conventions of a family's modules, which no tensor states.
 
-    name: str
-    user_decoder: nn.Module
-    model_types: tuple[str, str]
-    layout: KVLayout
+    form: form of several modules. normed_state: the target's state is read after its final norm. normed_carry: the
+    carry is z. hidden_first: the projection reads the hidden half first. like: the target layer whose attention a
+    module's block copies, if the target's config has no `mtp_layer_types`; tensors show whether its MLP has experts.
+    """
+
+    form: str = "C"
+    normed_state: bool = True
+    normed_carry: bool = True
+    hidden_first: bool = False
+    like: int = -1
 
 
-class MtpTarget(DescribedTarget, TargetInfo, Protocol):
+DEEPSEEK = MtpFamily()
+"""transformers 5.17 (`modeling_layers.MtpModel`) and SGLang: the state and the carry after their norms, embedding
+first. The card of DeepSeek-V3 chains its modules."""
+
+SPECULATORS = MtpFamily()
+"""speculators 0.5 (`models/mtp`), for any target: MiMo's names at the top level, the embedding first, the carry after
+`final_layernorm`."""
+
+FAMILIES: dict[str, MtpFamily] = {
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
+    "hy_v3": DEEPSEEK,  # tensors like GLM's; its final norm is `final_layernorm`
+    # transformers 5.24 runs it by `MtpModel`: the block slides like layer 1 (the last layer does not slide)
+    "mellum": MtpFamily(like=1),
+    "ernie4_5_moe": DEEPSEEK,  # no final norm, so the carry is y
+    # vLLM's qwen3_next_mtp and qwen3_5_mtp: state and carry after their norms; the block has full attention
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DEEPSEEK),
+    # vLLM's exaone_moe_mtp: the block is built like layer 0, sliding and with RoPE
+    **dict.fromkeys(("exaone4", "exaone4_5", "exaone_moe"), MtpFamily(like=0)),
+    # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])
+    **dict.fromkeys(("mimo", "qwen2"), MtpFamily(hidden_first=True)),
+    # stepfun's publication and vLLM's step3p5_mtp: state before the final norm, carry before the module's norm
+    # (transformers 5.17 differs, and shares one head). The block slides like layer 1
+    **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False, like=1)),
+    # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
+    "mimo_v2_flash": MtpFamily(form="T", like=1),
+}
+"""Keys are the `model_type` of the text config or of the whole config."""
+
+
+class MtpTarget(TargetInfo, Protocol):
     """A target that modules are fitted to. user_head: its head as in the checkpoint (`head` may be split). logit_rule:
     turns the head's product into logits."""
 
@@ -101,12 +140,8 @@ class NativeMtpDrafter(Drafter):
         changed._apply_family(family)
         return changed
 
-    @property
-    def chain(self) -> "NativeMtpDrafter":
-        return self
-
     def bind(self, binding: Binding) -> FeedbackWorker:
-        return FeedbackWorker(self, binding)
+        return FeedbackWorker(self, self, binding)
 
     def first_state(self, states: torch.Tensor) -> torch.Tensor:
         return states

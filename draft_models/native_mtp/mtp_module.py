@@ -21,7 +21,6 @@ from specdec.draft_models.heads.fused_layers import EchoContext, Parts, fuse_in_
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import LayerContext
-from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedNorm, fuse, fuse_linear
 from specdec.modules.private_copy import private_copy
 
@@ -42,7 +41,7 @@ class MtpModule(nn.Module):
         self.embed, self.head = parts.get("embed"), parts.get("head")
         self.number, self.width = number, len(decoder.norm.weight)
         self._source = decoder, like
-        self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity(), number)
+        self.block: Any = one_layer_decoder(decoder, like, self.layer, number)
 
     def like_layer(self, like: int) -> "MtpModule":
         """A module of these weights (packed ones stay packed), unfused, with a block like another layer. Raises
@@ -60,9 +59,10 @@ class MtpModule(nn.Module):
         """Run the block by fused layers if they compute the same. Returns the reason if they do not, else None."""
 
         def fused() -> Parts:
-            block: Any = fuse(one_layer_decoder(*self._source, self.layer, self.norm, self.number), ops)
+            block: Any = fuse(self.block, ops)
             block.layers[0].index = self.number
-            norms = [(self, name, FusedNorm(getattr(self, name), self._source[0], ops)) for name in ("enorm", "hnorm")]
+            names = [name for name in ("enorm", "hnorm", "norm") if not isinstance(getattr(self, name), nn.Identity)]
+            norms = [(self, name, FusedNorm(getattr(self, name), self._source[0], ops)) for name in names]
             return [(self, "block", block), (self, "proj", fuse_linear(self.proj, ops)), *norms]
 
         return fuse_in_place(name, self, 1, self.probed, fused)
@@ -73,14 +73,7 @@ class MtpModule(nn.Module):
         """embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half comes first."""
         halves = self.enorm(embedded), self.hnorm(hidden)
         x = self.proj(torch.cat(halves[::-1] if first else halves, -1)).flatten(0, 1)[None]
-        places = positions.reshape(1, -1)
-        if isinstance(self.block, FusedDecoder):
-            paused = self.block.begin_forward(None, places, context, None, x)
-            paused.advance(1)
-            normed = paused.finish()
-            assert normed is not None
-            return paused.hidden.view_as(hidden), normed.view_as(hidden)
-        out = self.block(inputs_embeds=x, position_ids=places, use_cache=False, specdec_ctx=context)
+        out = self.block(inputs_embeds=x, position_ids=positions.reshape(1, -1), use_cache=False, specdec_ctx=context)
         y: torch.Tensor = out.last_hidden_state.view_as(hidden)
         return y, self.norm(y)
 
@@ -158,9 +151,9 @@ def decoder_on_device(decoder: Any, device: torch.device) -> Any:
     return made
 
 
-def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module, number: int) -> nn.Module:
-    """A private copy of a text model with only this layer, which is like its layer `like`, and this final norm. The
-    layer keeps K/V under `number`."""
+def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, number: int) -> nn.Module:
+    """A private copy of a text model with only this layer, which is like its layer `like`, and no final norm. The layer
+    keeps K/V under `number`."""
     parts: list[Any] = list(layer.modules())
     for part in parts:
         if hasattr(part, "layer_idx"):
@@ -175,14 +168,14 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
         if isinstance(value, (list, tuple)) and len(value) == len(decoder.layers):
             setattr(single.config, name, [value[like]])
     single.config.num_hidden_layers = 1
-    single._modules = {**decoder._modules, "layers": nn.ModuleList([layer]), "norm": norm}
+    single._modules = {**decoder._modules, "layers": nn.ModuleList([layer]), "norm": nn.Identity()}
     return private_copy(single)
 
 
 def read_parts(
     state: State, decoder: Any, like: int, keys: Mapping[str, str] | None = None, load_packed: LoadPacked | None = None
 ) -> dict[str, nn.Module]:
-    """Make a module's parts from its tensors `state`, by place (`mtp_families.py`), in the dtypes of the target's
+    """Make a module's parts from its tensors `state`, by place (`PARTS`), in the dtypes of the target's
     layers. The layer is of the target's class: its attention is like layer `like`, its MLP like the nearest layer with
     experts if the tensors have experts, else like the nearest without. keys: of the tensors in the checkpoint;
     load_packed: loads packed tensors. Raises CheckpointError if tensors do not fit."""

@@ -26,7 +26,7 @@ from specdec.doctor.diagnosis import (
 )
 from specdec.doctor.examined_pair import ExaminedPair, pair_facts, watched_drafter
 from specdec.draft_models.base import Drafter
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.draft_models.native_mtp.conventions import MEASURED_STEPS, by_token, clear_winner
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine

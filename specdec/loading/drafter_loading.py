@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.draft_models.base import Drafter, with_defaults
 from specdec.draft_models.language_model import LanguageModelDrafter
-from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.lookup import ModelAndLookup
 from specdec.draft_models.native_mtp.mtp_checkpoint import is_mtp_speculator, module_count, native_mtp_drafter
 from specdec.draft_models.registry import (
     AUTO,

@@ -17,7 +17,7 @@ from specdec.config import SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.kvcache.layout import SLIDING_ATTENTION
 from specdec.models.published import last_part, published_steps
 from specdec.models.target import TargetModel
@@ -93,7 +93,7 @@ def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Symptom | None:
     if form is None:
         return None
     return Symptom(
-        what=f"the drafter's weights lie on the grid of {form}: they were rounded to that before they were stored",
+        what=f"the drafter's weights are numbers of {form} times a scale: they were rounded before they were stored",
         do="load the drafter's original checkpoint in 16 bits; a drafter is small, and a rounded one is accepted less",
     )
 

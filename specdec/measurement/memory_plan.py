@@ -18,9 +18,8 @@ from specdec.draft_models.checkpoints.checkpoint_files import is_unquantised, te
 from specdec.draft_models.checkpoints.drafter_formats import layout_of_config
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import require_stateless
-from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
+from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, module_tensors, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, layout_of_modules
-from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import AUTO, MTP, building, drafter_parts, is_drafter_config, require_target
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheField, KVLayout

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.base import Drafter
+from specdec.draft_models.base import Drafter, TargetInfo
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
@@ -29,7 +29,7 @@ from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
 from specdec.draft_models.heads.head_modules import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
-from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp, read_parts
 from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.gpu.memory import free_bytes
@@ -279,7 +279,7 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
             part.post_feedforward_layernorm_2.weight.mul_(MIXTURE_GAIN)
 
 
-def make_modules(spec: MtpSpec, target: DescribedTarget) -> list[MtpModule]:
+def make_modules(spec: MtpSpec, target: TargetInfo) -> list[MtpModule]:
     """MTP modules of zeros for a target, on its device."""
     decoder, like = cast(Any, target.user_decoder), family_of(target).like
     block, shapes = described_module(spec, target)
@@ -289,7 +289,7 @@ def make_modules(spec: MtpSpec, target: DescribedTarget) -> list[MtpModule]:
     return [MtpModule(read_parts(state, decoder, like), decoder, like, number) for number, state in enumerate(states)]
 
 
-def described_module(spec: MtpSpec, target: DescribedTarget) -> tuple[nn.Module, dict[str, torch.Size]]:
+def described_module(spec: MtpSpec, target: TargetInfo) -> tuple[nn.Module, dict[str, torch.Size]]:
     """The block of each module, without weights, and the shapes of its other tensors by place."""
     decoder, like = cast(Any, target.user_decoder), family_of(target).like
     mlp = None if spec.dense is None else nearest_mlp(decoder, like, not spec.dense)

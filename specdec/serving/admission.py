@@ -33,7 +33,6 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Places that are taken."""
         return self._places_of.total()
 
     def take_places(self, count: int, client: str = "") -> None:
@@ -52,7 +51,7 @@ class Admission:
 
     def ended(self, sample: Any, now: float) -> None:
         """Observer method: an ended request returns its place."""
-        self.give_back(1, sample.client)
+        self.give_back(1, sample.owner.client)
 
     def require(self, count: int, client: str = "") -> None:
         """Raise ConfigError if there can never be as many places, QueueFullError if there are fewer now."""
@@ -77,8 +76,6 @@ class Admission:
 
 
 class TextBound:
-    """The bound of one engine."""
-
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()

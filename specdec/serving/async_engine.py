@@ -26,7 +26,7 @@ from specdec.runtime.calls.arguments import known_keywords, params_for, require_
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission, TextBound
-from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, StreamedSample, Streams
+from specdec.serving.engine_thread import MAX_FAILED_ROUNDS, EngineThread, Observer, OpenSample, Streams
 from specdec.serving.fair_pool import CLIENT, FairPool, wait_for
 from specdec.settings.declared_fields import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
@@ -38,8 +38,6 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 INTAKE_THREADS = 4
 """Number of threads that read prompts, and of threads that compile grammars."""
 INTAKE_SECONDS = 30.0
-CLOSING_SECONDS = 0.02
-"""Seconds between two looks whether all requests have ended."""
 
 
 class AsyncEngine:
@@ -135,7 +133,8 @@ class AsyncEngine:
         many = as_prompt_list(prompts)
         each = params_for(params, len(many))
         count = sum(one.n for one in each)
-        client, streams = CLIENT.get(), Streams(self._thread)
+        client = CLIENT.get()
+        streams = Streams(self._thread, client)
         self._admission.take_places(count, client)
 
         def submit_on_worker() -> None:
@@ -143,9 +142,9 @@ class AsyncEngine:
             for prompt in many:
                 if isinstance(prompt, str):
                     self._bound.require(prompt)
-            handles = self.engine.submit_many(many, each, priority=priority)
-            streams.samples = [StreamedSample(handle, streams, client) for handle in handles]
-            self._thread.watch(streams.samples)
+            streams.handles = self.engine.submit_many(many, each, priority=priority)
+            streams.submitted = time.perf_counter()
+            self._thread.watch(streams)
 
         def give_back(done: Future[None]) -> None:
             if done.cancelled() or done.exception() is not None:
@@ -215,7 +214,7 @@ class AsyncEngine:
         return self._admission.num_open
 
     @property
-    def samples(self) -> list[StreamedSample]:
+    def samples(self) -> list[OpenSample]:
         """The samples that have not ended."""
         return self._thread.open
 
@@ -255,7 +254,7 @@ class AsyncEngine:
             return
         end = None if timeout is None else time.monotonic() + timeout
         while self.samples and (end is None or time.monotonic() < end):
-            await asyncio.sleep(CLOSING_SECONDS)
+            await asyncio.sleep(0.02)
         await asyncio.to_thread(self._finalizer)
         if self._owns_engine:
             self.engine.close()

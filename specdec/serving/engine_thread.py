@@ -1,6 +1,6 @@
 """The thread that steps an engine while there is work and sleeps otherwise, and the streams that event loops read.
 
-    callers         watch(samples), abort(samples)         any thread
+    callers         watch(streams), abort(handles)         any thread
     this thread     a step, then its news                  in a loop
     observers       requests that gained tokens or ended   on this thread, so they must not wait
     event loops     one wake-up a step for all streams of a loop that have news
@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -37,39 +37,30 @@ MAX_FAILED_ROUNDS = 3
 
 
 @dataclass(eq=False, slots=True)
-class StreamedSample:
+class OpenSample:
     """A request that the thread watches. owner: its reader, which is told of news.
 
-    client: name of its API key, or its address. num_reported: number of tokens reported to the owner.
+    num_reported: number of tokens reported to the owner. last_news: when they were, by time.perf_counter.
     """
 
     handle: Handle
     owner: "Streams"
-    client: str = ""
-    submitted: float = field(default_factory=time.perf_counter)
     num_reported: int = 0
     last_news: float = 0.0
-    error: SpecDecError | None = None
 
+    @property
     def failure(self) -> SpecDecError | None:
-        """Its error, available as soon as its handle has finished: a reader may look before the step is reported."""
-        if self.error is None and (grammar := self.handle.dead_grammar) is not None:
-            self.error = ConfigError(
-                f"{grammar} cannot be followed any further: after {self.handle.num_output} tokens none may come "
-                "next; change it, or leave it out"
-            )
-        self.error = self.error or self.handle.error
-        return self.error
+        return self.owner.failure(self.handle)
 
 
 class Observer(Protocol):
     """Receives new tokens and ends of requests, for example for metrics. Called on the engine's thread, so it must not
     wait."""
 
-    def gained(self, sample: StreamedSample, now: float) -> None:
+    def gained(self, sample: OpenSample, now: float) -> None:
         """The sample gained tokens; `num_reported` and `last_news` are not updated yet."""
 
-    def ended(self, sample: StreamedSample, now: float) -> None:
+    def ended(self, sample: OpenSample, now: float) -> None:
         """The sample finished, was aborted or failed."""
 
 
@@ -81,7 +72,7 @@ class EngineThread:
         self.failed_rounds = 0  # consecutive rounds that failed a request
         self.step_began: float | None = None  # by time.monotonic; None while there is nothing to do
         self.observers = list(observers)
-        self._open: dict[int, StreamedSample] = {}  # by id
+        self._open: dict[int, OpenSample] = {}  # by id
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
         self._guard = threading.RLock()  # reentrant: a finalizer may call in here
         self._wake: SimpleQueue[None] = SimpleQueue()  # an entry: the engine may have something to do
@@ -91,28 +82,28 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def open(self) -> list[StreamedSample]:
+    def open(self) -> list[OpenSample]:
         """The samples that have not ended."""
         with self._guard:
             return list(self._open.values())
 
-    def watch(self, samples: Sequence[StreamedSample]) -> None:
+    def watch(self, streams: "Streams") -> None:
         """Watch submitted requests. If the thread has stopped, aborts them and raises SpecDecError."""
         with self._guard:
             taken = not (self._stopping or self.stopped)
             if taken:
-                self._open.update((sample.handle.id, sample) for sample in samples)
+                self._open.update((handle.id, OpenSample(handle, streams)) for handle in streams.handles)
         if not taken:
-            for sample in samples:
-                sample.handle.abort()
+            for handle in streams.handles:
+                handle.abort()
             raise StoppingError(self.stopped or "this engine is closing; make a new one")
-        for sample in samples:
-            sample.handle.report_to(self._news)
+        for handle in streams.handles:
+            handle.report_to(self._news)
         self._wake.put(None)
 
-    def abort(self, samples: Sequence[StreamedSample]) -> None:
-        """End the samples that have not ended, in the turn of the next step. From any thread; does not wait for it."""
-        unended = [sample.handle.id for sample in samples if not sample.handle.finished]
+    def abort(self, handles: Sequence[Handle]) -> None:
+        """End the requests that have not ended, in the turn of the next step. From any thread; does not wait for it."""
+        unended = [handle.id for handle in handles if not handle.finished]
         for number in unended:
             self.engine.inbox.abort_later(number)
         if unended:
@@ -168,7 +159,7 @@ class EngineThread:
         with self._guard:
             samples = [self._open[id] for id in told if id in self._open]
         for sample in samples:
-            finished = sample.handle.finished or sample.failure() is not None  # read this before the tokens
+            finished = sample.handle.finished or sample.failure is not None  # read this before the tokens
             tokens = sample.handle.num_output - sample.num_reported
             if tokens:
                 if sample.num_reported:  # gained in a round, not after the prompt
@@ -178,9 +169,9 @@ class EngineThread:
                 sample.num_reported, sample.last_news = sample.num_reported + tokens, now
             if finished:
                 ended.append(sample)
-                if sample.failure() is None and sample.handle.finish_reason != "abort":
+                if sample.failure is None and sample.handle.finish_reason != "abort":
                     self.failed_rounds = 0
-                elif isinstance(sample.error, RoundFailedError):
+                elif isinstance(sample.failure, RoundFailedError):
                     self.failed_rounds += 1
                 for observer in self.observers:
                     observer.ended(sample, now)
@@ -199,13 +190,13 @@ class EngineThread:
             self.stopped = str(reason)
         for sample in self.open:
             if isinstance(reason, RoundFailedError):
-                sample.error = reason  # set before the sample shows as ended
+                sample.owner.error = reason  # set before the sample shows as ended
             try:
                 sample.handle.abort()
             except Exception:  # the engine's restart failed; the request is released when a restart succeeds
                 logger.warning("request %d is not released yet", sample.handle.id, exc_info=True)
             if not sample.handle.finished:
-                sample.error = reason
+                sample.owner.error = reason
             self._news.append(sample.handle.id)
         self._report_news()
 
@@ -214,25 +205,27 @@ class Streams:
     """The deltas of one submission's samples, in order of arrival: `async for index, delta in streams`.
 
     It belongs to the event loop that made it. Leaving `async with` aborts the samples that have not ended. If a sample
-    fails, all end, and the reader gets its error.
+    fails, all end, and the reader gets its error. client: name of its API key, or its address.
     """
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(self, thread: EngineThread, client: str = "") -> None:
         self.loop = asyncio.get_running_loop()
-        self.samples: list[StreamedSample] = []  # set once submitted
+        self.client = client
+        self.handles: list[Handle] = []  # a sample each; set once submitted
+        self.submitted = 0.0  # when that was, by time.perf_counter
+        self.error: SpecDecError | None = None  # why the engine's thread ended before them
         self._thread = thread
         self._news = asyncio.Event()
         self._posted = False  # the loop will be notified
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StreamDelta]]:
-        left = dict(enumerate(self.samples))  # samples whose last delta is unread
+        left = dict(enumerate(self.handles))  # samples whose last delta is unread
         while left:
             self._news.clear()
             deltas = []
-            for index, sample in list(left.items()):
-                delta = sample.handle.read()
-                if sample.failure() is not None:
-                    self._raise_failure()
+            for index, handle in list(left.items()):
+                delta = handle.read()
+                self._require_whole([handle])
                 if delta is not None:
                     deltas.append((index, delta))
                     if delta.output is not None:
@@ -246,15 +239,24 @@ class Streams:
         """Wait until all samples have ended and return their outputs."""
         while True:
             self._news.clear()
-            finished = all(sample.handle.finished for sample in self.samples)
-            self._raise_failure()  # after checking which have finished: see `StreamedSample.failure`
+            finished = all(handle.finished for handle in self.handles)
+            self._require_whole(self.handles)  # after checking which have finished: see `failure`
             if finished:
-                return [sample.handle.output() for sample in self.samples]
+                return [handle.output() for handle in self.handles]
             await self._news.wait()
+
+    def failure(self, handle: Handle) -> SpecDecError | None:
+        """The error of a sample, known as soon as it has finished: a reader may look before the step is reported."""
+        if (grammar := handle.dead_grammar) is not None:
+            return ConfigError(
+                f"{grammar} cannot be followed any further: after {handle.num_output} tokens none may come next; "
+                "change it, or leave it out"
+            )
+        return self.error or handle.error
 
     def abort(self) -> None:
         """End the samples that have not ended: see `EngineThread.abort`."""
-        self._thread.abort(self.samples)
+        self._thread.abort(self.handles)
 
     async def __aenter__(self) -> "Streams":
         return self
@@ -262,14 +264,14 @@ class Streams:
     async def __aexit__(self, *raised: object) -> None:
         self.abort()
 
-    def _raise_failure(self) -> None:
-        for sample in self.samples:
-            if (failure := sample.failure()) is not None:
+    def _require_whole(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            if (failure := self.failure(handle)) is not None:
                 self.abort()
                 raise failure
 
 
-def tell_readers(samples: Sequence[StreamedSample]) -> None:
+def tell_readers(samples: Sequence[OpenSample]) -> None:
     """Wake the readers of these samples, with one call per loop. Streams of closed loops are aborted."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
     for streams in {sample.owner for sample in samples}:

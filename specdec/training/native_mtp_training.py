@@ -21,8 +21,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
     stated_family,
     write_module,
 )
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
+from specdec.draft_models.native_mtp.mtp_drafter import FAMILIES, MtpFamily, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, read_parts
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.loading.model_loading import Checkpoint

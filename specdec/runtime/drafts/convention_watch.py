@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 
 from specdec.draft_models.base import Drafter
-from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.lookup import model_of
 from specdec.draft_models.native_mtp.conventions import (
     MEASURED_STEPS,
     all_conventions,

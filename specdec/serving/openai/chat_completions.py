@@ -12,14 +12,14 @@ from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.openai import answer_models as answers
+from specdec.serving.openai.chat_message import MessageBuilder, whole_message
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, refused
-from specdec.serving.openai.reply import MessageBuilder, Reply, whole_delta, whole_message
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
-from specdec.serving.openai.text_answer import TextAnswer
+from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
-from specdec.serving.tools.answer_parser import AnswerParser, reasoning_format
+from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader, reasoning_format
 from specdec.serving.tools.tool_choice import ToolChoice
 
 router = APIRouter(route_class=BodyRoute)
@@ -47,39 +47,38 @@ class ChatTextAnswer(TextAnswer):
     @cached_property
     def _builders(self) -> list[MessageBuilder]:
         """A builder per choice. Made after the number of choices was checked."""
-        return [MessageBuilder(thoughts=self.body.include_reasoning is not False) for _ in self.replies]
+        return [MessageBuilder(thoughts=self.body.include_reasoning is not False) for _ in self.readers]
 
-    async def submit(self) -> None:
-        body = self.body
-        self.engine.require_places(max(1, self.n))
+    async def read_request(self) -> SamplingParams:
+        body, engine = self.body, self.engine
+        engine.require_places(max(1, self.n))
         prompt = await chat_prompt(body, self.state, self.choice.tools)
-        params = await self.engine.off_loop(partial(self._params, len(prompt)))
+        params = await engine.off_loop(partial(self._params, len(prompt)))
         if body.truncate_prompt_tokens is not None:
-            prompt = shortened(body, self.engine, prompt, params.max_new_tokens)
-            params = await self.engine.off_loop(partial(self._params, len(prompt)))
+            prompt = shortened(body, engine, prompt, params.max_new_tokens)
+            params = await engine.off_loop(partial(self._params, len(prompt)))
         self.prompts = [prompt]
-        prompt_end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        last = body.messages[-1].content if body.continue_final_message else ""
-        continued = last if isinstance(last, str) else prompt_end
+        return params
 
-        def make_reply() -> Reply:
-            parser, scored = self._parser(params), self.scored and bool(body.logprobs)
-            parser.prime(parser.begun_by(prompt_end, continued))
-            stops, max_calls = params.stop_strings, self.choice.max_calls
-            return Reply(self.tokenizer, stops, body.show_drafts, parser, max_calls, scored=scored)
-
-        self.make_reply = make_reply
-        self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
-
-    def _parser(self, params: SamplingParams) -> AnswerParser:
-        """The parser of one answer."""
-        thoughts = reasoning_format(self.settings.reasoning_parser)
+    def make_reader(self) -> AnswerReader:
+        body, thoughts = self.body, reasoning_format(self.settings.reasoning_parser)
         kind, native = self.choice.parser, self.state.tool_parser
-        if params.grammar is not None:  # a grammar leaves no room for thoughts
+        if self.params.grammar is not None:  # a grammar leaves no room for thoughts
             thoughts = None
         elif kind is None and native is not None and native.thinks:
             kind = native
-        return (kind or AnswerParser)(self.choice.parameters, thoughts)
+        parser = (kind or AnswerParser)(self.choice.parameters, thoughts)
+        prompt_end = self.tokenizer.decode(self.prompts[0][-PROMPT_END:], skip_special_tokens=False)
+        last = body.messages[-1].content if body.continue_final_message else ""
+        parser.prime(parser.begun_by(prompt_end, last if isinstance(last, str) else prompt_end))
+        return AnswerReader(
+            self.tokenizer,
+            parser,
+            self.params.stop_strings,
+            max_calls=self.choice.max_calls,
+            show_drafts=body.show_drafts,
+            scored=self.scored and bool(body.logprobs),
+        )
 
     def _params(self, prompt_len: int) -> SamplingParams:
         body = self.body
@@ -100,12 +99,12 @@ class ChatTextAnswer(TextAnswer):
         return super()._whole(outputs) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        delta, reply = whole_delta(output), self.replies[index]
+        delta, reader = whole_delta(output), self.readers[index]
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-        message |= whole_message(self._builders[index].deltas(reply.read(delta)))
+        message |= whole_message(self._builders[index].deltas(reader.read(delta)))
         if "tool_calls" in message:
             message["content"] = message["content"] or None
-        choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output)}
+        choice = {"index": index, "message": message, "finish_reason": reader.finish_reason(output)}
         return choice | self._details(index, delta)
 
     async def _opening(self, index: int) -> dict[str, Any]:
@@ -113,14 +112,14 @@ class ChatTextAnswer(TextAnswer):
 
     def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
         """The first has the details next to the text."""
-        deltas = self._builders[index].deltas(self.replies[index].read(delta))
+        deltas = self._builders[index].deltas(self.readers[index].read(delta))
         details = self._details(index, delta)
         if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
             deltas.append({"content": ""})
         return [_chunk(index, fields) | (details if at == 0 else {}) for at, fields in enumerate(deltas)]
 
     def _ended(self, index: int, delta: StreamDelta) -> list[dict[str, Any]]:
-        return [] if delta.output is None else [_chunk(index, {}, self.replies[index].finish_reason(delta.output))]
+        return [] if delta.output is None else [_chunk(index, {}, self.readers[index].finish_reason(delta.output))]
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return chat_logprobs(self.tokenizer, logprobs)

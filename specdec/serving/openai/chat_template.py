@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 from specdec.serving.openai.protocol import ChatRequest, Message, Tool, refused
 from specdec.serving.state import ServeState
 from specdec.text.prompts import asks_for_none, template_text
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields from which templates read the thoughts of an earlier answer."""
+"""Fields for the thoughts of an earlier answer, in the order of preference."""
 NOT_OPTIONS = {
     "chat_template": "a template is a program, and this server runs its own",
     "tools": "tools say it",
@@ -27,8 +28,7 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool
         if name in options:
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {reason}; leave it out")
     template = template_text(getattr(state.tokenizer, "chat_template", None))
-    shape = MessageShape.of(template)
-    plain = (_plain(f"messages[{index}]", message, shape) for index, message in enumerate(body.messages))
+    plain = (_plain(f"messages[{index}]", message, template) for index, message in enumerate(body.messages))
     messages = await state.engine.off_loop(lambda: list(plain))
     return await state.engine.chat_prompt(
         messages,
@@ -37,17 +37,11 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: Sequence[Tool
     )
 
 
-class MessageShape(NamedTuple):
-    """What a chat template expects of messages. thoughts: the field from which it reads thoughts. asks_none: does it
-    test whether a content is none? Others concatenate it with text."""
-
-    thoughts: str
-    asks_none: bool
-
-    @classmethod
-    def of(cls, template: str) -> "MessageShape":
-        fields = (name for name in THOUGHTS if re.search(rf"""\.{name}\b|["']{name}["']""", template))
-        return cls(next(fields, THOUGHTS[0]), asks_for_none(template))
+@lru_cache(maxsize=16)
+def thought_field(template: str) -> str:
+    """The field from which a chat template reads the thoughts of an earlier answer."""
+    fields = (name for name in THOUGHTS if re.search(rf"""\.{name}\b|["']{name}["']""", template))
+    return next(fields, THOUGHTS[0])
 
 
 def _options(body: ChatRequest, text: str) -> dict[str, Any]:
@@ -72,7 +66,7 @@ def _options(body: ChatRequest, text: str) -> dict[str, Any]:
     return options
 
 
-def _plain(place: str, message: Message, shape: MessageShape) -> dict[str, Any]:
+def _plain(place: str, message: Message, template: str) -> dict[str, Any]:
     """Convert a message for the template: text parts are joined by line ends, call arguments become objects, absent
     fields are left out. Raises ApiError for parts that are no text, with their place."""
     plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
@@ -83,7 +77,7 @@ def _plain(place: str, message: Message, shape: MessageShape) -> dict[str, Any]:
     elif message.content is None:
         if not message.tool_calls:
             raise refused(f"{place}.content", f"{place}.content is missing; text is expected")
-        plain["content"] = None if shape.asks_none else ""
+        plain["content"] = None if asks_for_none(template) else ""  # other templates join it with text
     for number, call in enumerate(plain.get("tool_calls", ())):
         call.pop("index", None)
         try:
@@ -92,8 +86,8 @@ def _plain(place: str, message: Message, shape: MessageShape) -> dict[str, Any]:
             param = f"{place}.tool_calls[{number}].function.arguments"
             raise refused(param, f"{param} is not JSON; an object is expected") from None
     if thought := plain.pop("reasoning_content", None):
-        plain[shape.thoughts] = thought
-        if shape.thoughts == "thinking" and plain.get("tool_calls") and plain["content"]:
+        plain[field := thought_field(template)] = thought
+        if field == "thinking" and plain.get("tool_calls") and plain["content"]:
             # before a call GPT-OSS writes either as the same kind of message, and refuses both
             plain |= {"thinking": f"{thought}\n{plain['content']}", "content": ""}
     return plain

@@ -1,6 +1,6 @@
 """POST /v1/completions: continues texts or token ids, whole or streamed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,13 @@ from specdec.runtime.request_output import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.openai import answer_models as answers
-from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, join_logprobs
+from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs
 from specdec.serving.openai.protocol import CompletionRequest, refused
-from specdec.serving.openai.reply import Reply, whole_delta
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
-from specdec.serving.openai.text_answer import TextAnswer
+from specdec.serving.openai.text_answer import TextAnswer, whole_delta
 from specdec.serving.state import ServeState, StateDep
-from specdec.serving.tools.answer_events import EventTokens, Text
+from specdec.serving.tools.answer_events import Text
+from specdec.serving.tools.answer_parser import AnswerReader
 from specdec.text.detokenize import token_text
 
 router = APIRouter(route_class=BodyRoute)
@@ -42,7 +42,7 @@ class CompletionTextAnswer(TextAnswer):
         super().__init__(body, state, "cmpl", self.chunk_kind)
         self.echoes: list[str] = []  # one per prompt; empty without `echo`
 
-    async def submit(self) -> None:
+    async def read_request(self) -> SamplingParams:
         body = self.body
         params = await self.engine.off_loop(self._params)
         self.engine.require_places(max(1, len(body.prompt)) * params.n)
@@ -50,9 +50,11 @@ class CompletionTextAnswer(TextAnswer):
         if body.max_tokens is None:  # the default never exceeds the room left
             room = min(map(self.engine.most_new_tokens, map(len, self.prompts)))
             params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room, params.min_tokens)))
-        scored = body.logprobs is not None
-        self.make_reply = partial(Reply, self.tokenizer, params.stop_strings, body.show_drafts, scored=scored)
-        self.streams = await self.engine.submit(self.prompts, params, priority=body.priority)
+        return params
+
+    def make_reader(self) -> AnswerReader:
+        scored, stops = self.body.logprobs is not None, self.params.stop_strings
+        return AnswerReader(self.tokenizer, stops=stops, show_drafts=self.body.show_drafts, scored=scored)
 
     def _params(self) -> SamplingParams:
         body = self.body
@@ -81,7 +83,8 @@ class CompletionTextAnswer(TextAnswer):
         [choice] = self._grown(index, whole_delta(output), first=True)
         choice["text"] = self.echoes[index // self.n] + choice["text"]
         if self.body.echo and output.logprobs is not None:
-            choice["logprobs"] = join_logprobs(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
+            echoed = self._echoed(index, output.prompt_logprobs or ())
+            choice["logprobs"] = {name: [*echoed[name], *new] for name, new in choice["logprobs"].items()}
         return choice | self._prompt_scores(output)
 
     async def _opening(self, index: int) -> dict[str, Any] | None:
@@ -89,21 +92,21 @@ class CompletionTextAnswer(TextAnswer):
             return None
         echo = _text(index, self.echoes[index // self.n])
         if self.body.logprobs is not None:
-            scores = self.streams.samples[index].handle.prompt_logprobs or ()
+            scores = self.streams.handles[index].prompt_logprobs or ()
             echo["logprobs"] = await self.engine.off_loop(partial(self._echoed, index, scores))
         return {"choices": [echo]}
 
     def _grown(self, index: int, delta: StreamDelta, *, first: bool) -> list[dict[str, Any]]:
-        reply = self.replies[index]
-        text = _joined(reply.read(delta))
-        reason = None if delta.output is None else reply.finish_reason(delta.output)
+        reader = self.readers[index]
+        text = "".join(event.text for event, _ in reader.read(delta) if isinstance(event, Text))
+        reason = None if delta.output is None else reader.finish_reason(delta.output)
         details = self._details(index, delta) | (self._prompt_ids(index) if first else {})
         if not (text or delta.logprobs or reason or self.body.return_token_ids):
             return []
         return [_text(index, text, reason) | details]
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        begins = self.replies[index].begins
+        begins = self.readers[index].begins
         begins = begins[len(begins) - len(logprobs) :]
         offsets = [len(self.echoes[index // self.n]) + begin for begin in begins]
         tokens = [token_text(self.tokenizer, one.token_id) for one in logprobs]
@@ -113,10 +116,6 @@ class CompletionTextAnswer(TextAnswer):
         """Log-probabilities of the echoed prompt of choice `index`."""
         prompt, echo = self.prompts[index // self.n], self.echoes[index // self.n]
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
-
-
-def _joined(events: Iterable[EventTokens]) -> str:
-    return "".join(event.text for event, _ in events if isinstance(event, Text))
 
 
 def _text(index: int, text: str, reason: str | None = None) -> dict[str, Any]:

@@ -36,11 +36,6 @@ def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Score
     return completion_logprobs(tokenizer, tokens, scores, text_offsets(tokens, text), count)
 
 
-def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Concatenate two objects in the shape for completions."""
-    return {name: [*first[name], *second[name]] for name in first}
-
-
 def completion_logprobs(
     tokenizer: Any, tokens: Sequence[str], scores: Scores, offsets: list[int], count: int | None = None
 ) -> dict[str, Any]:

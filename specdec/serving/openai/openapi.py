@@ -3,7 +3,6 @@ API key), headers, and bounds that the Python API checks."""
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,6 +20,8 @@ from specdec.settings.declared_fields import Number
 from specdec.settings.sampling_numbers import NUMBERS
 
 ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+HEADERS = {"401": ["WWW-Authenticate"], "429": ["Retry-After"]}
+"""Headers of an answer besides its id, by status."""
 _TOKEN = {"type": "integer", "minimum": 0, "maximum": 1 << 40}
 _TOKENS = {"type": "array", "items": _TOKEN, "minItems": 1}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -65,10 +66,7 @@ PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PRO
 
 def install_openapi(app: FastAPI, settings: ServeSettings) -> None:
     """Add the route of the description."""
-
-    @functools.cache
-    def document() -> dict[str, Any]:
-        return openapi_document(app, settings)
+    document = functools.cache(functools.partial(openapi_document, app, settings))
 
     @app.get("/openapi.json", include_in_schema=False)
     async def read_document() -> JsonResponse:
@@ -83,9 +81,15 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which this server never sends
         schemas.pop(name, None)
-    for name, schema in schemas.items():
-        if not hasattr(answer_models, name):  # a part of a body
-            _bound(schema, settings)
+    most = MAX_PRIORITY if settings.allow_priority else 0
+    bounds = BOUNDS | {
+        "model": {"enum": [*settings.model_names, None]},
+        "priority": {"minimum": -most, "maximum": most},
+    }
+    for kind, schema in schemas.items():
+        if not hasattr(answer_models, kind):  # a part of a body
+            for name, value in schema.get("properties", {}).items():
+                value.update(bounds.get(name, {}))
     schemas["CompletionRequest"]["properties"]["prompt"] = {"title": "Prompt"} | PROMPTS
     for path, methods in found["paths"].items():
         for entry in methods.values():
@@ -95,23 +99,8 @@ def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
                 answers["401"] = {"description": REFUSED[401], "content": ERROR}
                 entry["security"] = [{"bearer": []}]
             for status, answer in answers.items():
-                answer["headers"] = _headers(status)
+                names = ["X-Request-Id", *HEADERS.get(status, [])]
+                answer["headers"] = {name: {"required": True, "schema": {"type": "string"}} for name in names}
     if settings.api_keys:
         found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return found
-
-
-def _bound(schema: Mapping[str, Any], settings: ServeSettings) -> None:
-    """Add the Python API's bounds to the properties of a body."""
-    for name, value in schema.get("properties", {}).items():
-        value.update(BOUNDS.get(name, {}))
-        if name == "model":
-            value["enum"] = [*settings.model_names, None]
-        elif name == "priority":
-            most = MAX_PRIORITY if settings.allow_priority else 0
-            value |= {"minimum": -most, "maximum": most}
-
-
-def _headers(status: str) -> dict[str, Any]:
-    names = ["X-Request-Id", *{"401": ["WWW-Authenticate"], "429": ["Retry-After"]}.get(status, [])]
-    return {name: {"required": True, "schema": {"type": "string"}} for name in names}

@@ -36,8 +36,6 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
-MAX_ITEMS = 32768
-"""Most input items of a response: several may form one message."""
 MAX_TOOLS = 8192
 MAX_STOP_MEMBERS = 1024
 """Most members of `stop`, checked before each member; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
@@ -223,11 +221,6 @@ class SamplingFields(RequestFields):
     vllm_xargs: None = None
 
     @property
-    def usage(self) -> StreamOptions:
-        """The chunks that have usage."""
-        return self.stream_options or StreamOptions()
-
-    @property
     def show_drafts(self) -> bool:
         return isinstance(self.speculation, Speculation) and self.speculation.show_drafts
 
@@ -335,9 +328,6 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: OnlyTrue | None = None
 
 
-LOGPROBS = "message.output_text.logprobs"
-
-
 class TextFormat(Schema):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -365,10 +355,7 @@ class NamedFunction(FunctionName, OfFunction):
 class ResponsesRequest(RequestFields):
     """OpenAI's fields, and the sampling parameters of chats."""
 
-    input: Annotated[
-        Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)],
-        at_most(MAX_ITEMS),
-    ]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
@@ -388,10 +375,6 @@ class ResponsesRequest(RequestFields):
     conversation: None = None
     prompt: None = None
     context_management: Nothing = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
     def items(self) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Converts the fields of a body to `SamplingParams`: names and defaults only. `SamplingParams` checks ranges."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
@@ -92,16 +92,14 @@ def naming_field(error: ConfigError, body: SamplingFields, renamed: Mapping[str,
 
 def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | None:
     """Draft settings of one request; numbers that the body leaves out are the engine's."""
-    asked = body.speculation
-    if not isinstance(asked, Speculation):
-        return False if asked is False else None
-    if (asked.num_steps, asked.topk, asked.num_draft_tokens) == (None, None, None):
+    if not isinstance(body.speculation, Speculation):
+        return False if body.speculation is False else None
+    given = body.speculation.model_dump(exclude={"show_drafts"}, exclude_none=True)
+    if not given:
         return None
-    num_steps = own.num_steps if asked.num_steps is None else asked.num_steps
-    topk = own.topk if asked.topk is None else asked.topk
-    wanted = SpecConfig(num_steps, topk, asked.num_draft_tokens, own.adaptive)
-    if asked.num_draft_tokens is None and wanted.num_nodes > own.num_nodes:
-        return SpecConfig(num_steps, topk, own.num_nodes, own.adaptive)
+    wanted = replace(own, **{"num_draft_tokens": None} | given)
+    if wanted.num_draft_tokens is None and wanted.num_nodes > own.num_nodes:
+        return replace(wanted, num_draft_tokens=own.num_nodes)
     return wanted
 
 
@@ -119,11 +117,9 @@ def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
         elif form.json_schema is not None:
             raise refused("response_format", "response_format.json_schema is for type='json_schema'")
     if (outputs := body.structured_outputs) is not None:
-        for name in ("json_schema", "regex", "choice"):
-            if (value := getattr(outputs, name)) is not None:
+        for name, value in outputs:
+            if value is not None and value is not False:
                 asked[f"structured_outputs.{name.removesuffix('_schema')}"] = {name: value}
-        if outputs.json_object:
-            asked["structured_outputs.json_object"] = {"json_object": True}
     asked |= {field: {name: value} for field, name in GUIDED.items() if (value := getattr(body, field)) is not None}
     if len(asked) > 1:
         named = list(asked)

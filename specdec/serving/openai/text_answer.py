@@ -1,6 +1,6 @@
 """A chat or completion, answered whole or streamed: the common part of both routes and of responses.
 
-submit     parameters and prompts -> the streams of the samples, and the maker of reply readers
+read       parameters and prompts, which are submitted: a stream and a reader for each sample
 whole      one choice per sample, then usage
 streamed   an opening of each choice, its deltas, then usage. As in vLLM's server, the opening is sent with the first
            delta, since clients take the first chunk for the first token
@@ -10,13 +10,14 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from fastapi.responses import Response
 
 from specdec import __version__
+from specdec.config import SamplingParams
 from specdec.errors import ConfigError
 from specdec.runtime.drafts.draft_reports import vllm_figures
 from specdec.runtime.request_output import GenerationOutput, RequestStats, StreamDelta
@@ -26,10 +27,10 @@ from specdec.serving.http.clients import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse, off_loop
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
-from specdec.serving.openai.protocol import SamplingFields
-from specdec.serving.openai.reply import Reply
+from specdec.serving.openai.protocol import SamplingFields, StreamOptions
 from specdec.serving.openai.sampling_fields import naming_field
 from specdec.serving.state import ServeState
+from specdec.serving.tools.answer_parser import AnswerReader
 
 
 class TextAnswer(ABC):
@@ -48,9 +49,8 @@ class TextAnswer(ABC):
         self.tokenizer = state.tokenizer
         self.n = 1 if body.n is None else body.n
         self.prompts: list[list[int]] = []
-        # once submitted
-        self.streams: Streams
-        self.make_reply: Callable[[], Reply]
+        self.params: SamplingParams  # once the request was read
+        self.streams: Streams  # once submitted
         self.head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -62,7 +62,8 @@ class TextAnswer(ABC):
     async def respond(self) -> Response:
         """Make the response, whole or as a stream."""
         try:
-            await self.submit()
+            self.params = await self.read_request()
+            self.streams = await self.engine.submit(self.prompts, self.params, priority=self.body.priority)
             if self.body.stream:
                 return self.events(self.streams, self._events())
             async with self.streams:
@@ -72,13 +73,17 @@ class TextAnswer(ABC):
             raise naming_field(error, self.body, self.renamed) from error
 
     @cached_property
-    def replies(self) -> list[Reply]:
+    def readers(self) -> list[AnswerReader]:
         """The reader of each choice. Making them takes time, so a whole answer's are made on another thread."""
-        return [self.make_reply() for _ in self.streams.samples]
+        return [self.make_reader() for _ in self.streams.handles]
 
     @abstractmethod
-    async def submit(self) -> None:
-        """Read the prompts and submit them: sets `prompts`, `streams` and `make_reply`."""
+    async def read_request(self) -> SamplingParams:
+        """Set `prompts`, and return the parameters of all."""
+
+    @abstractmethod
+    def make_reader(self) -> AnswerReader:
+        """Make the reader of one choice."""
 
     @abstractmethod
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
@@ -98,7 +103,7 @@ class TextAnswer(ABC):
 
     @abstractmethod
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Log-probabilities of a choice's next tokens, which its reply has just read."""
+        """Log-probabilities of a choice's next tokens, which its reader has just read."""
 
     def _details(self, index: int, delta: StreamDelta) -> dict[str, Any]:
         """The requested fields of a choice (or its chunk) besides the text."""
@@ -106,7 +111,7 @@ class TextAnswer(ABC):
         details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores)}
         if self.body.return_token_ids:
             details["token_ids"] = delta.token_ids
-        if (drafted := self.replies[index].colours(delta)) is not None:
+        if (drafted := self.readers[index].colours(delta)) is not None:
             details["drafted"] = drafted
         return details
 
@@ -123,11 +128,11 @@ class TextAnswer(ABC):
         return self.head | {"choices": choices} | self._totals()
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        usage, going_on = self.body.usage, len(self.replies)
+        usage, going_on = self.body.stream_options or StreamOptions(), len(self.readers)
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if usage.include_usage else {})
         totals_follow = usage.include_usage or self.body.show_drafts
         so_far = partial(self._figures, usage=usage.include_usage and usage.continuous_usage_stats)
-        unopened = set(range(len(self.replies)))
+        unopened = set(range(len(self.readers)))
         async for index, delta in self.streams:
             first = index in unopened
             unopened.discard(index)
@@ -142,11 +147,11 @@ class TextAnswer(ABC):
             yield head | {"choices": []} | self._totals()
 
     def _totals(self) -> dict[str, Any]:
-        return self._figures(range(len(self.streams.samples)), usage=True) | self._draft_counts()
+        return self._figures(range(len(self.streams.handles)), usage=True) | self._draft_counts()
 
     def _figures(self, samples: Sequence[int], *, usage: bool) -> dict[str, Any]:
         """Usage of these samples, and the effect of speculation if requested."""
-        stats = [self.streams.samples[index].handle.stats for index in samples]
+        stats = [self.streams.handles[index].stats for index in samples]
         prompts = [self.prompts[number] for number in dict.fromkeys(index // self.n for index in samples)]
         found = {"usage": self._usage(prompts, stats)} if usage else {}
         if self.body.show_drafts:
@@ -157,9 +162,8 @@ class TextAnswer(ABC):
 
     def _draft_counts(self) -> dict[str, Any]:
         """Draft counts of all samples in the fields of vLLM and llama.cpp."""
-        handles = [sample.handle for sample in self.streams.samples]
-        total, wanted = RequestStats.total([handle.stats for handle in handles]), self.settings.draft_figures
-        max_drafts = handles[0].max_drafts
+        handles, wanted = self.streams.handles, self.settings.draft_figures
+        total, max_drafts = RequestStats.total([handle.stats for handle in handles]), handles[0].max_drafts
         found: dict[str, Any] = {}
         if wanted != "none" and max_drafts:
             found["metrics"] = {"speculative_decoding": vllm_figures(total, max_drafts)}
@@ -178,6 +182,11 @@ class TextAnswer(ABC):
             "total_tokens": prompt_len + completion,
             "prompt_tokens_details": {"cached_tokens": cached} if self.settings.show_cached_tokens else None,
         }
+
+
+def whole_delta(output: GenerationOutput) -> StreamDelta:
+    """A whole output as one delta."""
+    return StreamDelta(output.text, output.token_ids, output.drafted, output, output.logprobs)
 
 
 def llama_timings(stats: RequestStats) -> dict[str, Any]:

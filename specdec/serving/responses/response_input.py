@@ -17,7 +17,8 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     asked = {name: getattr(body, name) for name in SAME_AS_CHAT}
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     asked |= {"messages": instructions + messages, "max_tokens": body.max_output_tokens}
-    asked |= {"logprobs": body.wants_logprobs or None, "top_logprobs": body.top_logprobs or None}
+    scored = body.top_logprobs or "message.output_text.logprobs" in (body.include or ())
+    asked |= {"logprobs": bool(scored) or None, "top_logprobs": body.top_logprobs or None}
     if body.tools:
         functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
         asked["tools"] = [{"type": "function", "function": function} for function in functions]

@@ -17,7 +17,7 @@ from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
-from specdec.serving.openai.reply import whole_delta
+from specdec.serving.openai.text_answer import whole_delta
 from specdec.serving.responses.response_events import ResponseBuilder
 from specdec.serving.responses.response_input import chat_request, messages_of
 from specdec.serving.state import ServeState, StateDep, StoredResponse
@@ -106,7 +106,7 @@ class ResponseAnswer(ChatTextAnswer):
 
     def _end(self, output: GenerationOutput) -> list[dict[str, Any]]:
         """End the response, and store it if the request asks for that."""
-        cut = self.replies[0].finish_reason(output) == "length"
+        cut = self.readers[0].finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         events = self._builder.end(
             "incomplete" if cut else "completed",
@@ -121,9 +121,9 @@ class ResponseAnswer(ChatTextAnswer):
 
     def _grow(self, delta: StreamDelta) -> list[dict[str, Any]]:
         """The events for a delta."""
-        events, reply = [], self.replies[0]
-        for said, tokens in reply.read(delta):
-            scores = chat_logprobs(self.tokenizer, reply.scores(tokens))["content"] if self.body.logprobs else []
+        events, reader = [], self.readers[0]
+        for said, tokens in reader.read(delta):
+            scores = chat_logprobs(self.tokenizer, reader.scores(tokens))["content"] if self.body.logprobs else []
             events += self._builder.add(said, scores)
         return events
 
@@ -133,7 +133,7 @@ class ResponseAnswer(ChatTextAnswer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.replies[0].thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.readers[0].thought_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -18,18 +18,19 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from specdec.errors import require_one_of
-from specdec.runtime.request_output import StreamDelta
+from specdec.errors import StoppingError, require_one_of
+from specdec.runtime.request_output import GenerationOutput, StreamDelta
+from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, EventTokens, Kind, Piece, Text
-from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
+from specdec.serving.tools.character_reader import CharacterReader, CutOff, NotACall, Reading, require_syntax
+from specdec.text.detokenize import DraftColours
 from specdec.text.token_texts import TokenTexts
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(NamedTuple):
     """How a model marks its thoughts.
 
     opens, closes: the markers. always: the answer begins with a thought, even without the marker. again: more thoughts
@@ -40,11 +41,6 @@ class ReasoningFormat:
     closes: str
     always: bool = False
     again: bool = False
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        """Tokens that the text must contain, whether special or not."""
-        return self.opens.split(">", 1)[0] + ">", self.closes
 
 
 REASONING: dict[str, ReasoningFormat] = {
@@ -101,27 +97,22 @@ class AnswerParser(CharacterReader):
 
     def feed(self, text: str) -> list[Piece]:
         """Read more text. Returns the new pieces."""
-        at = 0
-        while at < len(text):
-            if (end := self._plain_end(text, at)) > at:
-                self._at += end - at
-                self._plain(text[at:end])
-                at = end
-            else:
-                self._reading.send(text[at])
-                at += 1
-        return self._take()
+        self._append(text)
+        next(self._reading, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def prime(self, text: str) -> None:
         """Read the part of the answer that the prompt contains, such as the marker of a thought."""
-        self._at = self._told = -len(text)
+        self._dropped = self._told = -len(text)
         self.feed(text)
         self._kind = None
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Special tokens that the text must contain."""
-        return self.special + (self._thoughts.special if self._thoughts is not None else ())
+        """Tokens that the text must contain, whether special or not."""
+        form = self._thoughts
+        return self.special if form is None else (*self.special, form.opens.split(">")[0] + ">", form.closes)
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """The end of a prompt that `prime` must read. continued: text of an answer that the prompt continues."""
@@ -135,17 +126,12 @@ class AnswerParser(CharacterReader):
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """End the text. Returns the pieces that were held back. cut: the answer was cut off."""
-        if not self._ended:
-            self._ended, self._cut = True, cut
-            with suppress(StopIteration):
-                self._reading.send(END)
-            if self._gap and not (self._marked or self._thinking or self.num_calls):
-                self._tell_text("content", self._gap)
-        return self._take()
+        self._ended, self._cut = True, cut
+        return self.feed("")
 
     def _call(self) -> Reading[None]:
-        """Read one call, or markup. Raises NotACall if it is neither; the characters stay held."""
-        yield from self._next()
+        """Read one call, or markup. Raises NotACall if it is neither."""
+        yield from ()
         raise NotACall
 
     def _parse(self) -> Reading[None]:
@@ -153,7 +139,24 @@ class AnswerParser(CharacterReader):
             if self._thoughts is not None and self._thoughts.always:
                 yield from self._thought(self._thoughts)
             while True:
+                yield from self._plain_text()
                 yield from self._markup_or_content()
+        if self._gap and not (self._marked or self._thinking or self.num_calls):
+            self._tell_text("content", self._gap)
+
+    def _plain_text(self) -> Reading[None]:
+        """Read text up to the next character that may begin a marker. Raises CutOff at its end."""
+        while self._gap is None or self._thinking:
+            found = self._marks.search(self._text, self._at)
+            text = self._text[self._at : found.start() if found else len(self._text)]
+            self._at += len(text)
+            self._release()
+            if text:
+                self._plain(text)
+            if found:
+                return
+            self._require_more()
+            yield
 
     def _markup_or_content(self) -> Reading[None]:
         """Read a thought, a call, or one character of content. Raises CutOff at the end of the text."""
@@ -163,27 +166,26 @@ class AnswerParser(CharacterReader):
                 yield from self._thought(self._thoughts)
                 return
             yield from self._call()
-            self._held.clear()
+            self._release()
             self._end_call(whole=True)
         except NotACall as error:
             in_call, whole = self._phase, self._phase != "arguments"
-            if isinstance(error, CutOff) and (in_call or not self._held):
+            if isinstance(error, CutOff) and (in_call or not self._num_held):
                 if not whole:
-                    self._arguments("".join(self._held))
+                    self._arguments(self._held)
                 self._end_call(whole=whole)
                 raise
             self._end_call(whole=whole)
-            self._back_to(not in_call)  # another call may begin after a call
-            if self._held:
-                self._plain(self._held.pop())
+            self._back_to(0)
+            if not in_call:  # another call may begin after a call
+                self._plain((yield from self._released()))
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
         """Read a thought up to its closing marker, or up to a call if the thought is never closed."""
-        self._held.clear()
+        self._release()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
-            yield from self._next()
-            self._back()  # `feed` may report text up to here, after which the thought is not empty
+            yield from self._plain_text()
             if self._is_silent() and (yield from self._sees(form.opens)):
                 self._gap = ""  # some models repeat the marker
             elif (yield from self._sees(form.closes)):
@@ -192,10 +194,9 @@ class AnswerParser(CharacterReader):
                 if (yield from self._ends_in_call(form)):
                     break
             else:
-                yield from self._next()
-                self._think(self._held.pop())
-            self._held.clear()
-        self._held.clear()
+                self._think((yield from self._released()))
+            self._release()
+        self._release()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
 
@@ -211,14 +212,14 @@ class AnswerParser(CharacterReader):
             while not (yield from self._sees(form.closes)):
                 yield from self._next()
             closed = True
-        text = "".join(self._held)
+        text = self._held
         if closed:
             quoted: int | None = len(text) - len(form.closes)
         else:
             quoted = None if self._cut else self._first_call(text)
         if quoted is not None:
             self._back_to(quoted)
-        self._held.clear()
+        self._release()
         self._think(text[:quoted])
         return not closed and quoted is not None
 
@@ -229,13 +230,6 @@ class AnswerParser(CharacterReader):
         whole = {event.index for event, _, _ in pieces if isinstance(event, CallEnd) and event.whole}
         begun = (start for event, start, _ in pieces if isinstance(event, CallBegin) and event.index in whole)
         return next(begun, None)
-
-    def _plain_end(self, text: str, at: int) -> int:
-        """End of the plain text from here on, found by a quick search for markers."""
-        if self._phase or self._held or self._unread or (self._gap is not None and not self._thinking):
-            return at
-        found = self._marks.search(text, at)
-        return found.start() if found else len(text)
 
     # what is handed out
 
@@ -267,13 +261,13 @@ class AnswerParser(CharacterReader):
     def _tell_text(self, kind: Kind, text: str, later: int = 0) -> None:
         """Report text. later: number of characters read after it."""
         begins, self._kind = self._kind != kind, kind
-        self._tell(Text(kind, text, begins), self._at - later - len(text), later)
+        self._tell(Text(kind, text, begins), self._dropped + self._start - later - len(text), later)
 
     def _begin_call(self, name: str) -> None:
         """Begin a call. The held characters are its markup before the arguments."""
         self._end_call(whole=True)
-        start = self._at - len(self._held)
-        self._held.clear()
+        start = self._dropped + self._start
+        self._release()
         self._gap, self._marked, self._kind, self._phase, self._open = "", False, None, "arguments", True
         self._may_think = self._thoughts is not None and self._thoughts.again
         self._tell(CallBegin(self.num_calls, self._new_id(), name), start)
@@ -281,9 +275,19 @@ class AnswerParser(CharacterReader):
 
     def _arguments(self, text: str) -> None:
         """Report the held characters as more of the call's arguments."""
-        self._held.clear()
+        self._release()
         if text:
             self._tell(CallArguments(self.num_calls - 1, text), self._told)
+
+    def _close(self, *ends: str) -> Reading[None]:
+        """Read white space and one of these strings, which ends the call."""
+        self._phase = "closing"
+        self._release()
+        read = yield from self._solid()
+        while read not in ends:
+            require_syntax(any(end.startswith(read) for end in ends))
+            read += yield from self._next()
+        self._release()
 
     def _end_call(self, *, whole: bool) -> None:
         if self._open:
@@ -292,17 +296,13 @@ class AnswerParser(CharacterReader):
 
     def _tell(self, event: Event, start: int, later: int = 0) -> None:
         """Hand out an event that was read from `start` on, joined with the last one if it continues that."""
-        self._told = self._at - len(self._held) - later
+        self._told = self._dropped + self._start - later
         if self._pieces and (joined := _joined(self._pieces[-1].event, event)):
             event, start = joined, self._pieces.pop().start
         self._pieces.append(Piece(event, start, self._told))
 
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
-
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
 
 def _joined(first: Event, second: Event) -> Event | None:
@@ -315,29 +315,82 @@ def _joined(first: Event, second: Event) -> Event | None:
 
 
 class AnswerReader:
-    """Converts an answer's tokens to events by a parser. One reader per answer, fed token by token or at once.
+    """Converts the deltas of one choice of an answer, with any number of tokens each, to events by a parser.
 
-    parser: a new parser; special tokens of its format are read as text.
+    parser: a new parser; special tokens of its format are read as text. max_calls: further calls, and everything after
+    them, are left out. scored: do events carry tokens, even without a parser?
     """
 
-    def __init__(self, tokenizer: Any, parser: AnswerParser, stops: Sequence[str] = ()) -> None:
-        self._parser = parser
-        self._texts = TokenTexts(tokenizer, parser.written, stops)
+    def __init__(
+        self,
+        tokenizer: Any,
+        parser: AnswerParser | None = None,
+        stops: Sequence[str] = (),
+        *,
+        max_calls: int | None = None,
+        show_drafts: bool = False,
+        scored: bool = False,
+    ) -> None:
+        self.thought_tokens = 0
+        """Number of thought tokens read so far, without markers."""
+        self._parser = parser or AnswerParser()
+        self._texts = TokenTexts(tokenizer, self._parser.written, stops) if scored or self._parser.written else None
+        self.begins: list[int] = [] if self._texts is None else self._texts.begins
+        """For each token read so far, the index of its first character in the text. Requires `scored`."""
+        self._colours = DraftColours(tokenizer, stops) if show_drafts else None
+        self._max_calls = max_calls
+        self._scores: list[TokenLogprob] = []
         self._last: Event | None = None
-        self.begins = self._texts.begins
-        """For each token read so far, the index of its first character in the text."""
+        self._last_call_complete = False
 
     def read(self, delta: StreamDelta) -> list[EventTokens]:
-        """The events of one delta; the last delta, with its output, ends the answer. Tokens without text at the end,
-        such as an end token, belong to the last event if it is text."""
+        """The events of one delta, in order; the last delta, with its output, ends the answer. Tokens without text at
+        the end, such as an end token, belong to the last event if it is text."""
+        self._scores += delta.logprobs or []
+        if self._texts is not None:
+            events = self._parsed(self._texts, delta)
+        elif delta.text:
+            events = [EventTokens(Text("content", delta.text, begins=self._last is None), range(0))]
+        else:
+            return []  # such as a part of a character
+        if events:
+            self._last = events[-1].event
+        return self._counted(events)
+
+    def colours(self, delta: StreamDelta) -> list[tuple[str, bool]] | None:
+        """(text, is it from accepted drafts?) for the text that this delta adds; None: not requested."""
+        return None if self._colours is None else self._colours.read(delta)
+
+    def scores(self, tokens: range) -> list[TokenLogprob]:
+        """Log-probabilities of tokens that were read; empty if not requested."""
+        return self._scores[tokens.start : tokens.stop]
+
+    def finish_reason(self, output: GenerationOutput) -> str:
+        """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
+        if output.finish_reason == "abort":
+            raise StoppingError("this answer was ended before its end; the server is stopping")
+        return "tool_calls" if output.finish_reason == "stop" and self._last_call_complete else output.finish_reason
+
+    def _parsed(self, texts: TokenTexts, delta: StreamDelta) -> list[EventTokens]:
         output = delta.output
-        pieces = self._parser.feed(self._texts.read(delta.token_ids, finished=output is not None))
+        pieces = self._parser.feed(texts.read(delta.token_ids, finished=output is not None))
         if output is not None:
             pieces += self._parser.finish(cut=output.finish_reason == "length")
-        events = [EventTokens(event, self._texts.tokens_in(start, end)) for event, start, end in pieces]
-        if pieces:
-            self._last = pieces[-1].event
-        if output is not None and isinstance(self._last, Text | None) and (rest := self._texts.tokens_after()):
-            kind = "content" if self._last is None else self._last.kind
-            events.append(EventTokens(Text(kind, "", begins=self._last is None), rest))
+        events = [EventTokens(event, texts.tokens_in(start, end)) for event, start, end in pieces]
+        last = events[-1].event if events else self._last
+        if output is not None and isinstance(last, Text | None) and (rest := texts.tokens_after()):
+            events.append(EventTokens(Text("content" if last is None else last.kind, "", begins=last is None), rest))
+        return events
+
+    def _counted(self, events: list[EventTokens]) -> list[EventTokens]:
+        """The events before the first call beyond `max_calls`, which ends the answer."""
+        for at, (event, tokens) in enumerate(events):
+            if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
+                self._max_calls = -1
+            if self._max_calls == -1:
+                return events[:at]
+            if isinstance(event, CallEnd):
+                self._last_call_complete = event.whole
+            elif isinstance(event, Text) and event.kind == "thought":
+                self.thought_tokens += len(tokens)
         return events

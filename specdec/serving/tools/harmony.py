@@ -45,17 +45,16 @@ class HarmonyParser(JsonToolParser):
                     yield from self._marked_by(mark)
                 except CutOff:
                     if not self._phase:
-                        self._held.clear()  # they begin a header
+                        self._release()  # they begin a header
                     raise
                 return
-        yield from self._next()
         raise NotACall
 
     def _marked_by(self, mark: str) -> Reading[None]:
         """Read the header, and the call, that begin with this marker. Raises NotACall if it is not a header; the
         characters stay held."""
         if mark in ENDS or mark == MESSAGE:
-            self._held.clear()
+            self._release()
             self._kind, self._text_kind = None, "content"
             return
         header = mark + (yield from self._text_until(MESSAGE, MAX_HEADER))
@@ -64,8 +63,7 @@ class HarmonyParser(JsonToolParser):
         thought = channel is not None and channel[1] == "analysis"
         self._kind, self._text_kind = None, "thought" if thought else "content"
         if recipient is not None and (name := self._called(recipient[1])):
-            yield from self._solid()  # white space before a call belongs to the header
-            self._back()
+            yield from self._peek()  # white space before a call belongs to the header
             begins = yield from self._precedes("{")
             if begins or (yield from self._precedes(CALL)):
                 self._begin_call(name)
@@ -75,7 +73,7 @@ class HarmonyParser(JsonToolParser):
                 else:
                     self._arguments("{}")
                 yield from self._close(*ENDS)
-        self._held.clear()
+        self._release()
 
     def _plain(self, text: str) -> None:
         self._gap = None  # here white space is text

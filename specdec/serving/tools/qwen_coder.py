@@ -20,14 +20,13 @@ class TaggedCallParser(AnswerParser):
 
     def _tagged_call(self) -> Reading[None]:
         """Read a call after its first "<". A repeated parameter is left out: the first one may have been sent."""
-        yield from self._expect(CALL_OPENS[1:])
+        yield from self._expect(CALL_OPENS)
         name = yield from self._name()
         yield from self._expect(">")
         self._begin_call(name)
         schema, given, separator = self._tools.get(name), set[str](), "{"
         while True:
-            yield from self._solid()
-            self._back()
+            yield from self._peek()
             if (yield from self._sees(CALL_ENDS)) or (yield from self._precedes(BLOCK_ENDS)):
                 break
             yield from self._expect(NEXT)
@@ -46,7 +45,7 @@ class TaggedCallParser(AnswerParser):
 
         others: parameters that may follow an unclosed one. head: the arguments before the value, if it is cut off.
         """
-        self._held.clear()
+        self._release()
         ends: dict[bool, int] = {}  # possible ends: before any marker, and before one at a border
         calls = 0  # open quoted calls in the value
         with suppress(CutOff):
@@ -54,7 +53,7 @@ class TaggedCallParser(AnswerParser):
                 if (yield from self._next()) != "<":
                     continue
                 self._back()
-                size = len(self._held)
+                size = self._num_held
                 if (yield from self._sees(VALUE_ENDS)):
                     ends[False] = size
                     if (yield from self._precedes(*BORDERS)):
@@ -73,7 +72,7 @@ class TaggedCallParser(AnswerParser):
                 else:
                     yield from self._next()
         if not ends:  # the value was cut off
-            text = "".join(self._held).removeprefix("\n")
+            text = self._held.removeprefix("\n")
             self._arguments(head + (quoted(text)[:-1] if "string" in types else text))
             raise CutOff
         size = ends.get(True, ends[False])
@@ -82,8 +81,8 @@ class TaggedCallParser(AnswerParser):
 
     def _take_value(self, size: int) -> str:
         """The held value without the line ends around it."""
-        text = "".join(self._held[:size])
-        self._held.clear()
+        text = self._held[:size]
+        self._release()
         return text.removeprefix("\n").removesuffix("\n")
 
 

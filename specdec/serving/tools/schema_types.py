@@ -9,7 +9,7 @@ recursive or hostile schema costs no more than its length.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,54 +28,40 @@ def accepted_types(schema: Any, root: Any) -> Types:
 
     root: the schema that "#" refers to, such as a tool's `parameters`.
     """
-    return _combined(schema, root, _own_types, {})
+    return _types(schema, root, None, {})
 
 
 def parameter_types(parameters: Any, name: str) -> Types:
     """The JSON types that a tool's parameters accept for one argument."""
-    seen: dict[int, Types] = {}
-
-    def own(schema: Mapping[str, Any]) -> Iterable[Types]:
-        properties = schema.get("properties")
-        if isinstance(properties, Mapping) and name in properties:
-            yield _combined(properties[name], parameters, _own_types, seen)
-        elif "patternProperties" not in schema:
-            yield _combined(schema.get("additionalProperties", True), parameters, _own_types, seen) or ANY_TYPE
-
-    return _combined(parameters, parameters, own, {})
+    return _types(parameters, parameters, name, {})
 
 
-def _own_types(schema: Mapping[str, Any]) -> Iterable[Types]:
-    if "type" in schema:
-        given = schema["type"]
-        yield _named(given if isinstance(given, list) else [given])
-    if isinstance(values := schema.get("enum"), list):
-        yield frozenset(map(type_of, values))
-    if "const" in schema:
-        yield frozenset({type_of(schema["const"])})
-
-
-def _combined(
-    schema: Any, root: Any, own: Callable[[Mapping[str, Any]], Iterable[Types]], seen: dict[int, Types], depth: int = 0
-) -> Types:
+def _types(schema: Any, root: Any, name: str | None, seen: dict[Any, Types], depth: int = 0) -> Types:
     """The types that a schema accepts together with all schemas that it combines.
 
-    own: types from one schema's own members, without combined schemas. seen: types of the visited schemas, by identity.
+    name: the types of the argument with this name are asked for; None: those of the value itself. seen: types of the
+    visited schemas, by identity and name.
     """
     if schema is False:
         return NO_TYPE
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ANY_TYPE
-    if id(schema) in seen:
-        return seen[id(schema)]
-    seen[id(schema)] = ANY_TYPE  # for a reference that leads back here
+    if (id(schema), name) in seen:
+        return seen[id(schema), name]
+    seen[id(schema), name] = ANY_TYPE  # for a reference that leads back here
     if "$id" in schema:  # a separate document: "#" means it
         root = schema
 
     def types_of(inner: Any) -> Types:
-        return _combined(inner, root, own, seen, depth + 1)
+        return _types(inner, root, name, seen, depth + 1)
 
-    found = ANY_TYPE.intersection(*own(schema))
+    found, properties = ANY_TYPE, schema.get("properties")
+    if name is None:
+        found = _own_types(schema)
+    elif isinstance(properties, Mapping) and name in properties:
+        found = _types(properties[name], root, None, seen)
+    elif "patternProperties" not in schema:
+        found = _types(schema.get("additionalProperties", True), root, None, seen) or ANY_TYPE
     for key in ("$ref", "$dynamicRef"):
         if key in schema:
             found &= types_of(resolved(schema[key], root))
@@ -86,7 +72,21 @@ def _combined(
             found &= NO_TYPE.union(*map(types_of, one_of))
     if schema.get("nullable") is True:  # from OpenAPI
         found |= {"null"}
-    seen[id(schema)] = found
+    seen[id(schema), name] = found
+    return found
+
+
+def _own_types(schema: Mapping[str, Any]) -> Types:
+    """The types that a schema's own members accept, without the schemas that it combines."""
+    found = ANY_TYPE
+    names = schema.get("type")
+    names = names if isinstance(names, list) else [names]
+    if names and all(isinstance(name, str) and name in ANY_TYPE for name in names):
+        found = frozenset(names) | ({"integer"} if "number" in names else NO_TYPE)
+    if isinstance(values := schema.get("enum"), list):
+        found &= frozenset(map(type_of, values))
+    if "const" in schema:
+        found &= {type_of(schema["const"])}
     return found
 
 
@@ -103,12 +103,6 @@ def resolved(reference: Any, root: Any) -> Any:
         except (LookupError, TypeError):
             return True
     return found
-
-
-def _named(names: Sequence[Any]) -> Types:
-    if not names or not all(isinstance(name, str) and name in ANY_TYPE for name in names):
-        return ANY_TYPE
-    return frozenset(names) | ({"integer"} if "number" in names else NO_TYPE)
 
 
 def type_of(value: Any) -> str:

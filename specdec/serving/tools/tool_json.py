@@ -18,6 +18,8 @@ NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
 JSON_SPACE = frozenset(" \t\n\r")
 ESCAPED = frozenset('"\\/bfnrtu')
+ORDINARY = re.compile(r'[^"\\\x00-\x1f]+')
+"""Characters that strings hold as they are."""
 WORDS = {"t": "true", "f": "false", "n": "null"}
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_JSON_DEPTH = 64
@@ -36,57 +38,53 @@ class JsonToolParser(AnswerParser):
     """Another quote around texts, within which nothing is escaped; empty: none."""
     loose = False
     """May keys and texts have no quotes? White space between values is then not passed on."""
+    bare = False
+    """Are calls without markers, so that one must have arguments?"""
 
     def _call(self) -> Reading[None]:
         opens, closes = self.special[:2]
         yield from self._expect(opens)
-        yield from self._marked_calls()
+        yield from self._calls()
         yield from self._close(closes)
 
-    def _marked_calls(self) -> Reading[None]:
-        """Read what is between the markers."""
-        yield from self._json_calls()
-
-    def _json_calls(self, *, bare: bool = False) -> Reading[None]:
-        """Read a call {"name": ..., "arguments": {...}}, or a list of calls. bare: arguments are required."""
-        if (yield from self._solid()) == "{":
-            yield from self._json_call(bare)
+    def _calls(self) -> Reading[None]:
+        """Read what is between the markers: a call {"name": ..., "arguments": {...}}, or a list of calls."""
+        if (yield from self._peek()) == "{":
+            yield from self._json_call()
             return
-        require_syntax(self._held[-1] == "[")
+        yield from self._expect("[")
         char = ","
         while char == ",":
             self._phase = ""
-            require_syntax((yield from self._solid()) == "{")
-            yield from self._json_call(bare)
+            yield from self._peek()
+            yield from self._json_call()
             char = yield from self._solid()
         require_syntax(char == "]")
-        self._held.clear()
+        self._release()
 
-    def _json_call(self, bare: bool) -> Reading[None]:
-        """Read the members of a call in any order, after its brace."""
+    def _json_call(self) -> Reading[None]:
+        """Read a call with its members in any order."""
+        yield from self._expect("{")
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
-            require_syntax(char == '"')
-            key = yield from self._json_text()
+            self._back()
+            key = yield from self._json_name()
             require_syntax((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
-                require_syntax((yield from self._solid()) == '"')
-                name = yield from self._json_text()
+                name = yield from self._json_name()
                 require_syntax(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
-                begun = name is not None and (yield from self._solid()) == "{"
-                if name is not None:
-                    self._back()
-                if begun:
-                    self._begin_call(name or "")
+                if name is not None and (yield from self._peek()) == "{":
+                    begun = True
+                    self._begin_call(name)
                     yield from self._json_value(self._arguments)
                     arguments, self._phase = "", "closing"
                 else:
-                    arguments = yield from self._json_arguments()
+                    arguments = _object((yield from self._json_text()))
             else:
                 require_syntax(key in OTHER_KEYS)
-                yield from self._json_value(_at_most(MAX_OTHER))
+                yield from self._json_text(MAX_OTHER)
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
@@ -95,35 +93,30 @@ class JsonToolParser(AnswerParser):
                 self._back()  # a brace was forgotten
                 break
         if not begun:
-            if name is None or (bare and arguments is None):
+            if name is None or (self.bare and arguments is None):
                 raise NotACall
             self._begin_call(name)
             self._arguments(arguments or "{}")
             self._phase = "closing"
-        self._held.clear()
+        self._release()
 
-    def _json_arguments(self) -> Reading[str]:
-        """Read the arguments as a whole: an object, an object in a string, or null."""
-        read: list[str] = []
-        yield from self._json_value(read.append)
-        text = "".join(read).strip()
-        if text.startswith('"'):
-            text = json.loads(text)
-        value = _loaded(text)
-        require_syntax(value is None or isinstance(value, dict))
-        return "{}" if value is None else text
+    def _json_name(self) -> Reading[str]:
+        """Read a short string, such as a key."""
+        require_syntax((yield from self._peek()) == '"')
+        return str(_loaded((yield from self._json_text(MAX_NAME))))
 
-    def _json_text(self) -> Reading[str]:
-        """Read the short text of a string, a key or a name, after its first quote."""
-        read = ['"']
+    def _json_text(self, most: int = 1 << 30) -> Reading[str]:
+        """Read any value as a whole. Raises NotACall if it has more than `most` characters, without quotes."""
+        read, left = list[str](), most + 2
 
         def sink(text: str) -> None:
+            nonlocal left
             read.append(text)
-            require_syntax(len(read) <= MAX_NAME + 2)
+            left -= len(text)
+            require_syntax(left >= 0)
 
-        yield from self._json_string(sink)
-        text: str = _loaded("".join(read))
-        return text
+        yield from self._json_value(sink)
+        return "".join(read)
 
     def _json_value(self, sink: Callable[[str], None], depth: int = 0) -> Reading[None]:
         """Read any value and pass it on."""
@@ -137,11 +130,10 @@ class JsonToolParser(AnswerParser):
             yield from self._json_items(char, sink, depth + 1)
         elif self.loose:
             require_syntax(char not in "{}[],:")
-            sink(typed(char + (yield from self._word(",}]\n")), NO_TYPE))
+            word = char + (yield from self._while(lambda more: more not in ",}]\n"))
+            sink(typed(word.rstrip(), NO_TYPE))
         elif char in NUMBER_CHARACTERS:
-            while (yield from self._next()) in NUMBER_CHARACTERS:
-                char += self._held[-1]
-            self._back()
+            char += yield from self._while(lambda more: more in NUMBER_CHARACTERS)
             require_syntax(NUMBER.fullmatch(char))
             sink(char)
         else:
@@ -173,19 +165,11 @@ class JsonToolParser(AnswerParser):
         """Read a key and its colon."""
         if not (yield from self._quoted(sink)):
             require_syntax(self.loose)
-            key = yield from self._word(':{}[],"')
-            require_syntax(key and (yield from self._precedes(":")))
-            sink(quoted(key))
+            key = yield from self._while(lambda char: char not in ':{}[],"')
+            require_syntax(key.rstrip() and (yield from self._precedes(":")))
+            sink(quoted(key.rstrip()))
         require_syntax((yield from self._json_solid(sink)) == ":")
         sink(": " if self.loose else ":")
-
-    def _word(self, ends: str) -> Reading[str]:
-        """Read text without quotes, up to one of these characters."""
-        word = ""
-        while (char := (yield from self._next())) not in ends:
-            word += char
-        self._back()
-        return word.rstrip()
 
     def _quoted(self, sink: Callable[[str], None]) -> Reading[bool]:
         """Read a text with its quotes, if one comes next."""
@@ -196,7 +180,8 @@ class JsonToolParser(AnswerParser):
         elif char == self.quote[:1]:
             yield from self._expect(self.quote[1:])
             sink('"')
-            yield from self._until(self.quote, lambda text: sink(quoted(text)[1:-1]))
+            while not (yield from self._sees(self.quote)):
+                sink(quoted((yield from self._next()))[1:-1])
             sink('"')
         else:
             self._back()
@@ -215,6 +200,8 @@ class JsonToolParser(AnswerParser):
                     for _ in range(4):
                         char += yield from self._next()
                         require_syntax(char[-1] in string.hexdigits)
+            elif char >= " ":
+                char += self._read_run(ORDINARY)
             sink(json.dumps(char)[1:-1] if char < " " else char)
         sink(char)
 
@@ -226,22 +213,19 @@ class JsonToolParser(AnswerParser):
         return char
 
 
-def _at_most(count: int) -> Callable[[str], None]:
-    """A sink that drops text, and raises NotACall after `count` characters."""
-    left = [count]
-
-    def sink(text: str) -> None:
-        left[0] -= len(text)
-        require_syntax(left[0] >= 0)
-
-    return sink
-
-
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         raise NotACall from None
+
+
+def _object(text: str) -> str:
+    """The JSON of arguments that are an object, an object in a string, or null."""
+    text = json.loads(text) if text.lstrip().startswith('"') else text.strip()
+    value = _loaded(text)
+    require_syntax(value is None or isinstance(value, dict))
+    return "{}" if value is None else text
 
 
 def quoted(text: str) -> str:

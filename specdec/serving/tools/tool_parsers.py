@@ -24,12 +24,9 @@ class HermesParser(JsonToolParser, TaggedCallParser):
 
     special = ("<tool_call>", "</tool_call>")
 
-    def _marked_calls(self) -> Reading[None]:
-        if (yield from self._solid()) == "<":
-            yield from self._tagged_call()
-        else:
-            self._back()
-            yield from self._json_calls()
+    def _calls(self) -> Reading[None]:
+        tagged = (yield from self._peek()) == "<"
+        yield from (self._tagged_call() if tagged else super()._calls())
 
 
 class LlamaParser(JsonToolParser):
@@ -37,17 +34,14 @@ class LlamaParser(JsonToolParser):
 
     special = ("<|python_tag|>",)
     signs = ("<|start_header_id|>", "parameters")
+    bare = True
 
     def _call(self) -> Reading[None]:
-        begins = self._gap is not None
-        if (yield from self._next()) == "<":
-            yield from self._expect("|python_tag|>")
-        else:
-            require_syntax(begins)
-            self._back()
+        if not (yield from self._sees(self.special[0])):
+            require_syntax(self._gap is not None)
         if (yield from self._solid()) != ";" or not self.num_calls:
             self._back()
-        yield from self._json_calls(bare=True)
+        yield from self._calls()
 
 
 class MistralParser(JsonToolParser):
@@ -57,21 +51,17 @@ class MistralParser(JsonToolParser):
 
     def _call(self) -> Reading[None]:
         yield from self._expect("[TOOL_CALLS]")
-        char = yield from self._solid()
-        self._back()
-        if char in "[{":
-            yield from self._json_calls()
+        if (yield from self._peek()) in "[{":
+            yield from self._calls()
             return
         name = yield from self._name()
-        if (yield from self._solid()) == "[" and (yield from self._next()) == "C":
-            yield from self._expect("ALL_ID]")
+        yield from self._peek()
+        if (yield from self._sees("[CALL_ID]")):
             yield from self._text_until("[")  # skip its id: a new one is made
-            yield from self._next()
-        if self._held[-1] == "A":
-            yield from self._expect("RGS]")
-            yield from self._solid()
-        require_syntax(self._held[-1] == "{")
-        self._back()
+            self._back()
+        if (yield from self._sees("[ARGS]")):
+            yield from self._peek()
+        require_syntax((yield from self._peek()) == "{")
         self._begin_call(name)
         yield from self._json_value(self._arguments)
 
@@ -87,7 +77,7 @@ class GemmaParser(JsonToolParser):
     special = ("<|tool_call>", "<tool_call|>", quote)
     loose = True
 
-    def _marked_calls(self) -> Reading[None]:
+    def _calls(self) -> Reading[None]:
         yield from self._expect("call:")
         name = yield from self._name()
         yield from self._expect("{")
