@@ -18,7 +18,7 @@ from specdec.models.target import StatesNeeded
 from specdec.progress import progress_bar
 from specdec.runtime.drafts.draft_policy import RoundTimes
 from specdec.runtime.prompts.prefill import Prefill
-from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
+from specdec.runtime.prompts.prompt_budget import PromptGap
 from specdec.runtime.rounds.captured_rounds import CapturedRounds
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.device_state import DeviceState
@@ -89,11 +89,11 @@ def _run(steps: Steps, captured_rounds: CapturedRounds, shape: RoundShape) -> No
 
 def _capture_parts(steps: Steps) -> None:
     """Run each divided forward once. This captures it, so that no request waits for a capture later."""
-    division, captured_prompts = steps.scheduler.prompt_gap.division, steps.prefill.captured_prompts
-    if division is None or captured_prompts is None:
+    captured_prompts = steps.prefill.captured_prompts
+    if not steps.scheduler.prompt_gap.shares or captured_prompts is None:
         return
     steps.state.flush()
-    longest = min(steps.table.slots.host.shape[1] - 1, division.max_tokens)
+    longest = steps.table.slots.host.shape[1] - 1
     for needed in {steps.state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
@@ -155,7 +155,7 @@ def time_prompts(state: DeviceState, gap: PromptGap, prefill: Prefill, max_token
         table.committed_len[table.padding_row] = 0
         fastest: float = max(1e-9, min(seconds[1:]))
         if needed is within:
-            gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
+            gap.cost.time(count, fastest, prefix)
         return fastest
 
     within, ending = (state.states_needed(scored=False, ends_prompt=ends) for ends in (False, True))

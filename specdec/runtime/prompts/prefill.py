@@ -24,7 +24,7 @@ from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launches import HostCopy, Launch, copy_to_host
-from specdec.runtime.prompts.prompt_budget import Division, PromptGap, PromptLoad
+from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import CapturedPrompts, eager_forward
@@ -37,7 +37,7 @@ from specdec.runtime.rounds.prompt_chunks import (
     draw_first_tokens,
     score_chunk,
 )
-from specdec.runtime.rounds.prompt_sizes import SIZES_IN_PARTS
+from specdec.runtime.rounds.prompt_sizes import PartShare
 from specdec.runtime.rounds.result import NO_DRAFT, RoundShape
 from specdec.runtime.scheduler import RequestBatch, Scheduler
 from specdec.sampling.log_probs import max_logprobs
@@ -185,13 +185,9 @@ class Prefill:
         return PromptReading(batch, chunk_len, done, scoring, parts)
 
 
-def division_of(state: DeviceState, *, captured: bool) -> Division | None:
-    """How forwards over prompts are divided among steps; None: they are not.
-
-    A GPU takes as long for one token as for 64, and reads 256 in two or three steps; on a CPU each token takes time.
-    """
+def part_shares(state: DeviceState, *, captured: bool) -> Sequence[PartShare]:
+    """The parts in which forwards over prompts are divided among steps; empty: they are not."""
     if not state.target.can_pause or not (captured or state.device.type == "cpu"):
-        return None
+        return ()
     states = state.states_needed(scored=False, ends_prompt=False)
-    _, shares = divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)
-    return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)
+    return divide(state.target, state.aux_layers, states, LAYERS_A_PART if captured else 1)[1]
