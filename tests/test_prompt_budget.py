@@ -134,7 +134,7 @@ def test_what_forwards_take_is_learned_from_any_of_them() -> None:
             if number >= 500:
                 errors.append(abs(cost.seconds(load) / spent - 1))
             cost.learn(load, spent)
-        assert np.median(errors) < 0.15
+        assert np.median(errors) < 0.05
 
 
 def test_what_was_timed_is_known_between_sizes_and_after_prefixes() -> None:

@@ -27,12 +27,11 @@ from specdec.runtime.launches import HostCopy, Launch, copy_to_host
 from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts, eager_forward
+from specdec.runtime.rounds.captured_prompts import CapturedPrompts, PromptParts, eager_forward
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
     LAYERS_A_PART,
     PREFILL_STAGES,
-    PromptParts,
     divide,
     draw_first_tokens,
     score_chunk,

@@ -11,7 +11,7 @@ tokens and with no states. Chunks that need every state, for scores of the promp
 target or drafter always needs every state, these are the only shapes, 26 in all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,11 +20,10 @@ import torch
 
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.models.paused_forward import PausedForward
 from specdec.models.target import StatesNeeded
 from specdec.runtime.rounds.captured_rounds import CaptureRule, CaptureSet
 from specdec.runtime.rounds.device_state import DeviceState
-from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, PromptParts, begin_reading, divide, read_chunk
+from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, divide, read_chunk
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
 
 MAX_TOKENS = 8192
@@ -55,6 +54,22 @@ class ChunkShape(NamedTuple):
         return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s")
 
 
+class PromptParts(NamedTuple):
+    """The parts that read some chunks: time share and program of each. read: returns the result after the last part.
+    generation: of the weights."""
+
+    shares: Sequence[PartShare]
+    programs: Sequence[Callable[[], object]]
+    read: Callable[[], Chunk]
+    generation: int
+
+    def run(self) -> Chunk:
+        """Run all parts."""
+        for program in self.programs:
+            program()
+        return self.read()
+
+
 class ChunkProgram:
     """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
     fixed addresses if it is captured.
@@ -73,7 +88,7 @@ class ChunkProgram:
         self.shares = [PartShare()]
         self._chunk: Chunk | None = None
         self._layer_ends: list[int] = []
-        self._paused: PausedForward[Chunk] | None = None  # between two parts
+        self._reading: Generator[None, None, Chunk] | None = None  # between two parts
         self._state = state
         self._shape = shape
         self._keep = keep
@@ -93,32 +108,25 @@ class ChunkProgram:
 
     @property
     def programs(self) -> list[Program]:
-        return [partial(self._part, end) for end in self._layer_ends] or [self._whole]
+        """The parts, in order."""
+        return [partial(self._run_part, number) for number in range(len(self.shares))]
 
     def result(self) -> Chunk:
         """The result of the last program."""
         assert self._chunk is not None, "the forward has not run"
         return self._chunk
 
-    def _whole(self) -> torch.Tensor:
-        rows, length = self._inputs
-        return self._end(read_chunk(self._state, rows, length, self._shape.tokens, self._shape.needed))
-
     @torch.inference_mode()
-    def _part(self, end: int) -> torch.Tensor:
-        if end == self._layer_ends[0]:
-            rows, length = self._inputs
-            self._paused = begin_reading(self._state, rows, length, self._shape.tokens, self._shape.needed)
-        assert self._paused is not None, f"the part up to layer {end} before the first"
-        self._paused.advance(end)
-        if end < self._layer_ends[-1]:
-            return self._inputs  # a program must return a tensor to keep
-        paused, self._paused = self._paused, None
-        return self._end(paused.finish())
-
-    def _end(self, chunk: Chunk) -> torch.Tensor:
-        self._chunk = self._keep(chunk)
-        return self._chunk.hidden
+    def _run_part(self, number: int) -> torch.Tensor:
+        if number == 0:
+            shape = self._shape
+            self._reading = read_chunk(self._state, *self._inputs, shape.tokens, shape.needed, self._layer_ends)
+        assert self._reading is not None, f"part {number} before the first"
+        try:
+            next(self._reading)
+        except StopIteration as end:
+            self._reading, self._chunk = None, self._keep(end.value)
+        return self._inputs  # a program must return a tensor to keep
 
 
 def eager_forward(
