@@ -129,10 +129,10 @@ class Engine:
             ladder = draft_ladder(spec, captured=capture is not None, lookup=self.state.has_lookup)
             draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
         if capture is not None:
-            strict = config.cuda_graphs is True
-            store = CaptureStore(capture, memory, config.max_capture_bytes or default_budget(*target.devices))
-            captured_rounds = CapturedRounds(self.state, store, strict=strict)
-            captured_prompts = CapturedPrompts(self.state, store, strict=strict)
+            state, budget_bytes = self.state, config.max_capture_bytes or default_budget(*target.devices)
+            bound_to = state.weights.generation, lambda: state.view.key
+            store = CaptureStore(capture, memory, budget_bytes, *bound_to, strict=config.cuda_graphs is True)
+            captured_rounds, captured_prompts = CapturedRounds(state, store), CapturedPrompts(state, store)
         self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, captured_rounds, captured_prompts)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)

@@ -110,7 +110,7 @@ def test_long_prompts_run_uncaptured(small_engine, monkeypatch, most, shapes) ->
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
     assert captured_batches(engine) == {1, 2}
-    tried = engine.steps.prefill.captured_prompts._captured
+    tried = captured_prompts(engine)
     assert {shape.tokens for shape in tried} <= shapes and bool(tried) == bool(shapes)
 
 

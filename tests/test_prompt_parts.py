@@ -23,6 +23,7 @@ from inside import (
     TargetModel,
     assert_idle,
     capture_on_tape,
+    captured_prompts,
     divide,
 )
 from marks import deep, deep_cases, examples, usual_cases
@@ -148,8 +149,7 @@ def test_fused_layers_stop_too(captured, scene_of):
     while not all(handle.finished for handle in late):
         scene.engine.step()
     if captured:
-        kept = [one for one in scene.engine.steps.prefill.captured_prompts._captured.values() if one]
-        assert max(len(one.replays) for one in kept) > 1
+        assert max(len(one.replays) for one in captured_prompts(scene.engine).values()) > 1
     scene.finish()
 
 
@@ -346,12 +346,10 @@ def test_parts_are_captured_before_the_first_request(scene_of, monkeypatch):
     """In three sizes, with states of last tokens and of none; no long prompt waits for a capture."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     scene = scene_of(True, fused=True, max_model_len=256)
-    kept = scene.engine.steps.prefill.captured_prompts._captured
-    divided = {shape: one for shape, one in kept.items() if shape.divided}
+    divided = [shape for shape in captured_prompts(scene.engine) if shape.divided]
     assert {(shape.tokens, shape.needed) for shape in divided} == {
         (tokens, states) for tokens in (64, 128, 256) for states in (StatesNeeded.LAST, StatesNeeded.NONE)
     }
-    assert all(divided.values())
     made = scene.engine.stats().captures.made
     late = scene.submit(20, 1)
     while not late.finished:

@@ -77,9 +77,8 @@ class Steps:
         self.launches.settle_all(left=len(self.launches.unsettled))  # the oldest whose rows are all lost
 
     def clear_captures(self) -> None:
-        for captures in (self.captured_rounds, self.prefill.captured_prompts):
-            if captures is not None:
-                captures.clear()
+        if self.captured_rounds is not None:
+            self.captured_rounds.store.clear()
 
     def stats(self) -> EngineStats:
         """A copy of the sums, with the engine's present state."""

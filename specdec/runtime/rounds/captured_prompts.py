@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
+from specdec.gpu.captures import SPARE_POOL, CaptureRule, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import StatesNeeded
-from specdec.runtime.rounds.captured_rounds import CaptureRule, CaptureSet
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import LAYERS_A_PART, Chunk, divide, read_chunk
 from specdec.runtime.rounds.prompt_sizes import MIN_LONG_TOKENS, SIZES_IN_PARTS, PartShare, token_buckets
@@ -50,8 +49,9 @@ class ChunkShape(NamedTuple):
     def rule(self) -> CaptureRule:
         """Each long size warns of its own: smaller ones may be captured."""
         if self.tokens <= MIN_LONG_TOKENS:
-            return CaptureRule("prompts", "prompts run without CUDA graphs: %s")
-        return CaptureRule(SPARE_POOL, f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s")
+            return CaptureRule("prompts", "prompts", "prompts run without CUDA graphs: %s")
+        warning = f"forwards over {self.tokens:,} prompt tokens run without CUDA graphs: %s"
+        return CaptureRule("prompts", SPARE_POOL, warning)
 
 
 class PromptParts(NamedTuple):
@@ -139,20 +139,15 @@ def eager_forward(
     return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
 
 
-class CapturedPrompts(CaptureSet):
+class CapturedPrompts:
     """The captured chunks of one engine. All shapes share the tensors that receive results for the drafter and the
     first draw, since results are read before the next forward runs."""
 
-    kind = "prompts"
-
-    def __init__(self, state: DeviceState, store: CaptureStore, *, strict: bool) -> None:
+    def __init__(self, state: DeviceState, store: CaptureStore) -> None:
+        self._state = state
+        self._store = store
         self._results: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
         self._made: dict[ChunkShape, ChunkProgram] = {}  # one per shape: captures read its inputs
-        super().__init__(state, store, strict=strict)
-
-    @property
-    def shared_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._results.values())
 
     @torch.inference_mode()
     def _copy_chunk(self, chunk: Chunk) -> Chunk:
@@ -169,6 +164,7 @@ class CapturedPrompts(CaptureSet):
         count, *rest = new.shape
         if name not in self._results:
             self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+            self._store.shared_bytes += self._results[name].nbytes
         return self._results[name][:count].copy_(new)
 
     def begin_forward(
@@ -181,29 +177,31 @@ class CapturedPrompts(CaptureSet):
         """
         size = len(rows), int(chunk_len.sum())
         shape = (self.bucket(*size, needed, divided=True) if divided else None) or self.bucket(*size, needed)
-        rare = needed is StatesNeeded.EVERY and self.state.states_needed(scored=False, ends_prompt=True) is not needed
+        rare = needed is StatesNeeded.EVERY and self._state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
-            self.store.uncaptured[self.kind] += 1
-            return eager_forward(self.state, rows, chunk_len, needed)
-        self.state.weights.generation()  # checked first: another model may have other layers
-        program = self._made.get(shape) or ChunkProgram(self.state, shape, self._copy_chunk)
+            self._store.uncaptured["prompts"] += 1
+            return eager_forward(self._state, rows, chunk_len, needed)
+        self._state.weights.generation()  # checked first: another model may have other layers
+        program = self._made.get(shape) or ChunkProgram(self._state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        programs = self.programs_to_run(shape, program.programs, shape.rule)
+        programs = self._store.programs_to_run(shape, program.programs, shape.rule)
 
         def read() -> Chunk:
             chunk = program.result()
-            self.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
+            self._store.capture_next(
+                shape, program.programs, shape.rule
+            )  # at once: each of the few shapes occurs again
             return chunk
 
-        return PromptParts(program.shares, programs, read, self._generation)
+        return PromptParts(program.shares, programs, read, self._store.generation)
 
     def bucket(
         self, num_runs: int, num_tokens: int, needed: StatesNeeded, *, divided: bool = False
     ) -> ChunkShape | None:
         """The captured shape for `num_tokens` tokens, rounded up to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
-            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.state.cache.table.max_requests)
+            runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self._state.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
                 return ChunkShape(tokens, runs, needed, divided)
         return None
