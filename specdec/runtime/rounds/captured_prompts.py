@@ -119,8 +119,8 @@ class ChunkProgram:
     @torch.inference_mode()
     def _run_part(self, number: int) -> torch.Tensor:
         if number == 0:
-            shape = self._shape
-            self._reading = read_chunk(self._state, *self._inputs, shape.tokens, shape.needed, self._layer_ends)
+            (rows, length), shape = self._inputs, self._shape
+            self._reading = read_chunk(self._state, rows, length, shape.tokens, shape.needed, self._layer_ends)
         assert self._reading is not None, f"part {number} before the first"
         try:
             next(self._reading)
