@@ -72,10 +72,6 @@ class PausedOutline:
         outline(**self._inputs, specdec_ctx=self)
         self._done = 0
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._calls)
-
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Called for each layer: in the first run it notes the call; in the second it returns the last layer's
         result, which no stand-in changes."""
@@ -112,7 +108,8 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
     """A function that starts pausable forwards of this decoder; None: it cannot pause, or the result would differ."""
     if isinstance(decoder, FusedDecoder):
         return decoder.begin_forward
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
         return None
     outline = outline_of(decoder)
 
@@ -122,7 +119,7 @@ def start_forward_of(decoder: nn.Module, proof: ProbeResult) -> StartForward | N
 
     def run(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
         paused = start(tokens, positions, context, None)
-        for layer in range(paused.num_layers):
+        for layer in range(len(layers)):
             paused.advance(layer + 1)
         return cast(torch.Tensor, paused.finish())
 

@@ -13,14 +13,14 @@ or if weights have moved, the forward is dropped and its chunks are read again.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.models.target import StatesNeeded
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launches import HostCopy, Launch, copy_to_host
@@ -89,13 +89,17 @@ class PromptReading:
 class Prefill:
     """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none.
 
-    captured_prompts: captured forwards; None if nothing is captured.
+    captured_prompts: captured forwards; None if nothing is captured. begin_forward: see
+    `CapturedPrompts.begin_forward`.
     """
 
     def __init__(
         self, scheduler: Scheduler, state: DeviceState, captured_prompts: CapturedPrompts | None, threads: CpuThreads
     ) -> None:
         self.captured_prompts = captured_prompts
+        self.begin_forward: Callable[..., PromptParts] = (
+            partial(eager_forward, state) if captured_prompts is None else captured_prompts.begin_forward
+        )
         self.reading: PromptReading | None = None
         self._scheduler = scheduler
         self._state = state
@@ -160,14 +164,6 @@ class Prefill:
         launched = Launch(batch, drawing, shape, HostCopy(packed, state.target.ranks), none, none, scores)
         self._scheduler.commit_chunks(requests, chunk_len)
         return launched
-
-    def begin_forward(
-        self, rows: IntArray, chunk_len: IntArray, needed: StatesNeeded, *, divided: bool = False
-    ) -> PromptParts:
-        """Begin a forward over prompt chunks, as a whole or divided; short ones are captured. needed: see `Chunk`."""
-        if self.captured_prompts is None:
-            return eager_forward(self._state, rows, chunk_len, needed, divided=divided)
-        return self.captured_prompts.begin_forward(rows, chunk_len, needed, divided=divided)
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, others_decode: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would otherwise wait too
