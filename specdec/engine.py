@@ -47,8 +47,7 @@ from specdec.runtime.prompts.prefixes import PrefixPolicy
 from specdec.runtime.prompts.prompt_budget import PromptBudget, PromptGap
 from specdec.runtime.request import Request
 from specdec.runtime.request_output import GenerationOutput, StreamDelta
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts
-from specdec.runtime.rounds.captured_rounds import CapturedRounds, capture_for
+from specdec.runtime.rounds.captured_rounds import capture_for
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_slots, make_cache
@@ -124,7 +123,7 @@ class Engine:
             prefixes=self.prefixes,
             context_len=target.context_length.max_len,
         )
-        captured_rounds = captured_prompts = draft_policy = None
+        store = draft_policy = None
         if drafter is not None and spec.adaptive:
             ladder = draft_ladder(spec, captured=capture is not None, lookup=self.state.has_lookup)
             draft_policy = DraftPolicy(ladder, self.table.max_requests + 1)
@@ -132,8 +131,7 @@ class Engine:
             state, budget_bytes = self.state, config.max_capture_bytes or default_budget(*target.devices)
             bound_to = state.weights.generation, lambda: state.view.key
             store = CaptureStore(capture, memory, budget_bytes, *bound_to, strict=config.cuda_graphs is True)
-            captured_rounds, captured_prompts = CapturedRounds(state, store), CapturedPrompts(state, store)
-        self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, captured_rounds, captured_prompts)
+        self.steps = Steps(self.scheduler, self.state, self.spec, draft_policy, store)
         self._conventions = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler, self.steps.launches)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
@@ -424,7 +422,8 @@ class Engine:
     def _close(self) -> None:
         """Close, within a turn. If it is interrupted, the next call of `close` repeats it."""
         self.inbox.close()
-        self.steps.clear_captures()
+        if self.steps.store is not None:
+            self.steps.store.clear()
         self.cache.clear()
         self._cleared = True
 

@@ -88,9 +88,7 @@ def captured_prompts(engine: Engine) -> dict[Any, Any]:
 
 def captures_of(engine: Engine, kind: type) -> dict[Any, Any]:
     """Return the captures that can be replayed and whose shape is of this type."""
-    return {
-        shape: one for shape, one in engine.steps.captured_rounds.store._captured.items() if isinstance(shape, kind)
-    }
+    return {shape: one for shape, one in engine.steps.store._captured.items() if isinstance(shape, kind)}
 
 
 def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:

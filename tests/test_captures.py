@@ -128,7 +128,7 @@ def test_a_shape_is_captured_again_when_memory_is_there(engine_with, random_prom
     """However often it failed for lack of memory: its runs until the next attempt have an upper bound."""
     tape = FailingTape(tuple(range(1, 10**6)))
     engine = engine_with(tape, max_batch_size=1)
-    graphs = engine.steps.captured_rounds.store
+    graphs = engine.steps.store
     for shape in list(graphs._waits):
         graphs._setbacks[shape], graphs._waits[shape] = 60, 0
         graphs.capture_next(shape, [lambda: torch.zeros(1)], ROUNDS)

@@ -13,9 +13,8 @@ or if weights have moved, the forward is dropped and its chunks are read again.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from specdec.runtime.launches import HostCopy, Launch, copy_to_host
 from specdec.runtime.prompts.prompt_budget import PromptGap, PromptLoad
 from specdec.runtime.prompts.prompt_scores import ChunkScoring, scoring_of
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import CapturedPrompts, PromptParts, eager_forward
+from specdec.runtime.rounds.captured_prompts import PromptForwards, PromptParts
 from specdec.runtime.rounds.device_state import DeviceState
 from specdec.runtime.rounds.prompt_chunks import (
     LAYERS_A_PART,
@@ -87,19 +86,10 @@ class PromptReading:
 
 
 class Prefill:
-    """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none.
+    """Reads the prompts of one engine. `reading`: a forward that has run in part; None: there is none."""
 
-    captured_prompts: captured forwards; None if nothing is captured. begin_forward: see
-    `CapturedPrompts.begin_forward`.
-    """
-
-    def __init__(
-        self, scheduler: Scheduler, state: DeviceState, captured_prompts: CapturedPrompts | None, threads: CpuThreads
-    ) -> None:
-        self.captured_prompts = captured_prompts
-        self.begin_forward: Callable[..., PromptParts] = (
-            partial(eager_forward, state) if captured_prompts is None else captured_prompts.begin_forward
-        )
+    def __init__(self, scheduler: Scheduler, state: DeviceState, forwards: PromptForwards, threads: CpuThreads) -> None:
+        self.forwards = forwards
         self.reading: PromptReading | None = None
         self._scheduler = scheduler
         self._state = state
@@ -176,7 +166,7 @@ class Prefill:
         needed = self._state.states_needed(scored=scoring is not None, ends_prompt=ends_prompt)
         gap, load = self._scheduler.prompt_gap, PromptLoad.from_runs(done, chunk_len)
         divided = others_decode and gap.seconds_allowed(self._scheduler.num_waiting, load) is not None
-        parts = self.begin_forward(rows, chunk_len, needed, divided=divided)
+        parts = self.forwards.begin_forward(rows, chunk_len, needed, divided=divided)
         return PromptReading(batch, chunk_len, done, scoring, parts)
 
 

@@ -139,11 +139,14 @@ def eager_forward(
     return PromptParts(program.shares, program.programs, program.result, state.weights.generation())
 
 
-class CapturedPrompts:
-    """The captured chunks of one engine. All shapes share the tensors that receive results for the drafter and the
-    first draw, since results are read before the next forward runs."""
+class PromptForwards:
+    """The forwards over prompts of one engine. store: its captures; None: all run eagerly.
 
-    def __init__(self, state: DeviceState, store: CaptureStore) -> None:
+    All captured shapes share the tensors that receive results for the drafter and the first draw, since results are
+    read before the next forward runs.
+    """
+
+    def __init__(self, state: DeviceState, store: CaptureStore | None) -> None:
         self._state = state
         self._store = store
         self._results: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
@@ -164,6 +167,7 @@ class CapturedPrompts:
         count, *rest = new.shape
         if name not in self._results:
             self._results[name] = new.new_empty((MAX_TOKENS + 1, *rest))
+            assert self._store is not None
             self._store.shared_bytes += self._results[name].nbytes
         return self._results[name][:count].copy_(new)
 
@@ -175,26 +179,26 @@ class CapturedPrompts:
         Not captured: sizes beyond the largest, and (rare) chunks with scores if the target otherwise makes fewer final
         states. divided: in parts, if such a size is captured in parts. needed: see `Chunk`.
         """
+        if (store := self._store) is None:
+            return eager_forward(self._state, rows, chunk_len, needed, divided=divided)
         size = len(rows), int(chunk_len.sum())
         shape = (self.bucket(*size, needed, divided=True) if divided else None) or self.bucket(*size, needed)
         rare = needed is StatesNeeded.EVERY and self._state.states_needed(scored=False, ends_prompt=True) is not needed
         if shape is None or rare:
-            self._store.uncaptured["prompts"] += 1
+            store.uncaptured["prompts"] += 1
             return eager_forward(self._state, rows, chunk_len, needed)
         self._state.weights.generation()  # checked first: another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self._state, shape, self._copy_chunk)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)
-        programs = self._store.programs_to_run(shape, program.programs, shape.rule)
+        programs = store.programs_to_run(shape, program.programs, shape.rule)
 
         def read() -> Chunk:
             chunk = program.result()
-            self._store.capture_next(
-                shape, program.programs, shape.rule
-            )  # at once: each of the few shapes occurs again
+            store.capture_next(shape, program.programs, shape.rule)  # at once: each of the few shapes occurs again
             return chunk
 
-        return PromptParts(program.shares, programs, read, self._store.generation)
+        return PromptParts(program.shares, programs, read, store.generation)
 
     def bucket(
         self, num_runs: int, num_tokens: int, needed: StatesNeeded, *, divided: bool = False

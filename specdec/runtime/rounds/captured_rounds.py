@@ -35,23 +35,29 @@ ROUNDS = CaptureRule("rounds", "rounds", "rounds run without CUDA graphs: %s")
 RARE_ROUNDS = ROUNDS._replace(pool="rare rounds", patience=RARE_RUNS_BEFORE_CAPTURE)
 
 
-class CapturedRounds:
-    """The captured rounds of one engine."""
+class Rounds:
+    """Runs the rounds of one engine. store: its captures; None: all rounds run eagerly."""
 
-    def __init__(self, state: DeviceState, store: CaptureStore) -> None:
+    def __init__(self, state: DeviceState, store: CaptureStore | None) -> None:
         self.state = state
-        self.store = store
+        self._store = store
 
     def run(self, shape: RoundShape, between: HostWorkBetween | None = None) -> torch.Tensor:
-        """Run a round of the seated rows. Returns its packed result, which the next round of this shape overwrites."""
-        self.state.cache.allocator.require_unfrozen("a captured round")
-        rule = RARE_ROUNDS if is_rare(shape) else ROUNDS
-        return run_programs(self.store.programs_to_run(shape, decode_programs(self.state, shape), rule), between)
+        """Run a round of the seated rows. Returns its packed result, which the next captured round of this shape
+        overwrites."""
+        self.state.cache.allocator.require_unfrozen("a round")
+        programs = decode_programs(self.state, shape)
+        if self._store is not None:
+            programs = self._store.programs_to_run(shape, programs, RARE_ROUNDS if is_rare(shape) else ROUNDS)
+        return run_programs(programs, between)
 
-    def read_lag(self, shape: RoundShape) -> None:
-        """Let the drafter read the lag of the rows seated for a round of this shape."""
+    def read_lag(self, shape: RoundShape, max_tokens: int) -> None:
+        """Let the drafter read the lag of the rows seated for a round of this shape, `max_tokens` of each at most."""
+        if self._store is None:
+            self.state.read_lag(shape, max_tokens)
+            return
         program = partial(self.state.read_lag, shape, MAX_LAG)
-        run_programs(self.store.programs_to_run((shape.batch, shape.max_committed_len), [program], ROUNDS))
+        run_programs(self._store.programs_to_run((shape.batch, shape.max_committed_len), [program], ROUNDS))
 
 
 def run_programs(programs: Sequence[Program], between: HostWorkBetween | None = None) -> torch.Tensor:
